@@ -1,0 +1,1 @@
+"""The commands: one file each; the only readers of config and the only printers."""

@@ -1,0 +1,1 @@
+"""The words a user types: recipe, placement and run, typed and validated."""

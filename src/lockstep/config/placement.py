@@ -1,0 +1,41 @@
+"""The placement: where and how fast. It decides only time and memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+
+from lockstep.config.base import NaturalInt, PositiveFloat, Section
+
+
+def _processes(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ValueError("expected a whole number from 1, or auto")
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Strategy(Section):
+    """A strategy by name; its own options stand beside the name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: str = "auto"  # single for one process, ddp for more
+
+
+class Placement(Section):
+    """Everything that may change from one start of a run to the next."""
+
+    strategy: Annotated[Strategy, BeforeValidator(_named)] = Strategy()
+    processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    workers: NaturalInt = 0  # loader processes beside each training process
+    rendezvous: Annotated[str, Field(pattern=r"^(env://|tcp://[^/:]+:\d+|file:///.+)$")] = "env://"
+    timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
+    bucket_mib: PositiveFloat = 8.0  # gradients exchanged at a time

@@ -1,0 +1,153 @@
+"""The recipe: what is computed. It alone decides the numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lockstep.config.base import (
+    Floats,
+    Fraction,
+    Ints,
+    NaturalFloat,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from lockstep.core.rate import Curve
+
+
+class Model(Section):
+    """A network by name: ours, timm's or torchvision's, or `package.module:function`."""
+
+    name: str
+    source: Literal["auto", "lockstep", "timm", "torchvision"] = "auto"
+    pretrained: bool = False
+    options: dict[str, Any] = {}
+
+
+class Augment(Section):
+    """What is done to training images; each sample's random numbers follow from seed, epoch and sample."""
+
+    crop_padding: NaturalInt = 0  # pixels of zeros on each side before a crop back to size
+    flip: bool = False  # left to right, with probability 1/2
+    resized_crop: bool = False  # `folder`: area in resized_crop_scale, aspect in [3/4, 4/3]
+    resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
+
+
+class Data(Section):
+    """A data set by name, or `package.module:function`."""
+
+    name: str
+    root: str = "data"
+    download: bool = True
+    image_size: PositiveInt | None = None  # `folder` and `synthetic`: height and width that the model sees
+    resize_size: PositiveInt | None = None  # `folder`: the short side before validation's centre crop
+    augment: Augment = Augment()
+    mean: Floats | None = None  # for each channel, of values in [0, 1]; left out: the data set's own
+    std: Floats | None = None
+    on_error: Literal["raise", "skip"] = "raise"
+    options: dict[str, Any] = {}
+
+
+def _rate(value: Any) -> Any:
+    return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class LearningRate(Section):
+    """A rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
+
+    value: PositiveFloat
+    per_samples: PositiveInt | None = None
+
+
+class Optimizer(Section):
+    """`sgd`, `adamw`, `lars`, `lamb`, or any other of torch.optim or timm.optim."""
+
+    name: str = "sgd"
+    lr: Annotated[LearningRate, BeforeValidator(_rate)]
+    momentum: Fraction | None = None
+    nesterov: bool | None = None
+    weight_decay: NaturalFloat | None = None
+    decay_bias_and_norm: bool = True  # false: no weight decay for biases and for parameters of one dim
+    options: dict[str, Any] = {}
+
+
+class Schedule(Section):
+    """How the rate goes on from its base; see core/rate.py."""
+
+    name: Curve = "constant"
+    each: Literal["step", "epoch"] = "step"
+    warmup_epochs: NaturalFloat = 0.0
+    warmup_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    min_lr: NaturalFloat = 0.0
+    milestones: Floats = ()
+    gamma: PositiveFloat = 0.1
+    power: PositiveFloat = 1.0
+
+
+class Loss(Section):
+    """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value for each sample."""
+
+    name: str = "cross_entropy"
+    label_smoothing: Fraction = 0.0
+
+
+class Mix(Section):
+    """Mixup and cutmix inside each micro-batch; a `beta` of 0 switches one off."""
+
+    mixup: NaturalFloat = 0.0
+    cutmix: NaturalFloat = 0.0
+    probability: Fraction = 1.0
+
+
+class Ema(Section):
+    """An exponential moving average of the weights, updated at every step; evaluation uses it."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
+
+
+class LossScale(Section):
+    """Dynamic loss scaling for fp16."""
+
+    initial: PositiveFloat = 65536.0
+    growth_interval: PositiveInt = 2000
+
+
+class Recipe(Section):
+    """Everything that decides the trained weights."""
+
+    model: Model
+    data: Data
+    batch: PositiveInt
+    microbatches: PositiveInt | None = None  # left out: the data-parallel size of the run's first start
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    last_batch: Literal["keep", "drop"] = "keep"
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    loss: Loss = Loss()
+    mix: Mix = Mix()
+    ema: Ema | None = None
+    clip_norm: PositiveFloat | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScale = LossScale()
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    compile: bool = False
+    nonfinite: Literal["stop", "skip"] = "stop"
+    topk: Ints = (1, 5)
+    seed: NaturalInt = 0
+    threads: PositiveInt = 1  # of each process: on CPU their number changes the bits
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give either epochs or steps, one of the two")
+        if self.microbatches is not None and self.microbatches > self.batch:
+            raise ValueError(
+                f"batch: {self.batch} samples cannot fill {self.microbatches} micro-batches; "
+                f"use a batch of at least {self.microbatches}, or at most {self.batch} micro-batches"
+            )
+        return self

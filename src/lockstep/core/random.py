@@ -1,0 +1,66 @@
+"""Random numbers as a function of what they are for, never of who draws them.
+
+Every draw is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any
+loader worker and after any resume. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood 2014,
+"Fast splittable pseudorandom number generators", figure 16), applied to a Weyl sequence twice.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+UInt64 = NDArray[np.uint64]
+
+# One number for each use, so that no two uses share a stream.
+ORDER: Final = 1
+AUGMENT: Final = 2
+FORWARD: Final = 3
+MIX: Final = 4
+INITIAL: Final = 5
+SYNTHETIC: Final = 6
+SAMPLE: Final = 7
+
+_WEYL: Final = 0x9E3779B97F4A7C15
+_MASK: Final = 0xFFFFFFFFFFFFFFFF
+
+
+def key(*words: int) -> int:
+    """Fold integers (a stream, a seed, an epoch, a step, ...) into one 64-bit key; their order matters."""
+    state = 0
+    for word in words:
+        state = _mix((state + _WEYL + word) & _MASK)
+    return state
+
+
+def bits(key: int, counters: UInt64) -> UInt64:
+    """Hash each counter under `key`: uint64 of the same shape."""
+    start = np.uint64(key)
+    with np.errstate(over="ignore"):
+        return _mix_array(_mix_array(counters * np.uint64(_WEYL) + start) + start)
+
+
+def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.float64]:
+    """Draw `draws` numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
+    counters = indices.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
+    top = bits(key, counters) >> np.uint64(11)
+    return np.asarray(top.astype(np.float64) * 2.0**-53)
+
+
+def torch_seed(key: int) -> int:
+    """Return a seed that `torch.Generator.manual_seed` takes on every device: 63 bits."""
+    return key >> 1
+
+
+def _mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def _mix_array(words: UInt64) -> UInt64:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(words ^ (words >> np.uint64(31)))

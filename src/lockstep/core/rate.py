@@ -1,0 +1,68 @@
+"""The learning rate as a function of samples seen, never of how often somebody called step().
+
+A factor in (0, 1] of the base rate follows one of five curves over the run; warm-up multiplies it, rising linearly
+from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is counted in epochs, e = samples seen / samples
+per epoch, and rounded down where the recipe wants one rate for each epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Curve = Literal["cosine", "linear", "polynomial", "steps", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A learning-rate schedule: `at(samples_seen)` is its value.
+
+    `epochs` is the length of the run in epochs (it may be a fraction); `minimum` is the rate the falling curves end
+    at, in the unit of `base`; `milestones` are epochs after which `steps` multiplies by `gamma` once more.
+    """
+
+    base: float
+    samples_per_epoch: int
+    epochs: float
+    curve: Curve = "constant"
+    minimum: float = 0.0
+    power: float = 1.0
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+    warmup_epochs: float = 0.0
+    warmup_factor: float = 0.1
+    each: Literal["step", "epoch"] = "step"
+
+    def at(self, samples_seen: int) -> float:
+        """Return the rate for the update that follows `samples_seen` samples."""
+        epoch = samples_seen / self.samples_per_epoch
+        if self.each == "epoch":
+            epoch = math.floor(epoch)
+        return self._falling(epoch) * self._warmup(epoch)
+
+    def _falling(self, epoch: float) -> float:
+        done = min(epoch / self.epochs, 1.0)
+        match self.curve:
+            case "constant":
+                return self.base
+            case "steps":
+                return self.base * self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
+            case "cosine":
+                left = 0.5 * (1.0 + math.cos(math.pi * done))
+            case "linear":
+                left = 1.0 - done
+            case "polynomial":
+                left = (1.0 - done) ** self.power
+        return self.minimum + (self.base - self.minimum) * left
+
+    def _warmup(self, epoch: float) -> float:
+        if epoch >= self.warmup_epochs:
+            return 1.0
+        done = epoch / self.warmup_epochs
+        return self.warmup_factor * (1.0 - done) + done
+
+
+def scaled(value: float, per_samples: int | None, batch: int) -> float:
+    """Return the base rate: `value` as it is, or by the linear scaling rule, `value` for each `per_samples` of the batch."""
+    return value if per_samples is None else value * batch / per_samples

@@ -1,0 +1,90 @@
+"""The canonical sum: one binary tree over micro-batch numbers, whoever holds them.
+
+Floating-point addition is not associative, so the sum of M gradients depends on where the brackets stand.
+Here they stand by micro-batch number alone: leaf m is micro-batch m, and a node is an aligned block
+[k * 2^j, (k + 1) * 2^j) of leaves, cut off at M. A block whose right half lies beyond M is its left half.
+
+A process that holds any contiguous range of leaves can add those that fill whole blocks; the few blocks that
+remain (at most two for each level) are the *pieces* it must exchange with the others. Sibling blocks are
+only ever added to each other, so every distribution of the leaves gives the same brackets, hence the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Block(NamedTuple):
+    """An aligned block of leaves: [first, first + size), with size a power of two that divides first."""
+
+    first: int
+    size: int
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the block is the right child of its parent."""
+        return bool((self.first // self.size) % 2)
+
+
+def blocks(leaves: range) -> list[Block]:
+    """Split a contiguous range of leaves into the fewest aligned blocks, from left to right."""
+    found = []
+    first = leaves.start
+    while first < leaves.stop:
+        size = first & -first or 1 << leaves.stop.bit_length()
+        while first + size > leaves.stop:
+            size //= 2
+        found.append(Block(first, size))
+        first += size
+    return found
+
+
+class Counter(Generic[T]):
+    """Adds leaves that arrive from left to right, keeping only the blocks that cannot yet be merged.
+
+    It is a binary counter: with n leaves pushed at most log2(n) + 1 partial sums are alive. `add(left, right)`
+    may reuse the memory of `left`.
+    """
+
+    def __init__(self, add: Callable[[T, T], T]) -> None:
+        self._add = add
+        self._stack: list[tuple[Block, T]] = []
+
+    def push(self, leaf: int, value: T) -> None:
+        """Add the next leaf, merging every pair of sibling blocks that it completes."""
+        block = Block(leaf, 1)
+        while self._stack and block.is_right and self._stack[-1][0].size == block.size:
+            left, partial = self._stack.pop()
+            value = self._add(partial, value)
+            block = Block(left.first, 2 * block.size)
+        self._stack.append((block, value))
+
+    def pieces(self) -> dict[Block, T]:
+        """Return the blocks held, from left to right, and forget them."""
+        held = dict(self._stack)
+        self._stack.clear()
+        return held
+
+
+def total(pieces: Mapping[Block, T], leaves: int, add: Callable[[T, T], T]) -> T:
+    """Add the pieces of all `leaves` leaves in the order of the tree.
+
+    The pieces must cover the leaves exactly once, as the `blocks` of any cut of them do; a gap raises KeyError.
+    `add(left, right)` may reuse the memory of `left`.
+    """
+
+    def value(block: Block) -> T:
+        if block in pieces:
+            return pieces[block]
+        if block.size == 1:
+            raise KeyError(f"no piece covers leaf {block.first}")
+        half = block.size // 2
+        left = value(Block(block.first, half))
+        if block.first + half >= leaves:
+            return left
+        return add(left, value(Block(block.first + half, half)))
+
+    return value(Block(0, 1 << (leaves - 1).bit_length()))

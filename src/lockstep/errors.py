@@ -1,0 +1,60 @@
+"""The errors Lockstep raises, and the exit code that each one ends the program with.
+
+LockstepError
+├── UsageError            2  what the user typed: a recipe, an override, a folder, a device
+│   └── ConfigError       2  every problem of a configuration at once, each with its place
+├── TrainingError         1  what went wrong while training: a loss that is not finite, a corrupt image
+├── VerificationError     3  two runs that should agree do not
+└── PreflightError        4  the machine cannot do what the placement asks of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+EXIT_DONE: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_VERIFICATION: Final = 3
+EXIT_PREFLIGHT: Final = 4
+EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
+
+
+class LockstepError(Exception):
+    """Any error that Lockstep raises on purpose; its text is meant for the user."""
+
+    exit_code: int = EXIT_FAILED
+
+
+class UsageError(LockstepError):
+    """The user's mistake, found before a process group or a device exists."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(UsageError):
+    """All problems of one configuration, each a line `place  key: what was wrong; what to do`."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class TrainingError(LockstepError):
+    """Training cannot go on: names the step, the rank and the file or figure that stopped it."""
+
+    exit_code = EXIT_FAILED
+
+
+class VerificationError(LockstepError):
+    """Two results that should be the same are not."""
+
+    exit_code = EXIT_VERIFICATION
+
+
+class PreflightError(LockstepError):
+    """The machine, its devices or its network cannot do what the placement asks."""
+
+    exit_code = EXIT_PREFLIGHT

@@ -1,0 +1,1 @@
+"""The launchers we detect: one file each, pure, and never torch."""

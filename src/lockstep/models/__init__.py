@@ -1,0 +1,1 @@
+"""Models that we ship, and how any other is found by name."""

@@ -1,0 +1,1 @@
+"""Verbs on models, shared by the strategies."""

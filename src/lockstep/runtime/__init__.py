@@ -1,0 +1,1 @@
+"""The door to torch.distributed, devices, processes and signals."""

@@ -1,0 +1,1 @@
+"""The strategies a user can name: one file each, and the file name is the name."""

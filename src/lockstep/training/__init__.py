@@ -1,0 +1,1 @@
+"""The loop, evaluation, checkpoints and the events they yield."""

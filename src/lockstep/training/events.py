@@ -1,0 +1,123 @@
+"""What a run says of itself: the loop yields these, and the sinks write them down.
+
+Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the rate of the optimizer, `loss` the mean over
+samples, `top` fractions in [0, 1], `peak_bytes` bytes, `images_per_s` training samples a second over all processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+UNITS = {
+    "time": "s since 1970-01-01 UTC",
+    "seconds": "s",
+    "samples": "training samples seen",
+    "loss": "mean over samples",
+    "lr": "optimizer's learning rate",
+    "norm": "L2 norm of the gradient before clipping",
+    "top": "fraction of samples",
+    "images_per_s": "training samples/s, all processes",
+    "peak_bytes": "bytes, largest of the processes on this host",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The run begins, or goes on at `step` of `steps`."""
+
+    step: int
+    epoch: int
+    samples: int
+    steps: int
+    epochs: float
+    steps_per_epoch: int
+    train_samples: int
+    validation_samples: int
+    batch: int
+    microbatches: int
+    processes: int
+    strategy: str
+    device: str
+    parameters: int
+    base_lr: float
+    resumed_from: str | None = None
+    name: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """Step number `step` (from 1) is done; figures are of this step alone, speed since the last report."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    lr: float
+    norm: float | None
+    images_per_s: float
+    peak_bytes: int
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    name: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The validation split was visited: each of its samples once."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    top: dict[str, float]  # {"top1": 0.98, "top5": 1.0}
+    correct: dict[str, int]
+    evaluated: int
+    of: int
+    seconds: float
+    weights: Literal["model", "ema"] = "model"
+    name: Literal["evaluated"] = "evaluated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint is on disk, synced and hashed."""
+
+    step: int
+    epoch: int
+    samples: int
+    path: str
+    weights_sha256: str
+    best: bool
+    seconds: float
+    name: Literal["saved"] = "saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """Training stopped early, as asked by `reason`, and the work so far is saved."""
+
+    step: int
+    epoch: int
+    samples: int
+    reason: Literal["SIGINT", "SIGTERM"]
+    name: Literal["stopped"] = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The run is complete."""
+
+    step: int
+    epoch: int
+    samples: int
+    weights_sha256: str
+    top: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    skipped_steps: int = 0
+    skipped_samples: int = 0
+    seconds: float = 0.0
+    name: Literal["done"] = "done"
+
+
+Event = Started | Stepped | Evaluated | Saved | Stopped | Done
