@@ -1,0 +1,36 @@
+"""What is learned, as the engines see it: a model, a loss that is a sum, metrics that are counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One cut of the global batch: the unit of work, computed at the same shape whoever computes it.
+
+    `index` is its number in the step; dim 0 of `inputs` and `targets` runs over its samples.
+    """
+
+    index: int
+    inputs: Tensor
+    targets: Tensor
+
+
+class Task(Protocol):
+    """A model with its loss and its metrics."""
+
+    def build_model(self) -> nn.Module:
+        """Build the model on the CPU; the same weights in every process."""
+        ...
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss added over the samples, never their mean: a mean of uneven micro-batches is not the batch's."""
+        ...
+
+    def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return figures that may be added over samples, such as `correct1`: 0-dim tensors."""
+        ...
