@@ -1,0 +1,98 @@
+"""What a person sees while a run trains: moving lines on a terminal, one line for each event in a pipe."""
+
+from __future__ import annotations
+
+from typing import TextIO, final
+
+from rich.console import Console as Rich
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.reporting import wording
+from lockstep.reporting.progress import Progress
+from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stepped, Stopped
+
+
+@final
+class Console:
+    """Writes to `stream`; `terminal` says whether it is one, left out it is asked.
+
+    `rate_rule` is the line that says where the learning rate comes from. What is printed stays; on a terminal
+    the steps are drawn over one another instead, and `close` clears that drawing, after an error too.
+    """
+
+    def __init__(self, stream: TextIO, run_dir: str, rate_rule: str, terminal: bool | None = None) -> None:
+        terminal = stream.isatty() if terminal is None else terminal
+        # Said outright: rich would take an environment variable about colours for a terminal.
+        self._rich = Rich(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+        self._moving = terminal and not self._rich.is_dumb_terminal
+        self._stream = stream
+        self._run_dir = run_dir
+        self._rate_rule = rate_rule
+        self._run: Started | None = None
+        self._progress: Progress | None = None
+
+    def write(self, event: Event, time: float) -> None:
+        match event:
+            case Started():
+                self._start(event, time)
+            case Stepped():
+                self._step(event, time)
+            case Evaluated():
+                self._line(wording.evaluated(event))
+                if self._progress is not None:
+                    self._progress.accuracy(wording.top(event.top))
+            case Saved():
+                self._line(wording.saved(event))
+            case Stopped():
+                self.close()
+                self._line(wording.stopped(event))
+            case Done():
+                self.close()
+                self._finish(event)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _start(self, event: Started, time: float) -> None:
+        self.close()
+        self._run = event
+        for line in wording.started(event, self._rate_rule):
+            self._line(line)
+        if self._moving:
+            self._progress = Progress(self._rich, event, time)
+
+    def _step(self, event: Stepped, time: float) -> None:
+        if self._progress is not None:
+            self._progress.step(event, time)
+        elif self._run is not None:
+            self._line(f"{wording.place(event, self._run)}  {wording.figures(event)}")
+
+    def _finish(self, event: Done) -> None:
+        if self._run is not None:
+            rows = wording.summary(event, self._run, self._run_dir)
+            if self._moving:
+                self._rich.print(_table(rows))
+            else:
+                for line in wording.aligned(rows):
+                    self._line(line)
+        self._line(wording.fingerprint(event))
+
+    def _line(self, text: str) -> None:
+        if self._moving:
+            # soft_wrap: the terminal folds a long line, so that a path or a hash can still be copied whole.
+            self._rich.print(Text(text), soft_wrap=True)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+def _table(rows: list[wording.Row]) -> Table:
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table

@@ -1,0 +1,127 @@
+"""events.jsonl: one event, one line of strict JSON; the source of truth of a run.
+
+A run that goes on appends: after a kill, steps that were done since the last checkpoint stand there twice,
+and the `started` line between them says where the run went on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, final
+
+from lockstep.errors import TrainingError, UsageError
+from lockstep.training.events import UNITS, Event, Started
+
+EVENTS: Final = "events.jsonl"
+
+
+@final
+class JsonLines:
+    """Appends to the file `path`, made if missing; a line is with the kernel when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        _repair(self._descriptor)
+
+    def write(self, event: Event, time: float) -> None:
+        text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
+        try:
+            self._append(text.encode())
+        except OSError as error:
+            raise TrainingError(f"{self._path}: event not written: {error.strerror}") from error
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def _append(self, line: bytes) -> None:
+        # One write for a line, so that a kill leaves it whole or absent. A disk that fills up takes a part of
+        # it; the second write then raises what is wrong.
+        written = os.write(self._descriptor, line)
+        while written < len(line):
+            written += os.write(self._descriptor, line[written:])
+
+
+def figures(event: Event, time: float) -> dict[str, Any]:
+    """Return the event as a flat mapping that is strict JSON; `started` carries the units.
+
+    `top`, `best` and `correct` become top1, best_top1 and correct1. JSON has no NaN and no infinity: they
+    become the strings "NaN", "Infinity" and "-Infinity", which Python's float() reads.
+    """
+    flat: dict[str, Any] = {"event": event.name, "time": time}
+    for field in fields(event):
+        if field.name != "name":
+            flat |= _flat(field.name, getattr(event, field.name))
+    if isinstance(event, Started):
+        flat["units"] = UNITS
+    return {name: _finite(value) for name, value in flat.items()}
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a log, which may be growing still: an unfinished last line is left out."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _parsed(path, number, line)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder") from None
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    prefix = {"top": "", "best": "best_", "correct": "correct"}[name]
+    if name == "correct":
+        value = {key.removeprefix("correct").removeprefix("top"): count for key, count in value.items()}
+    return {prefix + key: figure for key, figure in value.items()}
+
+
+def _finite(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{path}:{number}: not JSON ({error}); the log is damaged") from error
+    if not isinstance(event, dict):
+        raise UsageError(f"{path}:{number}: not an event; the log is damaged")
+    return event
+
+
+def _repair(descriptor: int) -> None:
+    # A machine that went down, or a full disk, may leave a last line without its end. Half an event says
+    # nothing and would spoil the next line, so it is cut off; an event that lacks only the line end gets it.
+    size = os.fstat(descriptor).st_size
+    tail = _tail(descriptor, size)
+    if not tail:
+        return
+    try:
+        json.loads(tail)
+    except ValueError:
+        os.ftruncate(descriptor, size - len(tail))
+    else:
+        os.write(descriptor, b"\n")
+
+
+def _tail(descriptor: int, size: int) -> bytes:
+    """Return what follows the last line end of a file of `size` bytes."""
+    tail = b""
+    while size > 0 and b"\n" not in tail:
+        block = min(size, 65536)
+        size -= block
+        tail = os.pread(descriptor, block, size) + tail
+    return tail[tail.rfind(b"\n") + 1 :]

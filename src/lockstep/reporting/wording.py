@@ -1,0 +1,112 @@
+"""Events in words: the lines and tables that a person reads, as plain text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lockstep.training.events import Done, Evaluated, Saved, Started, Stepped, Stopped
+
+Row = tuple[str, str]
+
+
+def started(event: Started, rate_rule: str) -> list[str]:
+    """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
+    lines = [
+        f"{_counted(event.parameters, 'parameter')}, {_counted(event.train_samples, 'training sample')}, "
+        f"{_counted(event.validation_samples, 'validation sample')}",
+        f"{_counted(event.steps, 'step')} in {event.epochs:g} epochs of {event.steps_per_epoch:,}, "
+        f"batch {event.batch:,} in {_counted(event.microbatches, 'micro-batch')}",
+        f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}",
+        rate_rule,
+    ]
+    if event.resumed_from is not None:
+        lines.append(f"goes on after step {event.step:,} from {event.resumed_from}")
+    return lines
+
+
+def place(event: Stepped, run: Started) -> str:
+    """Say where in the run a step is."""
+    # Counted from the step: an epoch is done with its last step, and the next has not begun.
+    epoch = -(-event.step // run.steps_per_epoch)
+    return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
+
+
+def figures(event: Stepped, top: str = "") -> str:
+    """Give a step's figures; `top` stands after the loss."""
+    words = [f"loss {event.loss:.4f}", top, f"lr {event.lr:.4g}", f"{event.images_per_s:,.0f} images/s"]
+    if event.loss_scale is not None:
+        words.append(f"loss scale {event.loss_scale:g}")
+    if event.skipped_steps:
+        words.append(f"{_counted(event.skipped_steps, 'step')} skipped")
+    return "  ".join(word for word in words if word)
+
+
+def top(fractions: dict[str, float]) -> str:
+    """Give accuracies in per cent."""
+    return "  ".join(f"{name} {percent(fraction)}" for name, fraction in fractions.items())
+
+
+def evaluated(event: Evaluated) -> str:
+    """Give the result of an evaluation, with how many samples it saw of how many there are."""
+    weights = "" if event.weights == "model" else f"  {event.weights} weights"
+    figures = "  ".join(word for word in (top(event.top), f"loss {event.loss:.4f}") if word)
+    return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
+
+
+def saved(event: Saved) -> str:
+    """Name a checkpoint and the beginning of its weights' hash."""
+    best = "  best so far" if event.best else ""
+    return f"saved {event.path}  sha256 {event.weights_sha256[:12]}…{best}"
+
+
+def stopped(event: Stopped) -> str:
+    """Say why the run ends early, and how it goes on."""
+    return f"stopped by {event.reason} after step {event.step:,}; the same command goes on from there"
+
+
+def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
+    """Return the rows of the table at the end."""
+    rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
+    for name, last in event.top.items():
+        best = f", best {percent(event.best[name])}" if name in event.best else ""
+        rows.append((name, f"{percent(last)}{best}"))
+    rows.append(("time", duration(event.seconds)))
+    if event.seconds > 0:
+        speed = (event.samples - run.samples) / event.seconds
+        rows.append(("images/s", f"{speed:,.0f}, evaluating and saving included"))
+    rows += [
+        ("skipped steps", f"{event.skipped_steps:,}"),
+        ("skipped samples", f"{event.skipped_samples:,}"),
+        ("run folder", run_dir),
+    ]
+    return rows
+
+
+def aligned(rows: Sequence[Row]) -> list[str]:
+    """Lay out a table of two columns."""
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def fingerprint(event: Done) -> str:
+    """Give the hash that two runs of one recipe share; other programs look for this line."""
+    return f"weights sha256 {event.weights_sha256}"
+
+
+def percent(fraction: float) -> str:
+    """Give a fraction in per cent, with two decimals."""
+    return f"{100 * fraction:.2f} %"
+
+
+def duration(seconds: float) -> str:
+    """Give seconds as h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _counted(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('ss', 'ch')) else 's'}"

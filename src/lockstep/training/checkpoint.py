@@ -1,0 +1,322 @@
+"""The store of checkpoints: folders that are whole or not there, verified by hash before use.
+
+<run>/checkpoints/
+├── step-00000120/
+│   ├── model.safetensors       names as in a single process, whatever the strategy
+│   ├── optimizer.safetensors   <parameter>/<slot>, such as layer1.weight/momentum_buffer
+│   ├── ema.safetensors         if the recipe averages weights
+│   ├── state.json              step, epoch, samples, recipe, ...: nothing of placement or time
+│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights
+├── latest -> step-00000120
+└── best -> step-00000060
+
+Everything in it is a function of the snapshot, so the manifests of two runs that agree are the same bytes.
+Safetensors and JSON only: loading a stranger's checkpoint runs no code. One process writes, holding the run's
+lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lockstep.errors import TrainingError, UsageError
+from lockstep.training import durable, tensorfile
+from lockstep.training.durable import Written
+
+JSON: TypeAlias = Any  # None, bool, int, float, str, and lists and string-keyed dicts of these
+
+FOLDER: Final = "checkpoints"
+LATEST: Final = "latest"
+BEST: Final = "best"
+MANIFEST: Final = "manifest.json"
+STATE: Final = "state.json"
+MODEL: Final = "model.safetensors"
+OPTIMIZER: Final = "optimizer.safetensors"
+EMA: Final = "ema.safetensors"
+
+_FORMAT: Final = 1
+_STEP: Final = re.compile(r"step-(\d{8,})")
+# .tmp: being written or removed. .old: replaced by a newer writing of the same step, good until that is in
+# place.
+_LEFTOVER: Final = re.compile(r"\.(step-(\d{8,}))\.(tmp|old)-\d+")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a run needs to go on at the next step.
+
+    Tensors may be on any device and in any memory format; loaded ones are contiguous and on the CPU. `state`
+    is JSON; a NaN or infinite figure in it is kept as Python's json writes it.
+    """
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    ema: Mapping[str, Tensor] | None
+    state: Mapping[str, JSON]
+
+
+class Found(NamedTuple):
+    """A checkpoint that passed its hashes, and what was wrong with newer ones that did not."""
+
+    snapshot: Snapshot
+    path: Path
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint's files must hold."""
+
+    files: Mapping[str, Written]
+    weights_sha256: str
+
+
+def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool) -> Path:
+    """Write the checkpoint of `step` into `folder` (<run>/checkpoints); return its path, once on the disk.
+
+    Keeps the newest `keep` by step, and always those that `latest` and `best` point to: keep=0 keeps just
+    these. A checkpoint of the same step is replaced. Leftovers of killed runs are removed, so only one
+    process may call it, under the run's lock. A full disk or any other failure to write raises TrainingError;
+    what was there before is untouched.
+    """
+    final = folder / f"step-{step:08d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear(folder)
+        _write(_aside(final, "tmp"), snapshot)
+        _install(final)
+        durable.point(folder / LATEST, final.name)
+        if best:
+            durable.point(folder / BEST, final.name)
+        durable.sync_folder(folder)
+        _retain(folder, keep)
+    except OSError as error:
+        raise TrainingError(_not_written(final, error)) from error
+    return final
+
+
+def newest(folder: Path) -> Found | None:
+    """Load the newest whole checkpoint of `folder` (<run>/checkpoints); None where there is none at all.
+
+    Each newer one that fails its hashes is named in `problems`. Where none is whole, TrainingError: to begin
+    anew silently would throw the run away.
+    """
+    problems: list[str] = []
+    for path in _candidates(folder):
+        try:
+            return Found(read(path), path, problems)
+        except TrainingError as error:
+            problems.append(str(error))
+    if problems:
+        raise TrainingError(
+            "\n".join(
+                [f"{folder}: no checkpoint is whole; restore one, or start in another run.dir", *problems]
+            )
+        )
+    return None
+
+
+def load(path: Path, prefer: Literal["newest", "best"] = "newest") -> Found:
+    """Load what a user points to: a checkpoint, a link such as `latest`, a run folder or its checkpoints.
+
+    In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint asked
+    for by name is never replaced by another: damage raises TrainingError.
+    """
+    if path.is_symlink():
+        path = path.parent / path.readlink()
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "not found"
+        raise UsageError(
+            f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}"
+        )
+    if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
+        return Found(read(path), path, [])
+    return _load_run(path, prefer)
+
+
+def read(path: Path) -> Snapshot:
+    """Load the checkpoint folder `path`; a file that does not match the manifest raises TrainingError."""
+    expected = manifest(path)
+    data = {name: _verified(path / name, written) for name, written in expected.files.items()}
+    try:
+        tensors = {name: safetensors.torch.load(data[name]) for name in data if name != STATE}
+        snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), json.loads(data[STATE]))
+    except (SafetensorError, ValueError) as error:
+        raise TrainingError(f"{path}: cannot be read, though its hashes are right: {error}") from error
+    if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
+        raise TrainingError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
+    return snapshot
+
+
+def manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint folder `path`; its files are not looked at."""
+    place = path / MANIFEST
+    try:
+        content = json.loads(_bytes(place))
+        version = content["format"]
+        files = {
+            name: Written(str(file["sha256"]), int(file["bytes"])) for name, file in content["files"].items()
+        }
+        weights = str(content["weights_sha256"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TrainingError(f"{place}: not a manifest ({error!r}); the checkpoint is damaged") from error
+    if version != _FORMAT:
+        raise TrainingError(
+            f"{place}: format {version}, this version reads {_FORMAT}; use the one that wrote it"
+        )
+    if set(files) - {EMA} != {MODEL, OPTIMIZER, STATE}:
+        raise TrainingError(f"{place}: lists {', '.join(sorted(files))}; the checkpoint is damaged")
+    return Manifest(files, weights)
+
+
+def weights_sha256(model: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a model: of each tensor in the order of names its name, dtype, shape and bytes.
+
+    It does not depend on device or memory format, nor on how the tensors are stored.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(model):
+        tensor = model[name]
+        # The line's length cannot be mistaken: JSON escapes line ends inside a name.
+        digest.update(
+            json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n"
+        )
+        digest.update(tensorfile.raw(tensor))
+    return digest.hexdigest()
+
+
+def _write(temporary: Path, snapshot: Snapshot) -> None:
+    temporary.mkdir()
+    try:
+        files = {name: durable.write(temporary / name, chunks) for name, chunks in _contents(snapshot)}
+        content = {
+            "format": _FORMAT,
+            "files": {name: asdict(written) for name, written in files.items()},
+            "weights_sha256": weights_sha256(snapshot.model),
+        }
+        durable.write(temporary / MANIFEST, [_json(content)])
+        durable.sync_folder(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
+    yield MODEL, tensorfile.chunks(snapshot.model)
+    yield OPTIMIZER, tensorfile.chunks(snapshot.optimizer)
+    if snapshot.ema is not None:
+        yield EMA, tensorfile.chunks(snapshot.ema)
+    yield STATE, iter([_json(snapshot.state)])
+
+
+def _json(content: Mapping[str, JSON]) -> bytes:
+    return json.dumps(content, sort_keys=True, indent=1).encode() + b"\n"
+
+
+def _install(final: Path) -> None:
+    # Two moves, for a rename cannot replace a folder that is not empty. A kill between them leaves the step's
+    # former checkpoint under its .old name, where `newest` finds it.
+    if final.exists():
+        os.rename(final, _aside(final, "old"))
+    os.rename(_aside(final, "tmp"), final)
+    durable.sync_folder(final.parent)
+    shutil.rmtree(_aside(final, "old"), ignore_errors=True)
+
+
+def _aside(final: Path, kind: Literal["tmp", "old"]) -> Path:
+    return final.with_name(f".{final.name}.{kind}-{os.getpid()}")
+
+
+def _clear(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if left := _LEFTOVER.fullmatch(path.name):
+            final = folder / left[1]
+            if left[3] == "old" and not final.exists():
+                os.rename(path, final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith((f".{LATEST}.tmp-", f".{BEST}.tmp-")):
+            path.unlink()
+
+
+def _retain(folder: Path, keep: int) -> None:
+    steps = _steps(folder)
+    linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
+    for path in steps[keep:]:
+        if path.name not in linked:
+            # Renamed first: a kill in the middle of removing must not leave half a checkpoint under a good
+            # name.
+            doomed = _aside(path, "tmp")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)  # what stays is tried again by the next save
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Return the checkpoints of `folder` by their names, the newest first."""
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _candidates(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    found = [(int(path.name.removeprefix("step-")), 1, path) for path in _steps(folder)]
+    for path in folder.iterdir():
+        left = _LEFTOVER.fullmatch(path.name)
+        if left and left[3] == "old":
+            found.append((int(left[2]), 0, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _load_run(path: Path, prefer: Literal["newest", "best"]) -> Found:
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if prefer == "best" and (folder / BEST).is_symlink():
+        return load(folder / BEST)
+    found = newest(folder)
+    if found is None:
+        raise UsageError(f"{path}: holds no checkpoint; give the folder of a run that has saved one")
+    if prefer == "best":
+        raise UsageError(
+            f"{path}: no checkpoint is marked as best, the run was never evaluated; use the newest"
+        )
+    return found
+
+
+def _verified(path: Path, expected: Written) -> bytes:
+    data = _bytes(path)
+    if len(data) != expected.bytes:
+        raise TrainingError(_differs(path, "bytes", expected.bytes, len(data)))
+    if (found := hashlib.sha256(data).hexdigest()) != expected.sha256:
+        raise TrainingError(_differs(path, "sha256", expected.sha256, found))
+    return data
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise TrainingError(f"{path}: missing; the checkpoint is not whole") from None
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _differs(path: Path, what: str, expected: object, found: object) -> str:
+    return f"{path}: damaged after it was written: {what} expected {expected}, found {found}"
+
+
+def _not_written(final: Path, error: OSError) -> str:
+    before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
+    intact = f"{before[0]} is intact" if before else "there is no earlier one"
+    return f"{final}: checkpoint not written: {error.strerror}; {intact}; free space there and start again"

@@ -1,0 +1,64 @@
+"""Files that are whole or absent, also after a kill, a power cut or a full disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file holds: enough to tell later whether it still does."""
+
+    sha256: str
+    bytes: int
+
+
+def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write a new file, hashing what passes, and return once it is on the disk. The folder is not synced."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(digest.hexdigest(), size)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Give `path` the content `data`: whoever reads it, whenever, sees all of the old or all of the new."""
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        write(temporary, [data])
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def point(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to its neighbour `target`, in one move. The folder is not synced."""
+    temporary = _temporary(link)
+    temporary.unlink(missing_ok=True)
+    os.symlink(target, temporary)
+    os.replace(temporary, link)
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk: fsync of a file does not save the entry that names it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary(path: Path) -> Path:
+    # In the same folder: a rename is one move only within a file system.
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
