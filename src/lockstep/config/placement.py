@@ -36,6 +36,12 @@ class Placement(Section):
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: NaturalInt = 0  # loader processes beside each training process
-    rendezvous: Annotated[str, Field(pattern=r"^(env://|tcp://[^/:]+:\d+|file:///.+)$")] = "env://"
+    rendezvous: Annotated[
+        str,
+        Field(
+            pattern=r"^(env://|tcp://[^/:]+:\d+|file:///.+)$",
+            description="env://, tcp://HOST:PORT or file:///PATH",  # errors say it
+        ),
+    ] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
     bucket_mib: PositiveFloat = 8.0  # gradients exchanged at a time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -25,7 +26,7 @@ class Model(Section):
     name: str
     source: Literal["auto", "lockstep", "timm", "torchvision"] = "auto"
     pretrained: bool = False
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Augment(Section):
@@ -49,7 +50,7 @@ class Data(Section):
     mean: Floats | None = None  # for each channel, of values in [0, 1]; left out: the data set's own
     std: Floats | None = None
     on_error: Literal["raise", "skip"] = "raise"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 def _rate(value: Any) -> Any:
@@ -72,7 +73,7 @@ class Optimizer(Section):
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
     decay_bias_and_norm: bool = True  # false: no weight decay for biases and for parameters of one dim
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Schedule(Section):
@@ -89,7 +90,7 @@ class Schedule(Section):
 
 
 class Loss(Section):
-    """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value for each sample."""
+    """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value a sample."""
 
     name: str = "cross_entropy"
     label_smoothing: Fraction = 0.0
@@ -143,11 +144,20 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give either epochs or steps, one of the two")
-        if self.microbatches is not None and self.microbatches > self.batch:
-            raise ValueError(
-                f"batch: {self.batch} samples cannot fill {self.microbatches} micro-batches; "
-                f"use a batch of at least {self.microbatches}, or at most {self.batch} micro-batches"
-            )
+        if found := contradictions(dict(self)):
+            raise ValueError("\n".join(found))
         return self
+
+
+def contradictions(given: Mapping[str, object]) -> list[str]:
+    """Return what cannot be true together among the keys of a recipe, each of them valid or not."""
+    found = []
+    if (given.get("epochs") is None) == (given.get("steps") is None):
+        found.append("give either epochs or steps, one of the two; the override recipe.epochs= unsets it")
+    match given.get("batch"), given.get("microbatches"):
+        case int(batch), int(count) if count > batch:
+            found.append(
+                f"batch: {batch} samples cannot fill {count} micro-batches; "
+                f"use a batch of at least {count}, or at most {batch} micro-batches"
+            )
+    return found

@@ -1,0 +1,56 @@
+"""Problems between keys, found before their types are known to be right: all problems are told at once."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from lockstep.config.document import Path, Place, Problem, locate
+from lockstep.config.recipe import contradictions
+from lockstep.config.write import shown
+from lockstep.core.names import choices
+
+_STRATEGIES: Final = FilePath(__file__).parent.parent / "strategies"
+
+
+def strategies() -> list[str]:
+    """Return the names of the strategies: those of the files in strategies/, which are not imported here."""
+    return sorted(
+        each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if not each.name.startswith("_")
+    )
+
+
+def problems(values: Any, places: dict[Path, Place]) -> Iterator[Problem]:
+    """Yield what is wrong between the keys of a configuration as it was typed."""
+    recipe, placement = _mapping(values, "recipe"), _mapping(values, "placement")
+    for path, text in [*_recipe(recipe), *_strategy(placement), *_processes(placement, recipe)]:
+        yield Problem(locate(places, path), path, text)
+
+
+def _mapping(values: Any, name: str) -> dict[str, Any]:
+    inner = values.get(name) if isinstance(values, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
+def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    for line in contradictions(recipe) if recipe else []:
+        name, colon, text = line.partition(": ")
+        yield (("recipe", name), text) if colon else (("recipe",), line)
+
+
+def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    given = placement.get("strategy", "auto")
+    name = given.get("name", "auto") if isinstance(given, dict) else given
+    valid = ["auto", *strategies()]
+    if isinstance(name, str) and name not in valid:
+        text = f"no strategy {shown(name)}{choices(name, valid)}"
+        yield ("placement", "strategy", "name"), text
+
+
+def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    match placement.get("processes"), recipe.get("microbatches"):
+        case int(processes), int(count) if processes > count > 0:
+            text = f"{processes} processes but only {count} micro-batches; use at most {count}"
+            yield ("placement", "processes"), text

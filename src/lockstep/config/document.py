@@ -1,0 +1,213 @@
+"""A YAML text as plain values, with the place of every key.
+
+Of PyYAML only its events are used. Its loaders read `1e-3` as text and `on` as true (YAML 1.1), let the last of
+two equal keys win, forget where a value stood, and follow aliases, with which nine lines stand for a billion
+values. Here scalars follow the core schema of YAML 1.2, and aliases, tags and equal keys are problems.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple, final
+
+import yaml
+
+Path = tuple[str | int, ...]
+
+
+class Mark(Enum):
+    """What stands for a value whose problem has been told: an enum, because a copy of it is itself."""
+
+    UNREADABLE = "unreadable"
+
+
+UNREADABLE: Final = Mark.UNREADABLE
+
+_DEEPEST: Final = 32
+_NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
+_TRUE: Final = frozenset({"true", "True", "TRUE"})
+_FALSE: Final = frozenset({"false", "False", "FALSE"})
+_INT: Final = re.compile(r"[-+]?[0-9]+")
+_BASED: Final = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+class Place(NamedTuple):
+    """Where a value comes from: a line and column of a file, counted from 1, or no line for an override."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+class Problem(NamedTuple):
+    """What is wrong with one key."""
+
+    place: Place
+    path: Path
+    text: str
+
+    def __str__(self) -> str:
+        key = f"{dotted(self.path)}: " if self.path else ""
+        return f"{self.place}  {key}{self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Values, the place of each key and list item (of the whole: the empty path), and what is unreadable."""
+
+    values: Any
+    places: dict[Path, Place]
+    problems: list[Problem]
+
+
+def dotted(path: Path) -> str:
+    """Write a path as the user types it in an override."""
+    return ".".join(map(str, path))
+
+
+def locate(places: dict[Path, Place], path: Path) -> Place:
+    """Return the place of a key, or of the nearest mapping around it."""
+    while path not in places:
+        path = path[:-1]
+    return places[path]
+
+
+def parse(text: str, source: str) -> Document:
+    """Read one YAML document; what is wrong with it stands in `problems`."""
+    reader = _Reader(text, source)
+    try:
+        values = reader.document()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = reader.place(mark) if mark else Place(source)
+        values, text = UNREADABLE, f"not valid YAML: {error.problem or error.context}"
+        reader.problems.append(Problem(place, (), text))
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        place = Place(source, line, column)
+        values = UNREADABLE
+        reader.problems.append(Problem(place, (), f"character {error.character:#04x} is not allowed in YAML"))
+    return Document(values, reader.places, reader.problems)
+
+
+def scalar(text: str) -> Any:
+    """Return what a plain (unquoted) scalar means in YAML 1.2's core schema."""
+    if text in _NULL:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    try:
+        return _number(text)
+    except ValueError:  # more digits than Python converts
+        return text
+
+
+def _number(text: str) -> Any:
+    if _INT.fullmatch(text):
+        return int(text)
+    if _BASED.fullmatch(text):
+        return int(text, 0)
+    if _INFINITE.fullmatch(text):
+        return float(text.replace(".", "", 1))
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text
+
+
+@final
+class _Reader:
+    """Builds values from the events of one text."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._source = source
+        self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self.places: dict[Path, Place] = {(): Place(source, 1, 1)}
+        self.problems: list[Problem] = []
+
+    def place(self, mark: Any) -> Place:
+        return Place(self._source, mark.line + 1, mark.column + 1)
+
+    def document(self) -> Any:
+        values = None
+        documents = 0
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self._tell(event, (), "a second document begins here; keep one")
+            elif isinstance(event, yaml.NodeEvent):
+                value = self._value(event, ())
+                values = value if documents == 1 else values
+        return values
+
+    def _value(self, event: Any, path: Path) -> Any:
+        self.places.setdefault(path, self.place(event.start_mark))
+        if isinstance(event, yaml.AliasEvent):
+            return self._tell(
+                event, path, f"aliases such as *{event.anchor} are not allowed; write the value out"
+            )
+        if len(path) > _DEEPEST:
+            return self._skip(event, path)
+        if isinstance(event, yaml.ScalarEvent):
+            value = (
+                scalar(event.value) if event.implicit[0] else event.value
+            )  # implicit: plain, so not quoted
+        elif isinstance(event, yaml.MappingStartEvent):
+            value = self._mapping(path)
+        else:
+            value = self._list(path)
+        return (
+            value
+            if event.tag is None
+            else self._tell(event, path, f"tags such as {event.tag} are not allowed; remove it")
+        )
+
+    def _mapping(self, path: Path) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                self._tell(event, path, "a key must be a word")
+                self._skip(event, path)
+                self._skip(next(self._events), path)
+                continue
+            inner = (*path, event.value)
+            if event.value in values:
+                first = self.places[inner]
+                self._tell(
+                    event, inner, f"given twice, first at {first.line}:{first.column}; keep one of the two"
+                )
+                self._skip(next(self._events), inner)
+                continue
+            self.places[inner] = self.place(event.start_mark)
+            values[event.value] = self._value(next(self._events), inner)
+        return values
+
+    def _list(self, path: Path) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            values.append(self._value(event, (*path, len(values))))
+        return values
+
+    def _skip(self, event: yaml.Event, path: Path) -> Any:
+        """Pass over a value without reading it; say so where it is too deep."""
+        if len(path) > _DEEPEST:
+            self._tell(event, path[:4], f"nested more than {_DEEPEST} deep")
+        depth = 0
+        while True:
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth == 0:
+                return UNREADABLE
+            event = next(self._events)
+
+    def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
+        self.problems.append(Problem(self.place(event.start_mark), path, text))
+        return UNREADABLE

@@ -1,0 +1,147 @@
+"""A configuration from a YAML file or a shipped recipe and overrides; every problem of it is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from lockstep.config import across, wording, write
+from lockstep.config.document import UNREADABLE, Document, Path, Place, Problem, dotted, parse
+from lockstep.config.overrides import apply
+from lockstep.config.recipe import Recipe
+from lockstep.config.schema import Config
+from lockstep.core.names import choices, suggestion
+from lockstep.errors import ConfigError
+
+_RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
+_LARGEST: Final = 1 << 20  # bytes; a larger file is no recipe, and reading it as one would take minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A valid configuration, the name of its recipe, and for each dotted key where its value came from.
+
+    An origin is `file:line:column`, `override` or `default`. Keys that are not set have none.
+    """
+
+    config: Config
+    name: str
+    origins: Mapping[str, str]
+
+
+def shipped() -> dict[str, FilePath]:
+    """Return the recipes that come with Lockstep: name to file."""
+    return {file.stem: file for file in sorted(_RECIPES.glob("*.yaml"))}
+
+
+def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Load a YAML file, or a shipped recipe by name, and set the overrides `a.b=value` in their order.
+
+    Raises ConfigError with all problems, each a line `place  key: what was wrong; what to do`.
+    """
+    file, label = _find(source)
+    document = apply(_document(_read(file, label), label), overrides)
+    config, problems = _validate(document)
+    if config is None or problems:
+        raise ConfigError([str(each) for each in sorted(dict.fromkeys(problems), key=_position)])
+    return Loaded(config, file.stem, _origins(config, document))
+
+
+def to_yaml(loaded: Loaded) -> str:
+    """Write the whole configuration as YAML that `load` reads back, with each value's origin as a comment."""
+    return "\n".join(write.block(write.values(loaded.config), loaded.origins)) + "\n"
+
+
+def differences(run: Recipe, now: Recipe) -> list[str]:
+    """Return a line for each key in which two recipes differ: `seed: 0 in the run, 1 now`."""
+    before, after = (
+        {path: write.flow(value) for path, value in write.leaves(write.values(recipe))}
+        for recipe in (run, now)
+    )
+    return [
+        f"{dotted(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
+        for path in before | after
+        if before.get(path) != after.get(path)
+    ]
+
+
+def _find(source: str) -> tuple[FilePath, str]:
+    """Return the file and what to call it in messages."""
+    recipes, file = shipped(), FilePath(source)
+    if source in recipes:
+        return recipes[source], f"{source}.yaml"
+    if file.is_dir():
+        raise ConfigError([f"{source}: a folder; give a YAML file, such as {file / 'config.yaml'}"])
+    if file.exists():
+        return file, source
+    if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
+        siblings = [str(file.with_name(each.name)) for each in file.parent.glob("*.y*ml")]
+        raise ConfigError([f"{source}: no such file{suggestion(source, siblings)}"])
+    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, recipes)}"])
+
+
+def _read(file: FilePath, label: str) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_LARGEST + 1)
+    except OSError as error:
+        raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error
+    if len(content) > _LARGEST:
+        raise ConfigError([f"{label}: larger than {_LARGEST} bytes; a recipe is a short text"])
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        place = Place(
+            label,
+            content.count(b"\n", 0, error.start) + 1,
+            error.start - content.rfind(b"\n", 0, error.start),
+        )
+        raise ConfigError(
+            [f"{place}  not UTF-8: byte {content[error.start]:#04x}; save the file as UTF-8"]
+        ) from error
+
+
+def _document(text: str, label: str) -> Document:
+    """Read the file's mapping; where it is none, an unreadable one, so that overrides are still checked."""
+    document = parse(text, label)
+    if isinstance(document.values, dict):
+        return document
+    if document.values is not UNREADABLE:
+        found = "the file is empty" if document.values is None else f"got {write.shown(document.values)}"
+        text = f"expected a mapping with the keys recipe, placement and run; {found}"
+        document.problems.append(Problem(document.places[()], (), text))
+    return Document({"recipe": UNREADABLE}, document.places, document.problems)
+
+
+def _validate(document: Document) -> tuple[Config | None, list[Problem]]:
+    problems = [*document.problems, *across.problems(document.values, document.places)]
+    try:
+        return Config.model_validate(document.values), problems
+    except ValidationError as error:
+        return None, [*problems, *wording.problems(error, document.places)]
+
+
+def _position(problem: Problem) -> tuple[bool, int, int]:
+    """Sort by line, and overrides last."""
+    return not problem.place.line, problem.place.line, problem.place.column
+
+
+def _origins(config: Config, document: Document) -> dict[str, str]:
+    leaves = write.leaves(write.values(config))
+    return {dotted(path): _origin(path, document) for path, _ in leaves}
+
+
+def _origin(path: Path, document: Document) -> str:
+    """A key stands in the document, or a bare value stands for the mapping around it, or it is a default."""
+    value: Any = document.values
+    for depth, name in enumerate(path):
+        if not isinstance(value, dict):
+            return str(document.places[path[:depth]])
+        if name not in value:
+            return "default"
+        value = value[name]
+    return str(document.places[path])

@@ -1,0 +1,98 @@
+"""Configuration as text: YAML that reads back to the same values, with the origin of each as a comment."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from lockstep.config.base import Section
+from lockstep.config.document import Path, dotted, scalar
+
+_PLAIN: Final = re.compile(r"[A-Za-z_/][\w./+-]*(:[\w./+-]+)*", re.ASCII)
+_ESCAPES: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
+_COMMENT_COLUMN: Final = 40
+
+
+def values(section: Section) -> dict[str, Any]:
+    """Return what a section holds as plain mappings and lists; keys that are not set (None) are left out."""
+    fields = {name: getattr(section, name) for name in type(section).model_fields}
+    plain = {name: _plain(value) for name, value in fields.items() if value is not None}
+    return plain | (section.model_extra or {})
+
+
+def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each value that is not itself a mapping with keys, and its path."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
+    """Yield the lines of a YAML block mapping; `origins` maps dotted keys to the comment of their line."""
+    for name, value in tree.items():
+        here = (*path, name)
+        line = f"{'  ' * len(path)}{flow(name)}:"
+        if isinstance(value, dict) and value:
+            yield line
+            yield from block(value, origins, here)
+        else:
+            line = f"{line} {flow(value)}".ljust(_COMMENT_COLUMN)
+            yield f"{line}  # {_comment(origins[dotted(here)])}"
+
+
+def flow(value: Any) -> str:
+    """Write a value on one line of YAML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{flow(name)}: {flow(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str):
+        return value if _is_plain(value) else _quoted(value)
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
+
+
+def shown(value: Any) -> str:
+    """Write a value for an error message: text in quotes, the rest as YAML, and not much of either."""
+    if isinstance(value, dict):
+        return "a mapping" if value else "an empty mapping"
+    text = repr(value) if isinstance(value, str) else flow(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return values(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(text: str) -> bool:
+    return _PLAIN.fullmatch(text) is not None and isinstance(scalar(text), str)
+
+
+def _quoted(text: str) -> str:
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    return character if character.isprintable() else f"\\U{ord(character):08X}"
+
+
+def _float(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+
+
+def _comment(text: str) -> str:
+    # A file name may hold a line break; a comment must not.
+    return "".join(each if each.isprintable() else "?" for each in text)

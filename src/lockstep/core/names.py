@@ -1,0 +1,28 @@
+"""The names nearest to a mistyped one, as an error message says them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Return up to `count` of `names` that look like `name`, the nearest first."""
+    spelled = {each.lower(): each for each in names}
+    return [spelled[close] for close in difflib.get_close_matches(name.lower(), spelled, n=count)]
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return `; did you mean 'x' or 'y'?`, or nothing where no name is near."""
+    near = [f"'{each}'" for each in nearest(name, names)]
+    if not near:
+        return ""
+    listed = near[0] if len(near) == 1 else f"{', '.join(near[:-1])} or {near[-1]}"
+    return f"; did you mean {listed}?"
+
+
+def choices(name: str, names: Iterable[str]) -> str:
+    """Return the suggestion for a mistyped name, if any, and all that are valid."""
+    valid = list(names)
+    near = suggestion(name, valid)
+    return f"{near} Valid: {', '.join(valid)}" if near else f"; valid: {', '.join(valid)}"
