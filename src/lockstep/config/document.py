@@ -1,8 +1,8 @@
 """A YAML text as plain values, with the place of every key.
 
-Of PyYAML only its events are used. Its loaders read `1e-3` as text and `on` as true (YAML 1.1), let the last of
-two equal keys win, forget where a value stood, and follow aliases, with which nine lines stand for a billion
-values. Here scalars follow the core schema of YAML 1.2, and aliases, tags and equal keys are problems.
+PyYAML's loaders are not used, only its events: they read `1e-3` as text and `on` as true (YAML 1.1), let
+the last of equal keys win, forget where a value stood, and follow aliases, with which nine lines stand for
+a billion values. Here scalars follow the core schema of YAML 1.2, and aliases, tags and equal keys are problems.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
 _FALSE: Final = frozenset({"false", "False", "FALSE"})
 _INT: Final = re.compile(r"[-+]?[0-9]+")
-_BASED: Final = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_BASED: Final = re.compile(r"0o[0-7]{1,21}|0x[0-9a-fA-F]{1,16}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 

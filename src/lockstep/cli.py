@@ -1,0 +1,85 @@
+"""The shell: finds the command that the user named, imports it, and turns errors into exit codes.
+
+A command is a file of commands/ with a click command named `command`; its name is the file's, and one that begins
+with an underscore is none. `--help` lists them by the first lines of their docstrings and imports none, so that
+it answers at once whatever they import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any, Final, final
+
+import click
+
+from lockstep import __version__
+from lockstep.errors import EXIT_INTERRUPTED, ConfigError, LockstepError
+
+_COMMANDS: Final = Path(__file__).parent / "commands"
+
+
+@final
+class Shell(click.Group):
+    """A group whose commands are the files of commands/."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        files = (each.name for each in pkgutil.iter_modules([str(_COMMANDS)]))
+        return sorted(name.replace("_", "-") for name in files if not name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import a command."""
+        if name not in self.list_commands(ctx):
+            return None
+        command: click.Command = importlib.import_module(f"lockstep.commands.{_module(name)}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names; suggest the nearest where there is none."""
+        name = args[0]
+        if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
+            from lockstep.core.names import choices
+
+            raise click.UsageError(f"no command '{name}'{choices(name, names)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with their first lines."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_line(name)) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error meant for the user ends with its text and its exit code."""
+        try:
+            return super().invoke(ctx)
+        except LockstepError as error:
+            click.echo(_told(error), err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+@click.group(cls=Shell, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lockstep")
+def main() -> None:
+    """Train PyTorch models on any number of processes with the same numbers, bit for bit."""
+
+
+def _module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _first_line(name: str) -> str:
+    with (_COMMANDS / f"{_module(name)}.py").open(encoding="utf-8") as file:
+        return file.readline().strip().strip('"').rstrip(".")
+
+
+def _told(error: LockstepError) -> str:
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return f"error: {len(error.problems)} problems\n{error}"
+    return f"error: {error}"

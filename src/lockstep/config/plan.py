@@ -1,0 +1,59 @@
+"""What a recipe and the number of training samples decide: the steps of the run and its learning rate."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.config.recipe import Recipe
+from lockstep.core.order import Steps
+from lockstep.core.rate import Rate, scaled
+from lockstep.errors import UsageError
+
+
+def steps(recipe: Recipe, samples: int) -> Steps:
+    """Return all steps of a run over `samples` training samples."""
+    drop = recipe.last_batch == "drop"
+    if drop and samples < recipe.batch:
+        raise UsageError(
+            f"recipe.batch: {samples} training samples do not fill a batch of {recipe.batch}, "
+            f"and last_batch: drop leaves nothing; use a batch of at most {samples}, or last_batch: keep"
+        )
+    return Steps(samples, recipe.batch, drop, recipe.epochs, recipe.steps)
+
+
+def base_rate(recipe: Recipe) -> float:
+    """Return the learning rate after warm-up and before the schedule lowers it."""
+    lr = recipe.optimizer.lr
+    return scaled(lr.value, lr.per_samples, recipe.batch)
+
+
+def rule(recipe: Recipe) -> str:
+    """Say how the base rate follows from the recipe: `0.2 = 0.1 x 256 / 128`."""
+    lr = recipe.optimizer.lr
+    base = f"{base_rate(recipe):g}"
+    return base if lr.per_samples is None else f"{base} = {lr.value:g} x {recipe.batch} / {lr.per_samples}"
+
+
+def warm_up_steps(recipe: Recipe, run: Steps) -> int:
+    """Return how many steps go before the first one at the full rate."""
+    warmup = recipe.schedule.warmup_epochs
+    epochs, fraction = divmod(math.ceil(warmup) if recipe.schedule.each == "epoch" else warmup, 1)
+    return int(epochs) * run.per_epoch + math.ceil(fraction * run.samples_per_epoch / run.batch)
+
+
+def rate(recipe: Recipe, run: Steps) -> Rate:
+    """Return the learning rate as a function of samples seen."""
+    schedule = recipe.schedule
+    return Rate(
+        base=base_rate(recipe),
+        samples_per_epoch=run.samples_per_epoch,
+        epochs=run.total_samples / run.samples_per_epoch,
+        curve=schedule.name,
+        minimum=schedule.min_lr,
+        power=schedule.power,
+        milestones=schedule.milestones,
+        gamma=schedule.gamma,
+        warmup_epochs=schedule.warmup_epochs,
+        warmup_factor=schedule.warmup_factor,
+        each=schedule.each,
+    )
