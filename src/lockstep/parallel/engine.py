@@ -1,0 +1,71 @@
+"""The contract between the loop and a strategy: three verbs, and the state they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lockstep.core.order import Step
+from lockstep.tasks.base import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The losses of a step, float64 and 0-dim: `loss` is the mean over all its samples, the same on every rank;
+    `own_losses` are the sums over each of this rank's micro-batches."""
+
+    loss: Tensor
+    own_losses: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did: the gradient's norm before clipping, if it was asked for, and whether weights moved."""
+
+    norm: Tensor | None
+    applied: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a run needs to go on, under the names of a single process.
+
+    `optimizer` has names such as `layer1.weight/momentum_buffer`; `scalars` is what is not a tensor, ready for JSON.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    ema: dict[str, Tensor] | None = None
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """A model being trained, however it lies on the ranks. All ranks call each verb in the same order."""
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+        """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none."""
+        ...
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """Clip the gradient to `max_norm`, move the weights and forget the gradient."""
+        ...
+
+    def evaluation(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Enter evaluation, with averaged weights where the recipe keeps them, and give `predict(inputs)`."""
+        ...
+
+    def state(self) -> State:
+        """Return the state; its tensors are the live ones."""
+        ...
+
+    def load(self, state: State) -> None:
+        """Take over a state; names that are missing or left over raise UsageError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and streams."""
+        ...

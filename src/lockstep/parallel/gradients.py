@@ -1,0 +1,166 @@
+"""The canonical sum of gradients, exchanged in buckets while the last backward still runs.
+
+A micro-batch's gradient is taken out of `param.grad` when its backward is done and pushed into one binary counter for each bucket
+(core/tree.py). The last micro-batch of this rank is special: as soon as backward has filled a bucket, its pieces
+are flattened and handed to the lane, which adds them over the ranks (runtime/canonical.py). Buckets go out in one
+order on all ranks: that of backward, from the last parameter to the first.
+
+A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.tree import Block, Counter, total
+from lockstep.runtime.canonical import CanonicalSum
+from lockstep.runtime.lane import Lane
+
+Parts = list[Tensor]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    parameters: list[nn.Parameter]
+    counter: Counter[Parts] = field(default_factory=lambda: Counter(_add_parts_))
+    missing: int = 0  # parameters whose gradient backward has not yet made
+
+    @property
+    def like(self) -> Tensor:
+        return self.parameters[0].new_empty(sum(parameter.numel() for parameter in self.parameters))
+
+    def push(self, leaf: int) -> None:
+        self.counter.push(leaf, [_take_gradient(parameter) for parameter in self.parameters])
+
+
+@final
+class Gradients:
+    """Adds the gradients of `parameters` over micro-batches and ranks."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], canonical: CanonicalSum, lane: Lane, alone: bool, bucket_bytes: int
+    ) -> None:
+        self._canonical = canonical
+        self._lane = lane
+        self._alone = alone
+        self._buckets = [_Bucket(bucket) for bucket in _partition(parameters, None if alone else bucket_bytes)]
+        self._waiting: list[Callable[[], Tensor]] = []
+        self._leaves = 0
+        self._last_leaf: int | None = None
+        self._armed = False
+        if not alone:
+            self._watch()
+
+    def begin(self, leaves: int, last_leaf: int | None) -> None:
+        """Start a step of `leaves` micro-batches, of which `last_leaf` is this rank's last one, if it has any."""
+        self._leaves = leaves
+        self._last_leaf = last_leaf
+
+    def before_backward(self, leaf: int) -> None:
+        """Call before the backward of micro-batch `leaf`."""
+        self._armed = leaf == self._last_leaf and not self._alone
+        if self._armed:
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
+
+    def after_backward(self, leaf: int) -> None:
+        """Call after the backward of micro-batch `leaf`: takes its gradient away."""
+        if self._armed:
+            return
+        for bucket in self._buckets:
+            bucket.push(leaf)
+
+    def finish(self) -> None:
+        """Wait for the sums and leave them in `param.grad`."""
+        if self._alone:
+            for bucket in self._buckets:
+                parts = total(bucket.counter.pieces(), self._leaves, _add_parts_)
+                _give_gradients(bucket.parameters, parts)
+            return
+        self._send_ready(everything=True)
+        for bucket, wait in zip(self._buckets, self._waiting, strict=True):
+            _give_gradients(bucket.parameters, _unflatten(wait(), bucket.parameters))
+        self._waiting.clear()
+        self._armed = False
+
+    def _watch(self) -> None:
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+
+    def _ready(self, bucket: _Bucket, _: Tensor) -> None:
+        if not self._armed:
+            return
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._send_ready(everything=False)
+
+    def _send_ready(self, everything: bool) -> None:
+        for bucket in self._buckets[len(self._waiting) :]:
+            if bucket.missing and not everything:
+                return
+            if self._last_leaf is not None:
+                bucket.push(self._last_leaf)
+            self._waiting.append(self._lane.submit(partial(self._sum, bucket, bucket.counter.pieces())))
+
+    def _sum(self, bucket: _Bucket, pieces: Mapping[Block, Parts]) -> Tensor:
+        flat = {block: _flatten(parts, bucket.parameters) for block, parts in pieces.items()}
+        return self._canonical(flat, self._leaves, bucket.like)
+
+
+def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
+    """Group parameters, last first as backward meets them, into buckets of one dtype and about `bucket_bytes`."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in reversed(parameters):
+        size = parameter.numel() * parameter.element_size()
+        fits = bucket_bytes is None or size <= room
+        if not buckets or not fits or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            room = bucket_bytes or 0
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
+
+
+def _take_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    parameter.grad = None
+    return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def _give_gradients(parameters: list[nn.Parameter], gradients: Parts) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _add_parts_(left: Parts, right: Parts) -> Parts:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    """Dims from the outermost in memory to the innermost: flattening in this order moves memory as it lies."""
+    return sorted(range(parameter.ndim), key=lambda dim: -parameter.stride(dim))
+
+
+def _flatten(parts: Parts, parameters: list[nn.Parameter]) -> Tensor:
+    pairs = zip(parts, parameters, strict=True)
+    return torch.cat([part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in pairs])
+
+
+def _unflatten(flat: Tensor, parameters: list[nn.Parameter]) -> Parts:
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+
+def _as_lies(piece: Tensor, parameter: nn.Parameter) -> Tensor:
+    order = _memory_order(parameter)
+    back = [order.index(dim) for dim in range(parameter.ndim)]
+    return piece.view([parameter.shape[dim] for dim in order]).permute(back)

@@ -1,0 +1,203 @@
+"""The engine for a model that fits whole in each process: alone, or with its gradients added over the ranks.
+
+A step, phase by phase, for each of this rank's micro-batches:
+
+1. seed the generators by (seed, step, micro-batch), so that dropout does not depend on who computes it;
+2. forward; the loss is the sum over the samples, divided by the samples of the whole step;
+3. backward; the gradient goes into the tree (parallel/gradients.py), on the last micro-batch bucket by bucket;
+4. loss and BatchNorm statistics, one float64 vector, go into the same tree while that backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.core import random
+from lockstep.core.norm import clip_, total_norm
+from lockstep.core.order import Step
+from lockstep.core.tree import Counter
+from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.ema import Ema
+from lockstep.parallel.engine import State, Sums, Update
+from lockstep.parallel.gradients import Gradients
+from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from lockstep.runtime.canonical import add_
+from lockstep.runtime.precision import Precision, autocast, loss_scaler
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch, Task
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The part of a recipe that an engine computes by."""
+
+    microbatches: int
+    seed: int = 0
+    precision: Precision = "fp32"
+    initial_scale: float = 65536.0
+    growth_interval: int = 2000
+    skip_nonfinite: bool = False
+    ema_decay: float | None = None
+    channels_last: bool = False
+    compile: bool = False
+
+
+@final
+class LocalEngine:
+    """A whole model in each process of `world`."""
+
+    def __init__(
+        self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics, bucket_bytes: int
+    ) -> None:
+        self._task = task
+        self._numerics = numerics
+        self._device = world.device
+        layout = torch.channels_last if numerics.channels_last else torch.preserve_format
+        self._model = task.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        self._forward = torch.compile(self._model) if numerics.compile else self._model
+        self._running = RunningStatistics(self._model)
+        self._ema = Ema(self._model, numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._optimizer = make_optimizer(self._model)
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._scaler = loss_scaler(
+            numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval
+        )
+        self._autocast = autocast(numerics.precision, world.device)
+        self._generators = world.generators()
+        self._canonical = world.canonical()
+        self._lane = world.lane()
+        self._gradients = Gradients(self._parameters, self._canonical, self._lane, world.size == 1, bucket_bytes)
+        self._loss: Tensor = torch.zeros((), dtype=torch.float64)
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+        """See Engine."""
+        self._model.train()
+        leaves = min(self._numerics.microbatches, step.samples)
+        last = microbatches[-1].index if microbatches else None
+        statistics: Counter[Tensor] = Counter(add_)
+        own_losses: list[Tensor] = []
+        self._gradients.begin(leaves, last)
+        wait = None
+        for microbatch in microbatches:
+            loss = self._forward_one(microbatch, step)
+            value = loss.detach().double()
+            own_losses.append(value)
+            statistics.push(microbatch.index, self._statistics(value, len(microbatch.inputs)))
+            if microbatch.index == last:
+                wait = self._send(statistics, leaves)
+            self._gradients.before_backward(microbatch.index)
+            self._scaler.scale(loss / step.samples).backward()
+            self._gradients.after_backward(microbatch.index)
+        total = (wait or self._send(statistics, leaves))()
+        self._gradients.finish()
+        if self._running.size:
+            self._running.move(total[1:], step.samples)
+        self._loss = total[0] / step.samples
+        return Sums(self._loss, own_losses)
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+        norm = None
+        if max_norm is not None or self._numerics.skip_nonfinite:
+            norm = total_norm([_gradient(parameter) for parameter in self._parameters])
+        applied = not self._numerics.skip_nonfinite or self._is_finite(norm)
+        if applied:
+            if max_norm is not None and norm is not None:
+                clip_([_gradient(parameter) for parameter in self._parameters], norm, max_norm)
+            applied = self._step_optimizer(lr)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        if self._ema is not None and applied:
+            self._ema.update()
+        return Update(norm, applied)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See Engine."""
+        self._model.eval()
+        with self._ema.swapped() if self._ema is not None else nullcontext(), torch.no_grad():
+            yield self._predict
+
+    def state(self) -> State:
+        """See Engine."""
+        tensors, scalars = optimizer_state(self._model, self._optimizer)
+        return State(
+            model=self._model.state_dict(),
+            optimizer=tensors,
+            ema=self._ema.state() if self._ema is not None else None,
+            scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
+        )
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self._model.load_state_dict(state.model)
+        self._running.reload()
+        load_optimizer_state(self._model, self._optimizer, state.optimizer, state.scalars["optimizer"])
+        self._scaler.load_state_dict(state.scalars["loss_scale"])
+        if self._ema is not None and state.ema is not None:
+            self._ema.load(state.ema)
+
+    def close(self) -> None:
+        """See Engine."""
+        self._lane.close()
+
+    def _forward_one(self, microbatch: MicroBatch, step: Step) -> Tensor:
+        self._running.before_forward()
+        seed = random.torch_seed(
+            random.key(random.FORWARD, self._numerics.seed, step.number, microbatch.index)
+        )
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        with self._autocast:
+            outputs = self._forward(self._laid_out(microbatch.inputs))
+            return self._task.loss_sum(outputs, microbatch.targets)
+
+    def _statistics(self, loss: Tensor, samples: int) -> Tensor:
+        if not self._running.size:
+            return loss.reshape(1)
+        return torch.cat([loss.reshape(1), self._running.observed(samples)])
+
+    def _send(self, statistics: Counter[Tensor], leaves: int) -> Callable[[], Tensor]:
+        like = torch.empty(1 + self._running.size, dtype=torch.float64, device=self._device)
+        return self._lane.submit(partial(self._canonical, statistics.pieces(), leaves, like))
+
+    def _is_finite(self, norm: Tensor | None) -> bool:
+        return bool(torch.isfinite(self._loss)) and (norm is None or bool(torch.isfinite(norm)))
+
+    def _step_optimizer(self, lr: float) -> bool:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if not self._scaler.is_enabled():
+            self._optimizer.step()
+            return True
+        # The scaler does not say whether it stepped. It leaves the optimizer alone where it found an infinity.
+        found = self._scaler._found_inf_per_device(self._optimizer)
+        self._scaler.step(self._optimizer)
+        return not any(bool(infinity) for infinity in found.values())
+
+    def _predict(self, inputs: Tensor) -> Tensor:
+        with self._autocast:
+            outputs: Tensor = self._forward(self._laid_out(inputs))
+        return outputs
+
+    def _laid_out(self, inputs: Tensor) -> Tensor:
+        if self._numerics.channels_last and inputs.ndim == 4:
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,73 @@
+"""A second lane for communication, beside the one that computes.
+
+On the CPU a lane is one thread: gloo waits there without the interpreter's lock while backward goes on. On CUDA it is a stream: NCCL's
+calls return at once and order themselves against the kernels. What is submitted runs in order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar, final
+
+import torch
+
+T = TypeVar("T")
+
+
+class Lane(Protocol):
+    """Runs functions in the order of submission; calling what `submit` returns waits for the result."""
+
+    def submit(self, function: Callable[[], T]) -> Callable[[], T]: ...
+
+    def close(self) -> None: ...
+
+
+@final
+class InlineLane:
+    """No lane at all: for a world of one."""
+
+    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+        result = function()
+        return lambda: result
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class ThreadLane:
+    """One thread."""
+
+    def __init__(self) -> None:
+        # torch counts intra-op threads for each thread of the program; another count would give other bits.
+        threads = torch.get_num_threads()
+        self._executor = ThreadPoolExecutor(1, "lane", initializer=lambda: torch.set_num_threads(threads))
+
+    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+        return self._executor.submit(function).result
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@final
+class StreamLane:
+    """One CUDA stream, which starts from where the computing stream is at submission."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = function()
+
+        def wait() -> T:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return result
+
+        return wait
+
+    def close(self) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,195 @@
+"""The processes of a run and what they say to each other: the only place that starts torch.distributed.
+
+Gradients travel by the canonical tree (runtime/canonical.py) in a group of their own, so that a side lane may
+use it while this thread talks in the other group. Everything else here is small and exact whatever its order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.core.rank import RankInfo
+from lockstep.errors import TrainingError, UsageError
+from lockstep.runtime.canonical import CanonicalSum
+from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
+
+ALONE = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
+class PeerLostError(TrainingError):
+    """Another rank went away in the middle of an exchange; the cause is with that rank."""
+
+
+@final
+class World:
+    """This process among all processes of the run. In a world of one nothing is sent."""
+
+    def __init__(self, info: RankInfo, device: torch.device, groups: tuple[dist.ProcessGroup, ...] = ()) -> None:
+        self.rank = info.rank
+        self.size = info.size
+        self.local_rank = info.local_rank
+        self.local_size = info.local_size
+        self.host = socket.gethostname()
+        self.device = device
+        self._groups = groups
+        self._stop = _StopAgreement(groups[0]) if groups else None
+
+    def canonical(self) -> CanonicalSum:
+        """Return the tree between the ranks."""
+        return CanonicalSum(self.rank, self.size, self._groups[1] if self._groups else None)
+
+    def lane(self) -> Lane:
+        """Return a second lane for communication; close it after use."""
+        if self.size == 1:
+            return InlineLane()
+        return StreamLane(self.device) if self.device.type == "cuda" else ThreadLane()
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that random operations of a model draw from: the CPU's and the device's."""
+        if self.device.type == "cuda":
+            return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
+        return [torch.default_generator]
+
+    def add_(self, tensor: Tensor) -> Tensor:
+        """Add a CPU tensor over the ranks, in place, in no promised order: for whole numbers and for disjoint entries."""
+        if self.size > 1:
+            with _named_peers():
+                dist.all_reduce(tensor, group=self._groups[0])
+        return tensor
+
+    def agree_to_stop(self, wish: int) -> int:
+        """Return the largest wish that any rank had at its last call (0: none), the same on all ranks.
+
+        The wishes of this call are exchanged while the next step computes.
+        """
+        if self._stop is None:
+            return wish
+        with _named_peers():
+            return self._stop.exchange(wish)
+
+    def compare(self, facts: dict[str, Any]) -> None:
+        """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
+        if self.size == 1:
+            return
+        digests = [hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest() for value in facts.values()]
+        mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(facts), -1)
+        table = torch.zeros(self.size, *mine.shape, dtype=torch.uint8)
+        table[self.rank] = mine
+        self.add_(table)
+        for number, name in enumerate(facts):
+            others = [rank for rank in range(self.size) if not torch.equal(table[rank, number], table[0, number])]
+            if others:
+                raise UsageError(
+                    f"{name}: rank {', '.join(map(str, others))} differs from rank 0; start all ranks with the same"
+                )
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.add_(torch.zeros(1))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._groups:
+            if self._stop is not None:
+                self._stop.close()
+            dist.destroy_process_group()
+
+
+def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvous: str, timeout_s: float) -> World:
+    """Meet the other ranks at `rendezvous` (env://, tcp://host:port, file:///path) and return the world.
+
+    Wrong devices and a taken port raise UsageError before anything is started.
+    """
+    chosen = choose_device(device, info)
+    if info.size == 1:
+        return World(info, chosen)
+    if info.rank == 0:
+        _check_port(info, rendezvous)
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    with _named_peers():
+        dist.init_process_group(
+            backend, init_method=rendezvous, rank=info.rank, world_size=info.size, timeout=timeout
+        )
+        groups = dist.group.WORLD, dist.new_group(timeout=timeout)
+    return World(info, chosen, groups)
+
+
+def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
+    """Return this rank's device, or raise UsageError where it is not there."""
+    count = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
+        raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
+    if info.local_rank >= count:
+        raise UsageError(
+            f"placement.processes: {info.local_size} processes on this host but {count} CUDA devices; "
+            f"use at most {count}, or placement.device=cpu"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
+    chosen = torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+@final
+class _StopAgreement:
+    """An all-reduce of one number that is always one step behind, so that nobody waits for it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._sent = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def exchange(self, wish: int) -> int:
+        agreed = self.close()
+        self._sent.fill_(wish)
+        self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, self._group, async_op=True)
+        return agreed
+
+    def close(self) -> int:
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._sent)
+
+
+@contextmanager
+def _named_peers() -> Iterator[None]:
+    """Turn what torch raises when a peer is gone into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"lost another rank during an exchange ({str(error).splitlines()[0]})") from error
+
+
+def _check_port(info: RankInfo, rendezvous: str) -> None:
+    if rendezvous.startswith("tcp://"):
+        host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+        address = (host, int(port))
+    elif rendezvous == "env://" and info.launcher == "environment" and info.master and info.port:
+        address = (info.master, info.port)
+    else:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise UsageError(
+                f"rendezvous {address[0]}:{address[1]}: rank 0 cannot listen there: {error.strerror}; "
+                f"choose another port, or end what holds it"
+            ) from error
