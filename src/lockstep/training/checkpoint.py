@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -103,6 +104,8 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool) -> 
         durable.sync_folder(folder)
         _retain(folder, keep)
     except OSError as error:
+        with suppress(OSError):
+            _clear(folder)
         raise TrainingError(_not_written(final, error)) from error
     return final
 
@@ -199,18 +202,14 @@ def weights_sha256(model: Mapping[str, Tensor]) -> str:
 
 def _write(temporary: Path, snapshot: Snapshot) -> None:
     temporary.mkdir()
-    try:
-        files = {name: durable.write(temporary / name, chunks) for name, chunks in _contents(snapshot)}
-        content = {
-            "format": _FORMAT,
-            "files": {name: asdict(written) for name, written in files.items()},
-            "weights_sha256": weights_sha256(snapshot.model),
-        }
-        durable.write(temporary / MANIFEST, [_json(content)])
-        durable.sync_folder(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    files = {name: durable.write(temporary / name, chunks) for name, chunks in _contents(snapshot)}
+    content = {
+        "format": _FORMAT,
+        "files": {name: asdict(written) for name, written in files.items()},
+        "weights_sha256": weights_sha256(snapshot.model),
+    }
+    durable.write(temporary / MANIFEST, [_json(content)])
+    durable.sync_folder(temporary)
 
 
 def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:

@@ -52,7 +52,7 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
