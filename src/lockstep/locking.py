@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, made if it is missing, while the block runs; wait while another process holds it.
+    """Hold the lock file `path`, made if missing, while the block runs; wait while another process holds it.
 
-    The lock is the open file's, not the file's existence: a killed process leaves nothing to clear away. The file
-    stays, because removing it would let a waiting and a new process hold two different locks of one name.
+    The lock is the open file's, not the file's existence: a killed process leaves nothing to clear away. The
+    file stays, because removing it would let a waiting and a new process hold two locks of one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

@@ -1,0 +1,133 @@
+"""BoTNet-50: ResNet-50 whose last stage attends over the whole image instead of convolving 3x3.
+
+Srinivas et al. 2021, "Bottleneck Transformers for Visual Recognition", arXiv 2101.11605, section 3, figure 4.
+Shapes: N images, K heads, P positions of the feature map (row by row), D channels of one head.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.errors import UsageError
+
+_CHANNELS = 512  # of ResNet-50's last stage, inside its bottlenecks
+
+
+def botnet50(
+    num_classes: int = 1000,
+    image_size: int = 224,
+    heads: int = 4,
+    last_stride: int = 1,
+    zero_init_residual: bool = True,
+) -> nn.Module:
+    """Return BoTNet-50 for images of shape [n, 3, image_size, image_size]; no other size fits its positions.
+
+    `last_stride` is the stride of the last stage: 1 is the paper's S1 variant (20,859,176 parameters at 1000
+    classes and 224 pixels), 2 its plain one (20,852,008). With 2, the first block attends at full size and
+    its output is averaged over 2x2.
+    """
+    from torchvision.models import resnet50
+
+    size = _size_before_last_stage(image_size, heads, last_stride)
+    network: nn.Module = resnet50(
+        num_classes=num_classes,
+        zero_init_residual=zero_init_residual,
+        # Dilation is torchvision's way to ask for stride 1; the dilated convolutions are those that go.
+        replace_stride_with_dilation=[False, False, last_stride == 1],
+    )
+    first, *others = network.get_submodule("layer4").children()
+    _attend(first, size, heads, last_stride)
+    for block in others:
+        _attend(block, size // last_stride, heads, stride=1)
+    return network
+
+
+def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
+    if last_stride not in (1, 2):
+        raise UsageError(f"model botnet50: last_stride is {last_stride}; use 1 or 2")
+    if heads < 1 or _CHANNELS % heads:
+        raise UsageError(
+            f"model botnet50: {heads} heads do not divide {_CHANNELS} channels; use a power of two"
+        )
+    pixels = 16 * last_stride
+    if image_size < pixels or image_size % pixels:
+        nearest = max(pixels, round(image_size / pixels) * pixels)
+        raise UsageError(
+            f"model botnet50: image_size {image_size} is no multiple of {pixels}; the nearest is {nearest}"
+        )
+    return image_size // 16
+
+
+def _attend(block: nn.Module, size: int, heads: int, stride: int) -> None:
+    """Put attention in the place of a bottleneck's 3x3 convolution, and the stride behind it."""
+    attention: nn.Module = Attention(_CHANNELS, heads, size, size)
+    if stride == 2:
+        attention = nn.Sequential(attention, nn.AvgPool2d(2))
+    block.add_module("conv2", attention)
+
+
+@final
+class Attention(nn.Module):
+    """Multi-head self-attention over the positions of a feature map, with 2-D relative positions.
+
+    Input and output: [N, channels, height, width].
+    """
+
+    def __init__(self, channels: int, heads: int, height: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.scale = (channels // heads) ** -0.5
+        self.queries_keys_values = nn.Conv2d(channels, 3 * channels, 1, bias=False)
+        self.position = RelativePosition(channels // heads, height, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, channels, height, width = x.shape
+        # Each of the three is [N, K, P, D].
+        split = self.queries_keys_values(x).view(n, 3, self.heads, channels // self.heads, height * width)
+        queries, keys, values = split.transpose(-2, -1).unbind(1)
+        queries = queries * self.scale
+        # Written out: the backward of a learnt bias is not deterministic in every fused kernel.
+        logits = queries @ keys.transpose(-2, -1) + self.position(queries)
+        attended: Tensor = logits.softmax(dim=-1) @ values
+        return attended.transpose(-2, -1).reshape(n, channels, height, width)
+
+
+@final
+class RelativePosition(nn.Module):
+    """How much a query likes a distance: learnt vectors for each difference of rows and of columns.
+
+    Row i of `rows` belongs to the difference i - (height - 1) of key row minus query row; `columns` likewise.
+    """
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        super().__init__()
+        self.height, self.width = height, width
+        scale = channels**-0.5
+        self.rows = nn.Parameter(torch.randn(2 * height - 1, channels) * scale)
+        self.columns = nn.Parameter(torch.randn(2 * width - 1, channels) * scale)
+
+    def forward(self, queries: Tensor) -> Tensor:
+        """Return what to add to the logits, [N, K, P queries, P keys], for scaled queries [N, K, P, D]."""
+        q = queries.view(*queries.shape[:2], self.height, self.width, -1)
+        # [N, K, height, width, height of the key] and [N, K, height, width, width of the key]
+        rows = _by_key(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)
+        columns = _by_key(q @ self.columns.T)
+        both = rows.unsqueeze(-1) + columns.unsqueeze(-2)
+        return both.flatten(4).flatten(2, 3)
+
+
+def _by_key(logits: Tensor) -> Tensor:
+    """Turn [..., L queries, 2L - 1 differences] into [..., L queries, L keys].
+
+    Key k of query q lies at difference k - q + L - 1. With a zero at its end each row is 2L long; cut again
+    into rows of 2L - 1, each begins one earlier than the one above it, so every key stands in one column:
+    a gather without an index (Huang et al. 2018, "Music Transformer", section 3.4.1).
+    """
+    *outer, length, differences = logits.shape
+    flat = F.pad(logits, (0, 1)).flatten(-2)
+    skewed = F.pad(flat, (0, length - 1)).view(*outer, length + 1, differences)
+    return skewed[..., :length, length - 1 :]

@@ -1,0 +1,160 @@
+"""Models by name: ours, timm's, torchvision's, or the user's `package.module:function`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final, Literal
+
+from torch import nn
+
+from lockstep.errors import LockstepError, UsageError
+from lockstep.importing import import_object
+from lockstep.models.pretrained import fetching, with_fitting_weights
+
+Source = Literal["auto", "lockstep", "timm", "torchvision"]
+Place = Literal["lockstep", "timm", "torchvision", "path"]
+Factory = Callable[..., nn.Module]
+
+OURS: Final[Mapping[str, str]] = {
+    "botnet50": "lockstep.models.botnet:botnet50",
+    "digits_convnet": "lockstep.models.digits_convnet:digits_convnet",
+}
+
+
+def build_model(
+    *,
+    name: str,
+    source: Source = "auto",
+    pretrained: bool = False,
+    options: Mapping[str, Any] | None = None,
+    classes: int,
+    shape: tuple[int, ...],
+) -> nn.Module:
+    """Return the model `name` for `classes` classes and samples of `shape`, (channels, rows, columns).
+
+    `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path. `options`
+    go to the model's function and win over what follows from the data. timm and torchvision take seconds to
+    import and are imported only where the name leads to them.
+    """
+    place = _place(name, source)
+    if pretrained and place in ("lockstep", "path"):
+        raise UsageError(
+            f"model {name}: only models of timm and torchvision come with pretrained weights; "
+            f"set recipe.model.pretrained: false, or load them in a function of yours"
+        )
+    factory = _factory(place, name, pretrained)
+    arguments = _from_data(place, name, factory, classes, shape) | dict(options or {})
+    with _explained(name, arguments), fetching(name) if pretrained else nullcontext():
+        fit = pretrained and place == "torchvision"
+        model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model {name}: it is of type {type(model).__name__}; return a torch.nn.Module")
+    return model
+
+
+def _place(name: str, source: Source) -> Place:
+    if source == "auto" and ":" in name:
+        return "path"
+    if source in ("auto", "lockstep") and name in OURS:
+        return "lockstep"
+    if source in ("auto", "timm") and _in_timm(name, source):
+        return "timm"
+    if source in ("auto", "torchvision") and name in _torchvision_names():
+        return "torchvision"
+    raise UsageError(_unknown(name, source))
+
+
+def _in_timm(name: str, source: Source) -> bool:
+    import timm
+
+    # With its source given, timm's own schemes for weights elsewhere, such as hf-hub:, are timm's to judge.
+    return bool(timm.is_model(name)) or (source == "timm" and ":" in name)
+
+
+def _torchvision_names() -> list[str]:
+    from torchvision import models
+
+    return list(models.list_models(module=models))
+
+
+def _unknown(name: str, source: Source) -> str:
+    import timm
+
+    known = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _torchvision_names()}
+    names = known[source] if source in known else sorted({each for some in known.values() for each in some})
+    near = difflib.get_close_matches(name, names, n=5)
+    where = (
+        f"{source} has no such model" if source in known else "neither Lockstep, timm nor torchvision has it"
+    )
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else "give a name of theirs or package.module:function"
+    )
+    return f"model {name}: {where}; {hint}"
+
+
+def _factory(place: Place, name: str, pretrained: bool) -> Factory:
+    match place:
+        case "lockstep":
+            factory = import_object(OURS[name], "model")
+        case "path":
+            factory = import_object(name, "model")
+        case "timm":
+            import timm
+
+            factory = partial(timm.create_model, name, pretrained=pretrained)
+        case "torchvision":
+            from torchvision import models
+
+            factory = partial(models.get_model, name)
+    made: Factory = factory
+    return made
+
+
+def _from_data(
+    place: Place, name: str, factory: Factory, classes: int, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return the arguments that follow from the data, as far as the model's function takes them."""
+    images = len(shape) == 3
+    other_channels = images and shape[0] != 3
+    match place:
+        case "timm":
+            return {"num_classes": classes} | ({"in_chans": shape[0]} if other_channels else {})
+        case "torchvision":
+            if other_channels:
+                raise UsageError(
+                    f"model {name}: torchvision's models take 3 channels, but the data has {shape[0]}; "
+                    f"use a model of timm (source: timm) or a function of yours"
+                )
+            return {"num_classes": classes}
+        case "path":
+            return _taken(factory, {"num_classes": classes})
+        case "lockstep":
+            sizes = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
+            return _taken(factory, {"num_classes": classes} | sizes)
+
+
+def _taken(factory: Factory, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return arguments
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+@contextmanager
+def _explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Say of any error while a model is built which arguments it was given: they come from the recipe."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:  # a stranger's function may raise anything
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UsageError(
+            f"model {name}: it cannot be built with {given}: {type(error).__name__}: {error}; "
+            f"correct recipe.model.options"
+        ) from error

@@ -1,0 +1,25 @@
+"""First weights as a function of the seed: the same in every process, wherever it runs."""
+
+from __future__ import annotations
+
+import random as python_random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.core import random
+
+
+def initialise(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build the model on the CPU with every usual generator at the state that `seed` says.
+
+    The model is moved afterwards: a GPU would draw other numbers. The generators stay as the build leaves
+    them; training seeds them again for each micro-batch.
+    """
+    key = random.key(random.INITIAL, seed)
+    torch.manual_seed(random.torch_seed(key))
+    np.random.seed(key & 0xFFFFFFFF)
+    python_random.seed(key)
+    return build()

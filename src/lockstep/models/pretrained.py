@@ -1,0 +1,72 @@
+"""Pretrained weights: fetched by one process of a node while its others wait, and fitted to our classes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.locking import exclusive
+
+_NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
+
+
+@contextmanager
+def fetching(name: str) -> Iterator[None]:
+    """Let one process of the node at a time build a pretrained model, so that the first one downloads alone.
+
+    The lock lies in the node's own temporary folder: a home folder may be shared by nodes, on a file system
+    without locks. What fails on the way to the weights becomes a UsageError.
+    """
+    lock = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}" / "pretrained.lock"
+    try:
+        with exclusive(lock):
+            yield
+    except Exception as error:
+        if not _is_network(error):
+            raise
+        raise UsageError(
+            f"model {name}: its pretrained weights could not be fetched: {error}; connect this machine, "
+            f"put the file into the cache of torch or Hugging Face, or set recipe.model.pretrained: false"
+        ) from error
+
+
+def with_fitting_weights(
+    name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]
+) -> nn.Module:
+    """Return torchvision's model with its default weights wherever their shapes fit: all but the head.
+
+    Warns with the names of those that keep their first values.
+    """
+    others = {key: value for key, value in arguments.items() if key != "num_classes"}
+    weights = build(weights="DEFAULT", **others).state_dict()
+    model = build(**arguments)
+    own = model.state_dict()
+    fitting = {key: weights[key] for key in own if key in weights and weights[key].shape == own[key].shape}
+    model.load_state_dict(fitting, strict=False)
+    left = [key for key in own if key not in fitting]
+    if left:
+        warnings.warn(
+            f"model {name}: no pretrained values fit {_some(left)}; they start at random", stacklevel=2
+        )
+    return model
+
+
+def _is_network(error: BaseException | None) -> bool:
+    """Whether the error or what caused it came from the way to a file, be it the network or the disk."""
+    if error is None:
+        return False
+    root = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or root in _NETWORK or _is_network(error.__cause__)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more

@@ -1,0 +1,82 @@
+"""An exponential moving average of a model's weights, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import TrainingError
+
+
+@final
+class Ema:
+    """The average of all parameters and of what the model keeps in floating-point buffers.
+
+    After an update by decay d the average is d * average + (1 - d) * weights. It is kept in float32 at least:
+    (1 - d) of a difference is lost in fewer bits. Integer buffers are copied.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        live = _persistent(model)
+        self._live = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
+        self._average = {name: _widened(tensor) for name, tensor in self._live.items()}
+        self._live_counters = {name: tensor for name, tensor in live.items() if name not in self._live}
+        self._counters = {name: tensor.clone() for name, tensor in self._live_counters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the model's present weights; to be called after each step."""
+        averages = list(self._average.values())
+        current = [
+            tensor.to(average.dtype) for tensor, average in zip(self._live.values(), averages, strict=True)
+        ]
+        torch._foreach_lerp_(averages, current, 1.0 - self._decay)
+        for name, counter in self._counters.items():
+            counter.copy_(self._live_counters[name])
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model's tensors hold the averaged weights while the block runs, then their own again."""
+        live = {**self._live, **self._live_counters}
+        own = {name: tensor.detach().clone() for name, tensor in live.items()}
+        _copy(self.state(), live)
+        try:
+            yield
+        finally:
+            _copy(own, live)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the average by the names of the model's state: the tensors themselves, not copies."""
+        return {**self._average, **self._counters}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state, which must have exactly this model's names."""
+        mine = self.state()
+        if mine.keys() != state.keys():
+            differing = ", ".join(sorted(mine.keys() ^ state.keys())[:5])
+            raise TrainingError(
+                f"average of the weights: the state is that of another model; differing: {differing}"
+            )
+        _copy(state, mine)
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    """Return each tensor of the model's state once; what is not saved is constant, as a mask of -inf is."""
+    saved = model.state_dict().keys()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor for name, tensor in tensors if name in saved}
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])

@@ -1,0 +1,130 @@
+"""Classification: cross entropy or the user's loss as a sum, and how often the truth is among k guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.errors import UsageError
+from lockstep.importing import import_object
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+SKIPPED: Final = (
+    -100
+)  # the target of a sample that could not be read, as in data/base.py, which tasks cannot import
+
+
+@final
+@dataclass(frozen=True)
+class Classification:
+    """A task whose outputs have shape [n, classes].
+
+    Targets are int64 of shape [n], with SKIPPED for a sample that counts as nothing, or the weights of a
+    mixture of classes: floats of shape [n, classes], where a row of zeros counts as nothing. `loss` None is
+    cross entropy.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Loss | None = None
+    label_smoothing: float = 0.0
+    topk: tuple[int, ...] = (1, 5)
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and self.label_smoothing:
+            raise UsageError(
+                f"loss: label_smoothing is {self.label_smoothing}, but the loss is a function of yours; "
+                f"smooth in that function and leave label_smoothing out, or use cross_entropy"
+            )
+
+    def build_model(self) -> nn.Module:
+        """Build the model."""
+        return self.build()
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss added over the samples: a 0-dim tensor.
+
+        A user's loss that returns one value for each sample is added up here; a scalar is taken as their sum.
+        """
+        if self.loss is not None:
+            return _summed(self.loss(outputs, targets), len(targets))
+        return cross_entropy_sum(outputs, targets, self.label_smoothing)
+
+    def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return `counted`, the samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
+
+        With a mixture of classes the heaviest one is the truth.
+        """
+        truth, counted = _truth(targets)
+        hits = _hits(outputs, truth, max(self.topk, default=1)) & counted[:, None]
+        correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
+        return {**correct, "counted": counted.sum()}
+
+
+def find_loss(name: str) -> Loss | None:
+    """Return the loss that a recipe names: None for cross entropy, else what `package.module:function` is."""
+    if name == "cross_entropy":
+        return None
+    if ":" not in name:
+        raise UsageError(f"loss {name}: there is no such loss; use cross_entropy or package.module:function")
+    loss: Loss = import_object(name, "loss")
+    return loss
+
+
+def check_loss(loss: Loss, classes: int) -> None:
+    """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
+
+    With a mean the size of a micro-batch would decide the weight of its samples.
+    """
+    outputs = torch.linspace(-1.0, 1.0, classes).expand(2, classes).contiguous()
+    targets = torch.zeros(2, dtype=torch.int64)
+    both, one = loss(outputs, targets), loss(outputs[:1], targets[:1])
+    twice, once = _summed(both, 2), _summed(one, 1)
+    if both.ndim == 0 and once != 0 and torch.isclose(twice, once):
+        raise UsageError(
+            f"loss: two equal samples give {twice.item():.6g}, one alone {once.item():.6g}: that is a mean; "
+            f"return the sum, as with reduction='sum', or one value for each sample, as with reduction='none'"
+        )
+
+
+def cross_entropy_sum(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the cross entropy added over samples, in float32 at least."""
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    cross_entropy = partial(F.cross_entropy, outputs, reduction="sum")
+    if targets.is_floating_point():
+        return cross_entropy(_smooth(targets.to(outputs.dtype), label_smoothing))
+    return cross_entropy(targets, label_smoothing=label_smoothing, ignore_index=SKIPPED)
+
+
+def _smooth(targets: Tensor, smoothing: float) -> Tensor:
+    # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
+    return targets * (1 - smoothing) + targets.sum(dim=1, keepdim=True) * (smoothing / targets.shape[1])
+
+
+def _summed(loss: Tensor, samples: int) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"loss: the function returned {type(loss).__name__}; return a tensor")
+    if loss.shape not in ((), (samples,)):
+        raise UsageError(
+            f"loss: the function returned shape {tuple(loss.shape)} for {samples} samples; "
+            f"return a sum, of shape (), or one value for each sample, of shape ({samples},)"
+        )
+    return loss.sum()
+
+
+def _truth(targets: Tensor) -> tuple[Tensor, Tensor]:
+    if targets.is_floating_point():
+        return targets.argmax(dim=1), targets.sum(dim=1) > 0
+    return targets, targets != SKIPPED
+
+
+def _hits(outputs: Tensor, truth: Tensor, k: int) -> Tensor:
+    """Return whether guess j of each sample is right: bool of shape [n, min(k, classes)]."""
+    guesses = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
+    return guesses == truth[:, None]

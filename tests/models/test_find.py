@@ -1,0 +1,136 @@
+"""A name leads to one of ours, timm's, torchvision's or the user's models, and a wrong one to its likes."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.models.find import OURS, build_model
+
+
+class Plain(nn.Linear):
+    """A user's model without any argument of ours."""
+
+    def __init__(self, wide: int = 2) -> None:
+        super().__init__(wide, 3)
+
+
+def with_classes(num_classes: int, depth: int = 1) -> nn.Module:
+    """Return a user's model that asks for the number of classes."""
+    if depth < 1:
+        raise ValueError("too flat")
+    return nn.Linear(2, num_classes)
+
+
+def not_a_module() -> int:
+    """Return something else."""
+    return 3
+
+
+def _build(name: str, **changes: Any) -> nn.Module:
+    arguments: dict[str, Any] = {"classes": 10, "shape": (3, 32, 32)} | changes
+    with torch.device("meta"):
+        return build_model(name=name, **arguments)
+
+
+@pytest.mark.parametrize(("name", "size"), [("digits_convnet", 8), ("botnet50", 64)])
+def test_ours_follow_the_data(name: str, size: int) -> None:
+    with torch.device("meta"):
+        model = build_model(name=name, classes=7, shape=(3, size, size))
+        assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
+
+
+def test_every_name_of_ours_is_found() -> None:
+    assert all(isinstance(_build(name), nn.Module) for name in OURS)
+
+
+def test_timm_comes_before_torchvision() -> None:
+    assert type(_build("resnet18")).__module__.startswith("timm.")
+    assert type(_build("resnet18", source="torchvision")).__module__.startswith("torchvision.")
+
+
+def test_torchvision_where_timm_has_none() -> None:
+    model = _build("shufflenet_v2_x1_0")
+    assert type(model).__module__.startswith("torchvision.")
+    assert model(torch.zeros(2, 3, 32, 32, device="meta")).shape == (2, 10)
+
+
+def test_timm_takes_other_channels() -> None:
+    model = _build("resnet18", shape=(1, 32, 32))
+    assert model(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)
+
+
+def test_torchvision_does_not() -> None:
+    with pytest.raises(UsageError, match=r"take 3 channels, but the data has 1; use a model of timm"):
+        _build("resnet18", source="torchvision", shape=(1, 32, 32))
+
+
+def test_import_path_with_the_number_of_classes_where_wanted() -> None:
+    model = _build(f"{__name__}:with_classes")
+    assert isinstance(model, nn.Linear)
+    assert model.out_features == 10
+
+
+def test_import_path_of_a_class_that_wants_nothing() -> None:
+    model = _build(f"{__name__}:Plain", options={"wide": 4})
+    assert isinstance(model, Plain)
+    assert model.in_features == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "near"),
+    [
+        ("resnet5O", "auto", "resnet50"),
+        ("digits_convnte", "auto", "digits_convnet"),
+        ("densnet121", "torchvision", "densenet121"),
+        ("botnet5", "lockstep", "botnet50"),
+    ],
+)
+def test_unknown_name_and_its_likes(name: str, source: str, near: str) -> None:
+    with pytest.raises(UsageError, match=rf"model {name}: .*did you mean .*{near}"):
+        _build(name, source=source)
+
+
+def test_unknown_name_without_likes() -> None:
+    with pytest.raises(UsageError, match=r"neither Lockstep, timm nor torchvision has it; give a name"):
+        _build("qqqqqqqqqq")
+
+
+def test_a_source_is_kept_to() -> None:
+    with pytest.raises(UsageError, match="torchvision has no such model"):
+        _build("digits_convnet", source="torchvision")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digits_convnet", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
+        ("resnet18", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
+        ("shufflenet_v2_x1_0", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
+        (f"{__name__}:Plain", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
+        (f"{__name__}:with_classes", {"depth": 0}, "depth=0: ValueError: too flat"),
+        (f"{__name__}:not_a_module", {}, "of type int; return a torch.nn.Module"),
+    ],
+)
+def test_options_that_do_not_fit(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _build(name, options=options)
+
+
+@pytest.mark.parametrize("name", ["digits_convnet", f"{__name__}:Plain"])
+def test_pretrained_weights_are_for_timm_and_torchvision(name: str) -> None:
+    with pytest.raises(UsageError, match="pretrained: false"):
+        _build(name, pretrained=True)
+
+
+def test_ours_import_neither_timm_nor_torchvision() -> None:
+    code = (
+        "import sys; from lockstep.models.find import build_model;"
+        "build_model(name='digits_convnet', classes=10, shape=(1, 8, 8));"
+        "assert not {'timm', 'torchvision'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,110 @@
+"""The average follows its formula, and the model gets its own weights back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import TrainingError
+from lockstep.parallel.ema import Ema
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def _move(model: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+    model(torch.rand(4, 2))
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_formula_over_two_updates() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        ema = Ema(model, decay=0.75)
+        for weight in (5.0, 9.0):
+            model.weight.fill_(weight)
+            ema.update()
+    # 0.75 * 1 + 0.25 * 5 = 2; 0.75 * 2 + 0.25 * 9 = 3.75
+    assert ema.state()["weight"].item() == 3.75
+
+
+def test_buffers_are_averaged_and_counters_copied() -> None:
+    model = _model()
+    before = _copied(model)
+    ema = Ema(model, decay=0.5)
+    _move(model, 1.0)
+    ema.update()
+    now, average = model.state_dict(), ema.state()
+    assert average.keys() == now.keys()
+    assert average["1.num_batches_tracked"].item() == 1
+    for name in ("0.weight", "1.running_mean"):
+        torch.testing.assert_close(average[name], (before[name] + now[name]) / 2)
+        assert not torch.equal(average[name], now[name])
+
+
+def test_the_average_of_low_precision_is_kept_in_float32() -> None:
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        ema = Ema(model, decay=0.999)
+        model.weight.fill_(2.0)
+        ema.update()
+    assert ema.state()["weight"].dtype == torch.float32
+    assert ema.state()["weight"].item() == pytest.approx(1.001)
+
+
+def test_swapped_and_back_in_the_same_tensors() -> None:
+    model = _model()
+    ema = Ema(model, decay=0.5)
+    _move(model, 1.0)
+    ema.update()
+    own, places = _copied(model), [parameter.data_ptr() for parameter in model.parameters()]
+    with ema.swapped():
+        inside = _copied(model)
+        assert all(torch.equal(inside[name], average) for name, average in ema.state().items())
+        assert not torch.equal(inside["0.weight"], own["0.weight"])
+        assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+
+
+def test_back_after_an_error() -> None:
+    model = _model()
+    ema = Ema(model, decay=0.5)
+    _move(model, 1.0)
+    own = _copied(model)
+    with pytest.raises(ValueError, match="inside"), ema.swapped():
+        raise ValueError("inside")
+    assert torch.equal(model.state_dict()["0.weight"], own["0.weight"])
+
+
+def test_a_state_goes_into_another_average() -> None:
+    model = _model()
+    ema = Ema(model, decay=0.5)
+    saved = {name: tensor.clone() for name, tensor in ema.state().items()}
+    _move(model, 1.0)
+    other = Ema(model, decay=0.5)
+    other.load(saved)
+    ema.update()
+    other.update()
+    assert all(torch.equal(tensor, other.state()[name]) for name, tensor in ema.state().items())
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"another model; differing: 0\.bias"):
+        Ema(nn.Linear(2, 3), decay=0.5).load(Ema(_model(), decay=0.5).state())
+
+
+def test_masks_that_are_not_saved_stay_out() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)
+    ema = Ema(model, decay=0.5)
+    ema.update()
+    assert set(ema.state()) == {"weight", "bias"}

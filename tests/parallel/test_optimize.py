@@ -1,0 +1,176 @@
+"""Optimizers by name: the right class, the right formula, the right complaint."""
+
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from lockstep.errors import UsageError
+from lockstep.parallel.optimize import check_optimizer, make_optimizer
+
+
+def _parameters() -> list[tuple[str, Parameter]]:
+    return [("weight", Parameter(torch.ones(2, 2))), ("bias", Parameter(torch.ones(2)))]
+
+
+def _make(name: str, **changes: Any) -> torch.optim.Optimizer:
+    return make_optimizer(_parameters(), **({"name": name, "lr": 0.1} | changes))
+
+
+def _steps(optimizer: torch.optim.Optimizer, parameter: Parameter, gradients: list[float]) -> list[float]:
+    values = []
+    for gradient in gradients:
+        parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        values.append(parameter.flatten()[0].item())
+    return values
+
+
+def test_sgd_golden() -> None:
+    parameter = Parameter(torch.tensor([2.0]))
+    optimizer = make_optimizer(
+        [("p", parameter)], name="sgd", lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1
+    )
+    # g = 1 + 0.1 * 2 = 1.2; v = 1.2; p = 2 - 0.1 * (1.2 + 0.5 * 1.2) = 1.82
+    # g = 3 + 0.1 * 1.82 = 3.182; v = 0.6 + 3.182 = 3.782; p = 1.82 - 0.1 * (3.182 + 1.891) = 1.3127
+    assert _steps(optimizer, parameter, [1.0, 3.0]) == pytest.approx([1.82, 1.3127], abs=1e-6)
+
+
+def test_adamw_golden() -> None:
+    parameter = Parameter(torch.tensor([2.0]))
+    optimizer = make_optimizer([("p", parameter)], name="adamw", lr=0.1, weight_decay=0.5)
+    # the first step of Adam is lr * sign(g); decay first: 2 * (1 - 0.05) - 0.1
+    assert _steps(optimizer, parameter, [3.0]) == pytest.approx([1.8], abs=1e-6)
+
+
+def test_lars_golden() -> None:
+    parameter = Parameter(torch.full((4,), 1.0))
+    optimizer = make_optimizer([("p", parameter)], name="lars", lr=0.1, weight_decay=0.5)
+    # trust = 0.001 * |p| / (|g| + 0.5 * |p|) = 0.001 * 2 / (2 + 1); p = 1 - 0.1 * trust * (1 + 0.5)
+    assert _steps(optimizer, parameter, [1.0]) == pytest.approx([0.9999], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "kind"),
+    [
+        ("sgd", "torch.optim.sgd", "SGD"),
+        ("AdamW", "torch.optim.adamw", "AdamW"),
+        ("RMSprop", "torch.optim.rmsprop", "RMSprop"),
+        ("lars", "timm.optim.lars", "Lars"),
+        ("LAMB", "timm.optim.lamb", "Lamb"),
+        ("lion", "timm.optim.lion", "Lion"),
+    ],
+)
+def test_classes(name: str, module: str, kind: str) -> None:
+    optimizer = _make(name)
+    assert (type(optimizer).__module__, type(optimizer).__name__) == (module, kind)
+
+
+def test_what_is_not_given_stays_at_the_default() -> None:
+    reference = torch.optim.SGD([Parameter(torch.ones(1))], lr=0.1).defaults
+    defaults = _make("sgd").defaults
+    assert {key for key in reference if reference[key] != defaults[key]} == {"foreach"}
+
+
+def test_timms_variants_keep_their_settings() -> None:
+    assert _make("larc").param_groups[0]["trust_clip"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "foreach", "fused"),
+    [({}, True, None), ({"foreach": False}, False, None), ({"fused": True}, None, True)],
+)
+def test_form(options: dict[str, bool], foreach: bool | None, fused: bool | None) -> None:
+    defaults = _make("sgd", options=options).defaults
+    assert (defaults["foreach"], defaults["fused"]) == (foreach, fused)
+
+
+def test_groups_keep_names() -> None:
+    [group] = _make("sgd", weight_decay=0.1).param_groups
+    assert group["param_names"] == ["weight", "bias"]
+
+
+def test_no_decay_for_bias_and_norm() -> None:
+    groups = _make("sgd", weight_decay=0.1, decay_bias_and_norm=False).param_groups
+    assert [(group["param_names"], group["weight_decay"]) for group in groups] == [
+        (["weight"], 0.1),
+        (["bias"], 0.0),
+    ]
+
+
+def test_no_empty_group() -> None:
+    parameters = [("weight", Parameter(torch.ones(2, 2)))]
+    optimizer = make_optimizer(parameters, name="sgd", lr=0.1, weight_decay=0.1, decay_bias_and_norm=False)
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"]]
+
+
+def test_frozen_parameters_stay_out() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    [group] = make_optimizer(model.named_parameters(), name="sgd", lr=0.1).param_groups
+    assert group["param_names"] == ["weight"]
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(UsageError, match="no parameter that wants a gradient"):
+        make_optimizer([], name="sgd", lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "adamw",
+            {"momentum": 0.9},
+            "optimizer adamw: it has no momentum; it takes betas, eps, weight_decay",
+        ),
+        ("lamb", {"nesterov": True}, "optimizer lamb: it has no nesterov"),
+        ("rprop", {"weight_decay": 0.1}, "optimizer rprop: it has no weight_decay"),
+        ("rprop", {"decay_bias_and_norm": False}, "optimizer rprop: it has no weight_decay"),
+        ("adamw", {"options": {"beta": 1}}, "it has no beta; .*did you mean betas?"),
+        ("sgd", {"options": {"lr": 1}}, "lr stands among its options"),
+        ("sgd", {"nesterov": True}, "Nesterov momentum requires a momentum.*given: nesterov=True"),
+        ("adamw", {"options": {"betas": [2.0, 0.9]}}, "Invalid beta"),
+        ("sdg", {}, "optimizer sdg: neither torch.optim nor timm.optim has it; did you mean .*sgd"),
+        ("qqqqqqqq", {}, "neither torch.optim nor timm.optim has it$"),
+    ],
+)
+def test_refuses(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _make(name, **changes)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_check_passes(name: str) -> None:
+    check_optimizer(partial(make_optimizer, name=name, lr=0.1), dims=(0, 1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lbfgs", "LBFGS: it cannot take a plain step: .*closure"),
+        ("sparseadam", "does not support dense gradients"),
+        ("muon", "Muon only supports 2D parameters"),
+    ],
+)
+def test_check_refuses(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_optimizer(partial(make_optimizer, name=name, lr=0.1))
+
+
+def test_matrices_alone_are_enough_for_muon() -> None:
+    check_optimizer(partial(make_optimizer, name="muon", lr=0.1), dims=(2,))
+
+
+def test_torchs_optimizers_do_not_import_timm() -> None:
+    code = (
+        "import sys, torch; from lockstep.parallel.optimize import make_optimizer;"
+        "make_optimizer([('p', torch.nn.Parameter(torch.ones(1)))], name='adamw', lr=0.1);"
+        "assert 'timm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

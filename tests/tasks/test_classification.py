@@ -1,0 +1,173 @@
+"""The loss is a sum and the counts are counts, whatever the targets look like."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.data import base
+from lockstep.errors import UsageError
+from lockstep.tasks.classification import SKIPPED, Classification, check_loss, find_loss
+
+
+def _task(**changes: object) -> Classification:
+    return Classification(build=lambda: nn.Linear(2, 3), **changes)  # type: ignore[arg-type]
+
+
+def per_sample(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a user's loss: one value for each sample."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a user's loss that is a mean, which is wrong."""
+    return F.cross_entropy(outputs, targets)
+
+
+@pytest.fixture
+def outputs() -> Tensor:
+    """Return outputs for 4 samples of 5 classes."""
+    torch.manual_seed(0)
+    return torch.randn(4, 5)
+
+
+def test_builds_what_it_was_given() -> None:
+    assert isinstance(_task().build_model(), nn.Linear)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_sum_of_cross_entropies(outputs: Tensor, smoothing: float) -> None:
+    targets = torch.tensor([0, 4, 2, 2])
+    loss = _task(label_smoothing=smoothing).loss_sum(outputs, targets)
+    mean_loss = F.cross_entropy(outputs, targets, label_smoothing=smoothing)
+    torch.testing.assert_close(loss, 4 * mean_loss)
+
+
+def test_golden_loss() -> None:
+    loss = _task(label_smoothing=0.1).loss_sum(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))
+    # log(1 + exp(-2)) + 0.05 * 2
+    assert loss.item() == pytest.approx(0.2269280110, abs=1e-7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_skipped_samples_add_nothing(outputs: Tensor, smoothing: float) -> None:
+    task = _task(label_smoothing=smoothing)
+    skipping = task.loss_sum(outputs, torch.tensor([0, SKIPPED, 2, SKIPPED]))
+    torch.testing.assert_close(skipping, task.loss_sum(outputs[[0, 2]], torch.tensor([0, 2])))
+    assert task.loss_sum(outputs, torch.full((4,), SKIPPED)).item() == 0.0
+
+
+def test_skipped_is_the_data_sets_number() -> None:
+    assert SKIPPED == base.SKIPPED
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mixtures_against_torch(outputs: Tensor, smoothing: float) -> None:
+    targets = torch.softmax(torch.randn(4, 5), dim=1)
+    loss = _task(label_smoothing=smoothing).loss_sum(outputs, targets)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
+    )
+
+
+def test_mixtures_of_one_class_are_that_class(outputs: Tensor) -> None:
+    targets = torch.tensor([0, 4, 2, 2])
+    task = _task(label_smoothing=0.1)
+    mixed = F.one_hot(targets, 5).to(torch.float64)
+    torch.testing.assert_close(task.loss_sum(outputs, mixed), task.loss_sum(outputs, targets))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mixture_of_nothing_adds_nothing(outputs: Tensor, smoothing: float) -> None:
+    assert _task(label_smoothing=smoothing).loss_sum(outputs, torch.zeros(4, 5)).item() == 0.0
+
+
+def test_half_precision_outputs_are_added_in_float32(outputs: Tensor) -> None:
+    half = outputs.to(torch.bfloat16)
+    loss = _task().loss_sum(half, torch.tensor([0, 4, 2, 2]))
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, _task().loss_sum(half.float(), torch.tensor([0, 4, 2, 2])))
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [(per_sample, "one value for each sample"), (lambda o, t: per_sample(o, t).sum(), "a sum")],
+)
+def test_users_loss(outputs: Tensor, loss: object, what: str) -> None:
+    targets = torch.tensor([0, 4, 2, 2])
+    torch.testing.assert_close(
+        _task(loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda o, t: o, r"returned shape \(4, 5\) for 4 samples; return a sum, of shape \(\), or"),
+        (lambda o, t: 1.0, "returned float; return a tensor"),
+    ],
+)
+def test_users_loss_of_another_kind(outputs: Tensor, loss: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _task(loss=loss).loss_sum(outputs, torch.tensor([0, 4, 2, 2]))
+
+
+def test_smoothing_of_a_users_loss_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"label_smoothing is 0\.1, but the loss is a function of yours"):
+        _task(loss=per_sample, label_smoothing=0.1)
+
+
+def test_find_loss() -> None:
+    assert find_loss("cross_entropy") is None
+    assert find_loss(f"{__name__}:per_sample") is per_sample
+    with pytest.raises(UsageError, match="cross_entropi: there is no such loss; use cross_entropy"):
+        find_loss("cross_entropi")
+
+
+def test_check_loss() -> None:
+    check_loss(per_sample, classes=3)
+    check_loss(lambda outputs, targets: per_sample(outputs, targets).sum(), classes=3)
+    with pytest.raises(UsageError, match="that is a mean; return the sum"):
+        check_loss(mean, classes=3)
+
+
+def test_counts_golden() -> None:
+    outputs = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 0.0, 9.0]])
+    counts = _task(topk=(1, 2)).counts(outputs, torch.tensor([0, 1, 2, 2]))
+    assert {name: count.item() for name, count in counts.items()} == {
+        "correct1": 2,
+        "correct2": 3,
+        "counted": 4,
+    }
+    assert {count.dtype for count in counts.values()} == {torch.int64}
+    assert {count.ndim for count in counts.values()} == {0}
+
+
+def test_more_guesses_than_classes() -> None:
+    counts = _task(topk=(1, 5)).counts(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([1, SKIPPED]))
+    assert {name: count.item() for name, count in counts.items()} == {
+        "correct1": 0,
+        "correct5": 1,
+        "counted": 1,
+    }
+
+
+def test_counts_of_mixtures_take_the_heaviest() -> None:
+    targets = torch.tensor([[0.3, 0.7], [0.0, 0.0]])
+    counts = _task(topk=(1,)).counts(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), targets)
+    assert {name: count.item() for name, count in counts.items()} == {"correct1": 1, "counted": 1}
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**31))
+def test_counts_of_cuts_add_up(samples: int, classes: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(samples, classes, generator=generator)
+    targets = torch.randint(0, classes, (samples,), generator=generator)
+    task, half = _task(topk=(1, 3)), samples // 2
+    whole = task.counts(outputs, targets)
+    parts = [task.counts(outputs[cut], targets[cut]) for cut in (slice(half), slice(half, None))]
+    assert {name: int(count) for name, count in whole.items()} == {
+        name: int(parts[0][name] + parts[1][name]) for name in whole
+    }
