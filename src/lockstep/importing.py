@@ -1,0 +1,67 @@
+"""An object of the user's own code, by its import path `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from lockstep.core.names import suggestion
+from lockstep.errors import UsageError
+
+
+def import_object(path: str, what: str) -> Any:
+    """Import `package.module:function`; `what` says in errors what it is to be: a model, a data set, a loss.
+
+    The current directory is searched first, as `python -m` does, because a console script starts without it.
+    Raises UsageError that says what failed: the form of the path, the module, its code, or the name in it.
+    """
+    name, _, attribute = path.partition(":")
+    if not _dotted(name) or not attribute.isidentifier():
+        raise UsageError(f"{what} {path}: not an import path; write package.module:function")
+    module = _import(name, f"{what} {path}")
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [each for each in vars(module) if not each.startswith("_")]
+        found = module.__file__ or "a folder without __init__.py"
+        raise UsageError(
+            f"{what} {path}: module {name} ({found}) has no '{attribute}'{suggestion(attribute, public)}"
+        ) from None
+
+
+def _dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def _import(name: str, label: str) -> ModuleType:
+    _search_current_directory()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a script without a main guard may even exit
+        if isinstance(error, ModuleNotFoundError) and _leads_to(name, error.name):
+            raise UsageError(_not_found(label, str(error.name))) from None
+        raise UsageError(
+            f"{label}: module {name} fails on import: {type(error).__name__}: {error}; "
+            f'see it with: python -c "import {name}"'
+        ) from error
+
+
+def _search_current_directory() -> None:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _leads_to(name: str, missing: str | None) -> bool:
+    """Say whether the module that is missing is the one asked for or a package on the way to it."""
+    return missing is not None and f"{name}.".startswith(f"{missing}.")
+
+
+def _not_found(label: str, missing: str) -> str:
+    return (
+        f"{label}: there is no module {missing}, neither in {os.getcwd()} nor among what is "
+        f"installed; start from the folder that holds it, or set PYTHONPATH"
+    )
