@@ -291,7 +291,7 @@ def file_size_limit() -> Iterator[int]:
 def test_a_write_that_the_kernel_refuses(tmp_path: Path, file_size_limit: int) -> None:
     save(tmp_path, 1)
     large = Snapshot({"w": torch.zeros(file_size_limit)}, {}, None, {})
-    words = r"step-00000002: checkpoint not written: File too large; step-00000001 is intact; free space"
+    words = r"step-00000002: checkpoint not written: File too large; step-00000001 is intact; put that right"
     with pytest.raises(TrainingError, match=words):
         checkpoint.save(tmp_path, 2, large, keep=1, best=True)
     assert names(tmp_path) == ["latest", "step-00000001"]
@@ -337,7 +337,7 @@ def test_a_full_disk_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, cal
         assert found.problems == []
     start = "step-00000002: checkpoint not written: No space left on device; step-0000000"
     assert failures
-    assert all(start in words for words in failures)
+    assert all(start in words and "; free space there" in words for words in failures)
     save(tmp_path, 2, best=2)
     assert names(tmp_path) == ["best", "latest", "step-00000001", "step-00000002"]
 

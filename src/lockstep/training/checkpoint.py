@@ -17,6 +17,7 @@ lock.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -318,4 +319,5 @@ def _differs(path: Path, what: str, expected: object, found: object) -> str:
 def _not_written(final: Path, error: OSError) -> str:
     before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
     intact = f"{before[0]} is intact" if before else "there is no earlier one"
-    return f"{final}: checkpoint not written: {error.strerror}; {intact}; free space there and start again"
+    remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
+    return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"

@@ -1,0 +1,80 @@
+"""One event of each kind, for the tests of the sinks."""
+
+from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stepped, Stopped
+
+SHA = "0123456789abcdef" * 4
+RESUMED_FROM = "runs/x/checkpoints/step-00000046"
+
+
+def started(step: int = 0, resumed_from: str | None = None) -> Started:
+    return Started(
+        step=step,
+        epoch=0,
+        samples=64 * step,
+        steps=690,
+        epochs=30,
+        steps_per_epoch=23,
+        train_samples=1437,
+        validation_samples=360,
+        batch=64,
+        microbatches=4,
+        processes=1,
+        strategy="single",
+        device="cpu",
+        parameters=77_706,
+        base_lr=0.1,
+        resumed_from=resumed_from,
+    )
+
+
+def stepped(step: int = 69, loss: float = 0.43214) -> Stepped:
+    return Stepped(
+        step=step,
+        epoch=2,
+        samples=64 * step,
+        loss=loss,
+        lr=0.09511,
+        norm=1.5,
+        images_per_s=1234.4,
+        peak_bytes=1000,
+    )
+
+
+def evaluated() -> Evaluated:
+    return Evaluated(
+        step=69,
+        epoch=2,
+        samples=4311,
+        loss=0.1023,
+        top={"top1": 355 / 360, "top5": 1.0},
+        correct={"correct1": 355, "correct5": 360},
+        evaluated=360,
+        of=360,
+        seconds=0.5,
+    )
+
+
+def saved() -> Saved:
+    path = "runs/x/checkpoints/step-00000690"
+    return Saved(step=690, epoch=29, samples=43110, path=path, weights_sha256=SHA, best=True, seconds=0.1)
+
+
+def stopped() -> Stopped:
+    return Stopped(step=690, epoch=29, samples=43110, reason="SIGTERM")
+
+
+def done() -> Done:
+    return Done(
+        step=690,
+        epoch=29,
+        samples=43110,
+        weights_sha256=SHA,
+        top={"top1": 0.98333, "top5": 1.0},
+        best={"top1": 355 / 360},
+        skipped_samples=2,
+        seconds=43.11,
+    )
+
+
+def every() -> list[Event]:
+    return [started(), stepped(), evaluated(), saved(), stopped(), done()]

@@ -1,0 +1,153 @@
+"""The console in a pipe and on a terminal."""
+
+import io
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+from event_examples import SHA, done, evaluated, every, saved, started, stepped, stopped
+
+from lockstep.reporting.console import Console
+
+RULE = "learning rate 0.1"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+Open = Callable[[bool | None], tuple[Console, io.StringIO]]
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Make consoles of 80 columns on an ordinary terminal, whatever the tests run in."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def make(terminal: bool | None) -> tuple[Console, io.StringIO]:
+        stream = io.StringIO()
+        return Console(stream, "runs/x", RULE, terminal=terminal), stream
+
+    return make
+
+
+def seen(stream: io.StringIO) -> str:
+    """Return what was written, without control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", stream.getvalue())
+
+
+def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
+    sink, stream = console(False)
+    for event in [started(), stepped(), evaluated(), saved(), done()]:
+        sink.write(event, 0.0)
+    sink.close()
+    assert stream.getvalue().splitlines()[3:] == [
+        RULE,
+        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 images/s",
+        "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023",
+        "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far",
+        "steps            690",
+        "samples          43,110",
+        "top1             98.33 %, best 98.61 %",
+        "top5             100.00 %",
+        "time             0:43",
+        "images/s         1,000, evaluating and saving included",
+        "skipped steps    0",
+        "skipped samples  2",
+        "run folder       runs/x",
+        f"weights sha256 {SHA}",
+    ]
+
+
+def test_a_stream_that_is_no_terminal_gets_no_control_sequences(
+    console: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    sink, stream = console(None)
+    for event in every():
+        sink.write(event, 0.0)
+    assert "\x1b" not in stream.getvalue()
+    assert "step 69/690" in stream.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(console: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    sink, stream = console(True)
+    for event in every():
+        sink.write(event, 0.0)
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_on_a_terminal_steps_move_and_lines_stay(console: Open) -> None:
+    sink, stream = console(True)
+    sink.write(started(), 0.0)
+    sink.write(stepped(23), 10.0)
+    first = seen(stream)
+    assert re.search(r"epoch 1/30  step 23/690 .*━.* 4:50 left\n?", first)
+    assert "loss 0.4321  lr 0.09511  1,234 images/s" in first
+    sink.write(evaluated(), 20.0)
+    sink.write(stepped(69), 30.0)
+    assert "evaluated 360 of 360  top1 98.61 %" in seen(stream)
+    assert "loss 0.4321  top1 98.61 %  top5 100.00 %  lr 0.09511  1,234 images/s" in seen(stream)
+    assert re.search(r"epoch 3/30  step 69/690 .* 4:30 left", seen(stream))
+    assert "\x1b[1A" in stream.getvalue()  # the second drawing goes over the first
+    sink.close()
+
+
+def test_on_a_terminal_the_end_is_a_table_and_the_hash_a_line_of_its_own(console: Open) -> None:
+    sink, stream = console(True)
+    for event in [started(), stepped(), done()]:
+        sink.write(event, 0.0)
+    lines = seen(stream).splitlines()
+    assert any("top1" in line and "98.33 %, best 98.61 %" in line and "│" in line for line in lines)
+    assert lines[-1] == f"weights sha256 {SHA}"
+
+
+def test_drawing_is_not_done_more_often_than_one_sees(console: Open) -> None:
+    sink, stream = console(True)
+    sink.write(started(), 0.0)
+    sink.write(stepped(1), 1.0)
+    drawn = stream.getvalue()
+    sink.write(stepped(2), 1.05)
+    assert stream.getvalue() == drawn
+    sink.write(stepped(3), 1.11)
+    assert stream.getvalue() != drawn
+    drawn = stream.getvalue()
+    sink.write(stepped(690), 1.12)  # the last one always
+    assert stream.getvalue() != drawn
+    sink.close()
+
+
+def test_the_cursor_is_never_left_hidden(console: Open) -> None:
+    """Not even by a kill, which closes nothing."""
+    sink, stream = console(True)
+    sink.write(started(), 0.0)
+    for event in [stepped(), evaluated(), saved(), stepped(92)]:
+        sink.write(event, 0.0)
+        text = stream.getvalue()
+        assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
+    sink.close()
+    sink.close()
+
+
+def test_no_thread_draws(console: Open) -> None:
+    before = threading.active_count()
+    sink, _ = console(True)
+    sink.write(started(), 0.0)
+    assert threading.active_count() == before
+    sink.close()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_long_path_can_be_copied_whole(console: Open, terminal: bool) -> None:
+    sink, stream = console(terminal)
+    sink.write(started(46, "runs/" + "[bold]x/" * 30), 0.0)
+    sink.close()
+    assert "goes on after step 46 from runs/" + "[bold]x/" * 30 + "\n" in seen(stream)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_that_is_stopped_says_so_last(console: Open, terminal: bool) -> None:
+    sink, stream = console(terminal)
+    for event in [started(), stepped(), saved(), stopped()]:
+        sink.write(event, 0.0)
+    assert seen(stream).splitlines()[-1].startswith("stopped by SIGTERM after step 690")

@@ -1,0 +1,83 @@
+"""The words of events."""
+
+import dataclasses
+
+import pytest
+from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped, stopped
+
+from lockstep.reporting import wording
+
+
+def test_started_tells_the_whole_run() -> None:
+    assert wording.started(started(), "learning rate 0.05: 0.1 for each 128 samples of 64") == [
+        "77,706 parameters, 1,437 training samples, 360 validation samples",
+        "690 steps in 30 epochs of 23, batch 64 in 4 micro-batches",
+        "1 process, strategy single, device cpu",
+        "learning rate 0.05: 0.1 for each 128 samples of 64",
+    ]
+
+
+def test_started_tells_where_a_run_goes_on() -> None:
+    assert wording.started(started(46, RESUMED_FROM), "")[-1] == f"goes on after step 46 from {RESUMED_FROM}"
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])
+def test_an_epoch_ends_with_its_last_step(step: int, epoch: int) -> None:
+    assert wording.place(stepped(step), started()) == f"epoch {epoch}/30  step {step}/690"
+
+
+def test_part_of_an_epoch_counts_as_one() -> None:
+    run = dataclasses.replace(started(), steps=50, epochs=50 / 23)
+    assert wording.place(stepped(50), run) == "epoch 3/3  step 50/50"
+
+
+def test_figures() -> None:
+    assert wording.figures(stepped()) == "loss 0.4321  lr 0.09511  1,234 images/s"
+    scaled = dataclasses.replace(stepped(), loss_scale=65536.0, skipped_steps=1)
+    assert wording.figures(scaled, "top1 98.61 %") == (
+        "loss 0.4321  top1 98.61 %  lr 0.09511  1,234 images/s  loss scale 65536  1 step skipped"
+    )
+
+
+def test_lines() -> None:
+    assert wording.evaluated(evaluated()) == "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023"
+    of_average = dataclasses.replace(evaluated(), weights="ema", top={})
+    assert wording.evaluated(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
+    assert (
+        wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
+    )
+    assert wording.stopped(stopped()) == (
+        "stopped by SIGTERM after step 690; the same command goes on from there"
+    )
+
+
+def test_summary_counts_what_this_start_did() -> None:
+    assert wording.summary(done(), started(), "runs/x") == [
+        ("steps", "690"),
+        ("samples", "43,110"),
+        ("top1", "98.33 %, best 98.61 %"),
+        ("top5", "100.00 %"),
+        ("time", "0:43"),
+        ("images/s", "1,000, evaluating and saving included"),
+        ("skipped steps", "0"),
+        ("skipped samples", "2"),
+        ("run folder", "runs/x"),
+    ]
+    rows = dict(wording.summary(done(), started(46, RESUMED_FROM), "runs/x"))
+    assert rows["images/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, evaluating and saving included"
+
+
+def test_a_run_of_no_time_has_no_speed() -> None:
+    rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, top={}), started(), "runs/x"))
+    assert "images/s" not in rows
+
+
+def test_aligned() -> None:
+    assert wording.aligned([("a", "1"), ("long", "2")]) == ["a     1", "long  2"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599.9, "1:00:00"), (36061, "10:01:01")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert wording.duration(seconds) == text
