@@ -1,8 +1,8 @@
 """The shell: finds the command that the user named, imports it, and turns errors into exit codes.
 
-A command is a file of commands/ with a click command named `command`; its name is the file's, and one that begins
-with an underscore is none. `--help` lists them by the first lines of their docstrings and imports none, so that
-it answers at once whatever they import.
+A command is a file of commands/ with a click command named `command`; its name is the file's, and a file
+that begins with an underscore is none. `--help` lists them by the first lines of their docstrings and imports
+none, so that it answers at once whatever they import.
 """
 
 from __future__ import annotations

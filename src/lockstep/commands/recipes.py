@@ -25,14 +25,14 @@ def command() -> None:
     """List the shipped recipes: `lockstep show NAME` prints one, `lockstep train NAME` trains it."""
     from lockstep.config.load import shipped
 
-    rows = [_row(name, file) for name, file in shipped().items()]
+    rows = [row(name, file) for name, file in shipped().items()]
     if sys.stdout.isatty():
-        _draw(rows)
+        draw(rows)
     else:
         click.echo("\n".join(_plain([Row("name", "model", "data", "batch", "length", "description"), *rows])))
 
 
-def _row(name: str, file: Path) -> Row:
+def row(name: str, file: Path) -> Row:
     from lockstep.config.load import load
 
     recipe = load(name).config.recipe
@@ -51,11 +51,12 @@ def _plain(rows: list[Row]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _draw(rows: list[Row]) -> None:
+def draw(rows: list[Row]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*Row._fields, box=None, header_style="bold", pad_edge=False)
+    columns = [Column(name, no_wrap=name != "description") for name in Row._fields]
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -50,7 +50,7 @@ def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    match placement.get("processes"), recipe.get("microbatches"):
-        case int(processes), int(count) if processes > count > 0:
-            text = f"{processes} processes but only {count} micro-batches; use at most {count}"
-            yield ("placement", "processes"), text
+    processes, count = placement.get("processes"), recipe.get("microbatches")
+    if type(processes) is int and type(count) is int and processes > count > 0:
+        text = f"{processes} processes but only {count} micro-batches; use at most {count}"
+        yield ("placement", "processes"), text

@@ -2,7 +2,7 @@
 
 PyYAML's loaders are not used, only its events: they read `1e-3` as text and `on` as true (YAML 1.1), let
 the last of equal keys win, forget where a value stood, and follow aliases, with which nine lines stand for
-a billion values. Here scalars follow the core schema of YAML 1.2, and aliases, tags and equal keys are problems.
+a billion values. Here scalars follow YAML 1.2's core schema, and aliases, tags and equal keys are problems.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ class _Reader:
             return self._tell(
                 event, path, f"aliases such as *{event.anchor} are not allowed; write the value out"
             )
-        if len(path) > _DEEPEST:
-            return self._skip(event, path)
+        self._limit(event, len(path))
         if isinstance(event, yaml.ScalarEvent):
             value = (
                 scalar(event.value) if event.implicit[0] else event.value
@@ -176,8 +175,8 @@ class _Reader:
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
                 self._tell(event, path, "a key must be a word")
-                self._skip(event, path)
-                self._skip(next(self._events), path)
+                self._skip(event)
+                self._skip(next(self._events))
                 continue
             inner = (*path, event.value)
             if event.value in values:
@@ -185,7 +184,7 @@ class _Reader:
                 self._tell(
                     event, inner, f"given twice, first at {first.line}:{first.column}; keep one of the two"
                 )
-                self._skip(next(self._events), inner)
+                self._skip(next(self._events))
                 continue
             self.places[inner] = self.place(event.start_mark)
             values[event.value] = self._value(next(self._events), inner)
@@ -197,16 +196,22 @@ class _Reader:
             values.append(self._value(event, (*path, len(values))))
         return values
 
-    def _skip(self, event: yaml.Event, path: Path) -> Any:
-        """Pass over a value without reading it; say so where it is too deep."""
-        if len(path) > _DEEPEST:
-            self._tell(event, path[:4], f"nested more than {_DEEPEST} deep")
+    def _skip(self, event: yaml.Event) -> None:
+        """Pass over a value without reading it."""
         depth = 0
         while True:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth == 0:
-                return UNREADABLE
+                return
+            self._limit(event, depth)
             event = next(self._events)
+
+    def _limit(self, event: Any, depth: int) -> None:
+        # PyYAML's time grows with the square of the depth, so reading on for more problems is not worth it.
+        if depth > _DEEPEST:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {_DEEPEST} deep", problem_mark=event.start_mark
+            )
 
     def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
         self.problems.append(Problem(self.place(event.start_mark), path, text))

@@ -18,7 +18,7 @@ from lockstep.core.names import choices, suggestion
 from lockstep.errors import ConfigError
 
 _RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
-_LARGEST: Final = 1 << 20  # bytes; a larger file is no recipe, and reading it as one would take minutes
+_LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it as one takes long
 
 
 @dataclass(frozen=True, slots=True)

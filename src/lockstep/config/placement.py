@@ -32,7 +32,9 @@ class Strategy(Section):
 class Placement(Section):
     """Everything that may change from one start of a run to the next."""
 
-    strategy: Annotated[Strategy, BeforeValidator(_named)] = Strategy()
+    strategy: Annotated[
+        Strategy, BeforeValidator(_named), Field(description="a name, or a name and its options")
+    ] = Strategy()
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: NaturalInt = 0  # loader processes beside each training process
@@ -40,8 +42,7 @@ class Placement(Section):
         str,
         Field(
             pattern=r"^(env://|tcp://[^/:]+:\d+|file:///.+)$",
-            description="env://, tcp://HOST:PORT or file:///PATH",  # errors say it
+            description="env://, tcp://HOST:PORT or file:///PATH",
         ),
     ] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
-    bucket_mib: PositiveFloat = 8.0  # gradients exchanged at a time

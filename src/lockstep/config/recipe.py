@@ -68,7 +68,9 @@ class Optimizer(Section):
     """`sgd`, `adamw`, `lars`, `lamb`, or any other of torch.optim or timm.optim."""
 
     name: str = "sgd"
-    lr: Annotated[LearningRate, BeforeValidator(_rate)]
+    lr: Annotated[
+        LearningRate, BeforeValidator(_rate), Field(description="a number, or value and per_samples")
+    ]
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
@@ -154,10 +156,10 @@ def contradictions(given: Mapping[str, object]) -> list[str]:
     found = []
     if (given.get("epochs") is None) == (given.get("steps") is None):
         found.append("give either epochs or steps, one of the two; the override recipe.epochs= unsets it")
-    match given.get("batch"), given.get("microbatches"):
-        case int(batch), int(count) if count > batch:
-            found.append(
-                f"batch: {batch} samples cannot fill {count} micro-batches; "
-                f"use a batch of at least {count}, or at most {batch} micro-batches"
-            )
+    batch, count = given.get("batch"), given.get("microbatches")
+    if type(batch) is int and type(count) is int and count > batch > 0:  # neither true nor false
+        found.append(
+            f"batch: {batch} samples cannot fill {count} micro-batches; "
+            f"use a batch of at least {count}, or at most {batch} micro-batches"
+        )
     return found

@@ -28,6 +28,7 @@ _EXPECTED: Final = {
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
+    "string_pattern_mismatch": "text like {pattern}",
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
@@ -77,10 +78,8 @@ def _text(found: ErrorDetails) -> str:
             return _unknown(found["loc"])
         case "literal_error":
             return _choice(found)
-        case "string_pattern_mismatch":
-            return f"expected {_description(found['loc'])}; got {shown(found['input'])}"
         case known if known in _EXPECTED:
-            expected = _EXPECTED[known].format(**found.get("ctx", {}))
+            expected = _description(found["loc"]) or _EXPECTED[known].format(**found.get("ctx", {}))
             return f"expected {expected}; got {shown(found['input'])}"
     return f"{found['msg']}; got {shown(found['input'])}"
 
@@ -104,9 +103,11 @@ def _misplaced(name: str) -> str:
 def _choice(found: ErrorDetails) -> str:
     names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
     near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
-    return f"expected {' or '.join(names)}; got {shown(found['input'])}{near}"
+    return f"expected one of {', '.join(names)}; got {shown(found['input'])}{near}"
 
 
 def _description(path: Path) -> str | None:
+    """A field's description is what its type does not say by itself."""
     section = section_at(path[:-1])
-    return section.model_fields[str(path[-1])].description if section else None
+    field = section.model_fields.get(str(path[-1])) if section else None
+    return field.description if field else None

@@ -1,0 +1,352 @@
+"""Loading: every problem at once with its place, origins, and YAML that loads back."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config import across
+from lockstep.config.load import differences, load, shipped, to_yaml
+from lockstep.errors import EXIT_USAGE, ConfigError
+
+MINIMAL = """\
+recipe:
+  model: {name: resnet18}
+  data: {name: cifar10}
+  batch: 64
+  epochs: 3
+  optimizer: {lr: 1}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Write recipe.yaml into the working directory and return its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=MINIMAL):
+        Path("recipe.yaml").write_text(text, encoding="utf-8")
+        return "recipe.yaml"
+
+    return write
+
+
+def problems(source, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(source, overrides)
+    return list(caught.value.problems)
+
+
+def test_a_file_is_loaded_under_its_name(recipe):
+    loaded = load(recipe())
+    assert loaded.name == "recipe"
+    assert loaded.config.recipe.optimizer.lr.value == 1.0  # a whole number is a number
+    assert isinstance(loaded.config.recipe.optimizer.lr.value, float)
+
+
+def test_lists_become_tuples(recipe):
+    config = load(recipe(), ["recipe.schedule.milestones=[30, 60.5]", "recipe.topk=[1]"]).config
+    assert config.recipe.schedule.milestones == (30.0, 60.5)
+    assert config.recipe.topk == (1,)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_is_valid(name):
+    assert load(name).name == name
+
+
+def test_the_shipped_recipes_are_those_promised():
+    nets = "resnet18 resnet50 botnet50 densenet121 efficientnet_b0 regnetx_160 regnety_160 regnety_320"
+    assert set(shipped()) == {"digits", "cifar10-resnet18"} | {f"imagenet-{net}" for net in nets.split()}
+
+
+def test_origins_tell_file_override_and_default(recipe):
+    origins = load(recipe(), ["recipe.epochs=5", "placement.strategy=auto"]).origins
+    assert origins["recipe.batch"] == "recipe.yaml:4:3"
+    assert origins["recipe.model.name"] == "recipe.yaml:2:11"
+    assert origins["recipe.optimizer.lr.value"] == "recipe.yaml:6:15"
+    assert origins["recipe.epochs"] == "override"
+    assert origins["placement.strategy.name"] == "override"
+    assert origins["recipe.seed"] == "default"
+
+
+def test_a_shipped_recipe_goes_before_a_file_of_its_name(recipe):
+    recipe()
+    Path("digits").write_text("broken: [")
+    assert load("digits").config.recipe.model.name == "digits_convnet"
+    assert problems("./digits")
+
+
+def test_an_empty_value_and_null_unset_a_key():
+    assert load("digits").config.recipe.clip_norm == 1.0
+    assert load("digits", ["recipe.clip_norm="]).config.recipe.clip_norm is None
+    assert load("digits", ["recipe.clip_norm=null"]).config.recipe.clip_norm is None
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(recipe):
+    text = """\
+recipe:
+  model: {name: resnet18, pretrained: yes}
+  data: {name: cifar10}
+  batch: 64.0
+  optimizer:
+    momentun: 0.9
+    weight_decay: -1
+  schedule: {name: cosin}
+  epochs: 3
+  steps: 5
+  steps: 6
+"""
+    found = problems(recipe(text), "placement.processes=two", "nonsense", "run.keep=[1,")
+    assert [line.split(";")[0] for line in found[:-1]] == [
+        "recipe.yaml:1:1  recipe: give either epochs or steps, one of the two",
+        "recipe.yaml:2:27  recipe.model.pretrained: expected true or false",
+        "recipe.yaml:4:3  recipe.batch: expected a whole number",
+        "recipe.yaml:5:3  recipe.optimizer.lr: missing",
+        "recipe.yaml:6:5  recipe.optimizer.momentun: unknown key",
+        "recipe.yaml:7:5  recipe.optimizer.weight_decay: expected at least 0",
+        "recipe.yaml:8:14  recipe.schedule.name: expected one of cosine, linear, polynomial, steps, constant",
+        "recipe.yaml:11:3  recipe.steps: given twice, first at 10:3",
+        "override  'nonsense' is not of the form key=value, such as recipe.batch=64",
+        "override  run.keep: not valid YAML: expected the node content, but found '<stream end>'",
+    ]
+    assert found[-1] == "override  placement.processes: expected a whole number from 1, or auto; got 'two'"
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("recipe.batch=two", "recipe.batch: expected a whole number; got 'two'"),
+        ("recipe.batch=true", "recipe.batch: expected a whole number; got true"),
+        ("recipe.batch=", "recipe.batch: expected a whole number; got null"),
+        ("recipe.batch=0", "recipe.batch: expected at least 1; got 0"),
+        (
+            "recipe.optimizer.lr=fast",
+            "recipe.optimizer.lr: expected a number, or value and per_samples; got 'fast'",
+        ),
+        ("recipe.optimizer.lr=-1", "recipe.optimizer.lr.value: expected more than 0; got -1"),
+        ("recipe.optimizer.lr=.inf", "recipe.optimizer.lr.value: expected a finite number; got .inf"),
+        ("recipe.optimizer.momentum=1.5", "recipe.optimizer.momentum: expected at most 1; got 1.5"),
+        ("recipe.optimizer.momentum=.nan", "recipe.optimizer.momentum: expected at most 1; got .nan"),
+        ("recipe.optimizer.momentum=x", "recipe.optimizer.momentum: expected a number; got 'x'"),
+        ("recipe.ema.decay=1", "recipe.ema.decay: expected less than 1; got 1"),
+        (
+            "placement.strategy=[ddp]",
+            "placement.strategy: expected a name, or a name and its options; got [ddp]",
+        ),
+        ("recipe.compile=yes", "recipe.compile: expected true or false; got 'yes'"),
+        ("recipe.model.name=7", "recipe.model.name: expected text; got 7"),
+        ("recipe.model=resnet18", "recipe.model: expected a mapping of key: value lines; got 'resnet18'"),
+        ("recipe.model.options=7", "recipe.model.options: expected a mapping of key: value lines; got 7"),
+        ("recipe.topk=1", "recipe.topk: expected a list, such as [1, 5]; got 1"),
+        ("recipe.topk=[1, 0]", "recipe.topk.1: expected at least 1; got 0"),
+        ("recipe.data.augment.resized_crop_scale=[1]", None),
+        ("recipe.data.augment.resized_crop_scale=[1, 2, 3]", None),
+        (
+            "recipe.precision=fp61",
+            "recipe.precision: expected one of fp32, bf16, fp16; got 'fp61'; did you mean 'fp16'?",
+        ),
+        ("recipe.precision=16", "recipe.precision: expected one of fp32, bf16, fp16; got 16"),
+        (
+            "placement.rendezvous=tcp:/host",
+            "placement.rendezvous: expected env://, tcp://HOST:PORT or file:///PATH; got 'tcp:/host'",
+        ),
+        ("run.save_every={}", "run.save_every: give either steps or epochs, one of the two"),
+        (
+            "run.kep=2",
+            "run.kep: unknown key; did you mean 'keep'? Valid: dir, resume, save_every, evaluate_every, "
+            "keep, log_every, tensorboard",
+        ),
+        (
+            "run.save_every.hours=2",
+            "run.save_every.hours: unknown key; valid: steps, epochs",
+        ),
+        (
+            "optimizer.lr=2",
+            "optimizer: unknown key; did you mean 'recipe.optimizer'? Valid: recipe, placement, run",
+        ),
+        (
+            "recipe.microbatches=65",
+            "recipe.batch: 64 samples cannot fill 65 micro-batches; use a batch of at least 65, "
+            "or at most 64 micro-batches",
+        ),
+    ],
+)
+def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
+    found = [line.split("  ", 1)[1] for line in problems("digits", override)]
+    if text is None:
+        assert len(found) == 1
+        assert "resized_crop_scale: expected at " in found[0]
+    else:
+        assert found == [text]
+
+
+def test_a_strategy_is_one_of_the_files(monkeypatch):
+    monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
+    expected = (
+        "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single"
+    )
+    assert problems("digits", "placement.strategy=dpd") == [expected]
+    assert problems("digits", "placement.strategy={name: dpd, extra: 1}") == [expected]
+    assert load("digits", ["placement.strategy=ddp"]).config.placement.strategy.name == "ddp"
+
+
+def test_more_processes_than_micro_batches_are_told_with_the_rest():
+    found = problems("digits", "placement.processes=5", "recipe.epochs=many")
+    assert found == [
+        "override  placement.processes: 5 processes but only 4 micro-batches; use at most 4",
+        "override  recipe.epochs: expected a whole number; got 'many'",
+    ]
+    assert load("digits", ["placement.processes=4"]).config.placement.processes == 4
+
+
+def test_contradictions_are_told_although_other_keys_are_wrong():
+    found = problems("digits", "recipe.seed=x", "recipe.steps=10", "recipe.batch=2")
+    assert len(found) == 3
+    assert "recipe: give either epochs or steps" in found[0]
+
+
+def test_a_contradiction_is_told_once():
+    assert len(problems("digits", "recipe.steps=10", "recipe.batch=2")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "expected a mapping with the keys recipe, placement and run; the file is empty"),
+        (
+            "# only a comment\n",
+            "expected a mapping with the keys recipe, placement and run; the file is empty",
+        ),
+        ("[1, 2]", "expected a mapping with the keys recipe, placement and run; got [1, 2]"),
+        ("word", "expected a mapping with the keys recipe, placement and run; got 'word'"),
+    ],
+)
+def test_a_file_that_is_no_mapping(recipe, text, found):
+    assert problems(recipe(text)) == [f"recipe.yaml:1:1  {found}"]
+
+
+def test_a_broken_file_and_broken_overrides_are_told_together(recipe):
+    found = problems(recipe("recipe: [1\n"), "recipe.batch=0", "placement.processes=0", "x")
+    assert found == [
+        "recipe.yaml:2:1  not valid YAML: expected ',' or ']', but got '<stream end>'",
+        "override  'x' is not of the form key=value, such as recipe.batch=64",
+        "override  placement.processes: expected a whole number from 1, or auto; got 0",
+    ]
+
+
+def test_unreadable_values_are_told_once(recipe):
+    found = problems(recipe(MINIMAL.replace("64", "*size").replace("3", "!!int 3")))
+    assert found == [
+        "recipe.yaml:4:10  recipe.batch: aliases such as *size are not allowed; write the value out",
+        "recipe.yaml:5:11  recipe.epochs: tags such as tag:yaml.org,2002:int are not allowed; remove it",
+    ]
+
+
+def test_a_file_that_is_not_utf8(recipe):
+    Path(recipe()).write_bytes(b"recipe:\n  batch: \xff\n")
+    assert problems("recipe.yaml") == ["recipe.yaml:2:10  not UTF-8: byte 0xff; save the file as UTF-8"]
+
+
+def test_a_byte_order_mark_does_no_harm(recipe):
+    assert load(recipe("\ufeff" + MINIMAL)).origins["recipe.batch"] == "recipe.yaml:4:3"
+
+
+def test_a_file_too_large_for_a_recipe_is_not_read(recipe):
+    assert "larger than" in problems(recipe("#" * (1 << 18) + "\n"))[0]
+
+
+def test_sources_that_are_no_file(recipe, tmp_path):
+    recipe()
+    assert problems("recpe.yaml") == ["recpe.yaml: no such file; did you mean 'recipe.yaml'?"]
+    assert problems("imagenet-resnet51")[0].startswith(
+        "imagenet-resnet51: no such file or shipped recipe; did you mean 'imagenet-resnet50'"
+    )
+    assert problems(str(tmp_path))[0].startswith(f"{tmp_path}: a folder; give a YAML file")
+
+
+def test_a_configuration_error_ends_with_the_usage_code():
+    with pytest.raises(ConfigError) as caught:
+        load("digits", ["recipe.batch=0"])
+    assert caught.value.exit_code == EXIT_USAGE
+
+
+def reloaded(text, folder):
+    file = folder / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load(str(file)).config
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_recipe_reads_back(name, tmp_path):
+    loaded = load(name)
+    assert reloaded(to_yaml(loaded), tmp_path) == loaded.config
+
+
+# What the shell lets through: no argument holds a null byte.
+words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
+
+
+@given(
+    numbers=st.fixed_dictionaries(
+        {
+            "recipe.optimizer.lr.value": st.floats(1e-300, 1e300),
+            "recipe.schedule.warmup_epochs": st.integers(0, 10**30) | st.floats(0, 1e30),
+            "recipe.seed": st.integers(0, 2**70),
+            "recipe.schedule.milestones": st.lists(
+                st.floats(allow_nan=False, allow_infinity=False), max_size=3
+            ),
+        }
+    ),
+    word=words,
+    options=st.dictionaries(
+        words, st.none() | st.booleans() | words | st.lists(words, max_size=2), max_size=3
+    ),
+)
+def test_every_configuration_reads_back(numbers, word, options, tmp_path_factory):
+    from lockstep.config.write import flow
+
+    given_values = numbers | {"run.dir": word, "recipe.model.options": options}
+    loaded = load("digits", [f"{key}={flow(value)}" for key, value in given_values.items()])
+    assert loaded.config.run.dir == word
+    assert loaded.config.recipe.model.options == options
+    assert reloaded(to_yaml(loaded), tmp_path_factory.getbasetemp()) == loaded.config
+
+
+def test_the_yaml_shows_origins_and_leaves_out_what_is_not_set():
+    lines = [line.split() for line in to_yaml(load("digits", ["recipe.seed=5"])).splitlines()]
+    assert ["seed:", "5", "#", "override"] in lines
+    assert ["batch:", "64", "#", "digits.yaml:5:3"] in lines
+    assert ["threads:", "1", "#", "default"] in lines
+    assert not any(line[0] in ("steps:", "ema:", "dir:") for line in lines)
+
+
+def test_differences_name_the_keys():
+    run = load("digits").config.recipe
+    now = load(
+        "digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]
+    ).config.recipe
+    assert differences(run, run) == []
+    assert differences(run, now) == [
+        "optimizer.lr.value: 0.1 in the run, 0.2 now",
+        "clip_norm: 1.0 in the run, not set now",
+        "ema.decay: not set in the run, 0.9 now",
+    ]
+
+
+def test_a_broken_recipe_is_told_without_torch(recipe):
+    recipe(MINIMAL.replace("batch", "bach"))
+    code = (
+        "import sys\n"
+        "from lockstep.cli import main\n"
+        "try:\n    main(['show', 'recipe.yaml'])\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.split() == ["2", "False", "False"]
+    assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch'?" in found.stderr

@@ -1,0 +1,32 @@
+"""Suggestions for mistyped names."""
+
+import pytest
+
+from lockstep.core.names import choices, nearest, suggestion
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("momentun", "; did you mean 'momentum'?"),
+        ("MOMENTUM", "; did you mean 'momentum'?"),
+        ("xyz", ""),
+    ],
+)
+def test_suggestion(typed, expected):
+    assert suggestion(typed, ["name", "momentum", "nesterov"]) == expected
+
+
+def test_several_near_names_are_all_offered_the_nearest_first():
+    assert (
+        suggestion("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
+    )
+
+
+def test_nearest_keeps_the_spelling_of_the_valid_name():
+    assert nearest("adamw", ["AdamW"]) == ["AdamW"]
+
+
+def test_choices_always_list_what_is_valid():
+    assert choices("dpp", ["auto", "ddp"]) == "; did you mean 'ddp'? Valid: auto, ddp"
+    assert choices("xyz", ["auto", "ddp"]) == "; valid: auto, ddp"

@@ -1,0 +1,114 @@
+"""The shell: commands by file, exit codes, and no heavy import before a command needs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from lockstep import __version__, commands
+from lockstep.cli import main
+from lockstep.errors import (
+    ConfigError,
+    LockstepError,
+    PreflightError,
+    TrainingError,
+    UsageError,
+    VerificationError,
+)
+
+
+def run(*words):
+    return CliRunner().invoke(main, words)
+
+
+def raising(error):
+    @click.command("show")
+    def command():
+        raise error
+
+    return command
+
+
+def test_help_lists_every_file_of_commands_with_its_first_line():
+    names = {file.stem for file in Path(commands.__file__).parent.glob("[!_]*.py")}
+    result = run("--help")
+    listed = result.output.split("Commands:\n")[1].splitlines()
+    assert {line.split()[0] for line in listed if line[2] != " "} == {
+        name.replace("_", "-") for name in names
+    }
+    assert "show     Print a recipe as it will run" in result.output
+    assert result.exit_code == 0
+
+
+def test_version():
+    assert run("--version").output == f"lockstep, version {__version__}\n"
+
+
+def test_an_unknown_command_has_near_names():
+    result = run("shwo")
+    assert result.exit_code == 2
+    assert "no command 'shwo'; did you mean 'show'? Valid: " in result.stderr
+
+
+def test_an_unknown_option_is_a_usage_error():
+    assert run("--nothing").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (LockstepError("reason"), 1),
+        (TrainingError("reason"), 1),
+        (UsageError("reason"), 2),
+        (ConfigError(["reason"]), 2),
+        (VerificationError("reason"), 3),
+        (PreflightError("reason"), 4),
+    ],
+)
+def test_an_error_for_the_user_ends_with_its_text_and_code(monkeypatch, error, code):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(error))
+    result = run("show")
+    assert (result.exit_code, result.stderr, result.stdout) == (code, "error: reason\n", "")
+
+
+def test_several_problems_are_counted(monkeypatch):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(ConfigError(["a: x", "b: y"])))
+    assert run("show").stderr == "error: 2 problems\na: x\nb: y\n"
+
+
+def test_ctrl_c_ends_a_command_as_shells_count(monkeypatch):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(KeyboardInterrupt()))
+    assert run("show").exit_code == 130
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(ZeroDivisionError()))
+    assert isinstance(run("show").exception, ZeroDivisionError)
+
+
+def test_python_m_lockstep_is_the_same_command():
+    found = subprocess.run(
+        [sys.executable, "-m", "lockstep", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert found.stdout == f"lockstep, version {__version__}\n"
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from lockstep.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    print([name for name in sys.modules if name.split('.')[0] in\n"
+        "        ('torch', 'numpy', 'pydantic', 'yaml', 'rich')])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.splitlines()[-1] == "[]"
