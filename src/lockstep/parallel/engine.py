@@ -28,6 +28,7 @@ class Update:
 
     norm: Tensor | None
     applied: bool
+    loss_scale: float | None = None  # the one used, for fp16
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,12 @@ class LocalEngine:
             if max_norm is not None and norm is not None:
                 clip_([_gradient(parameter) for parameter in self._parameters], norm, max_norm)
             applied = self._step_optimizer(lr)
+        scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
         self._scaler.update()
         self._optimizer.zero_grad()
         if self._ema is not None and applied:
             self._ema.update()
-        return Update(norm, applied)
+        return Update(norm, applied, scale)
 
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:

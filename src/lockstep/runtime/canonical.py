@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, blocks, total
+from lockstep.runtime.peers import naming_lost_peers
 
 
 def add_(left: Tensor, right: Tensor) -> Tensor:
@@ -44,10 +45,11 @@ class CanonicalSum:
         if self._size == 1:
             return total(pieces, leaves, add_)
         held = [blocks(share) for share in cut(leaves, self._size)]
-        if _halving_fits(held):
-            (piece,) = pieces.values()
-            return self._halve_and_double(piece)
-        return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
+        with naming_lost_peers():
+            if _halving_fits(held):
+                (piece,) = pieces.values()
+                return self._halve_and_double(piece)
+            return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
 
     def _halve_and_double(self, vector: Tensor) -> Tensor:
         owned = (0, len(vector))

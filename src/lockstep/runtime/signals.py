@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from types import FrameType
@@ -15,8 +14,6 @@ Reason = Literal["SIGINT", "SIGTERM"]
 # Wishes as numbers, so that ranks can agree on the largest: Ctrl-C wins, since somebody waits at the terminal.
 WISHES: Final[dict[int, Reason]] = {1: "SIGTERM", 2: "SIGINT"}
 EXIT_CODES: Final[dict[Reason, int]] = {"SIGTERM": EXIT_SAVED, "SIGINT": EXIT_INTERRUPTED}
-
-_PR_SET_PDEATHSIG = 1
 
 
 @final
@@ -35,11 +32,3 @@ class StopRequest:
         if self.wish == 2:
             os._exit(EXIT_INTERRUPTED)
         self.wish = 2
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even by SIGKILL (Linux)."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)

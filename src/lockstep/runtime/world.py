@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, final
 
@@ -20,15 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.rank import RankInfo
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import UsageError
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
+from lockstep.runtime.peers import naming_lost_peers
 
 ALONE = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
-
-
-class PeerLostError(TrainingError):
-    """Another rank went away in the middle of an exchange; the cause is with that rank."""
 
 
 @final
@@ -64,7 +59,7 @@ class World:
     def add_(self, tensor: Tensor) -> Tensor:
         """Add a CPU tensor over the ranks, in place, in no promised order: for whole numbers and for disjoint entries."""
         if self.size > 1:
-            with _named_peers():
+            with naming_lost_peers():
                 dist.all_reduce(tensor, group=self._groups[0])
         return tensor
 
@@ -75,7 +70,7 @@ class World:
         """
         if self._stop is None:
             return wish
-        with _named_peers():
+        with naming_lost_peers():
             return self._stop.exchange(wish)
 
     def compare(self, facts: dict[str, Any]) -> None:
@@ -118,7 +113,7 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
         _check_port(info, rendezvous)
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    with _named_peers():
+    with naming_lost_peers():
         dist.init_process_group(
             backend, init_method=rendezvous, rank=info.rank, world_size=info.size, timeout=timeout
         )
@@ -165,15 +160,6 @@ class _StopAgreement:
         self._work.wait()
         self._work = None
         return int(self._sent)
-
-
-@contextmanager
-def _named_peers() -> Iterator[None]:
-    """Turn what torch raises when a peer is gone into PeerLostError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLostError(f"lost another rank during an exchange ({str(error).splitlines()[0]})") from error
 
 
 def _check_port(info: RankInfo, rendezvous: str) -> None:

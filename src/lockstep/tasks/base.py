@@ -31,6 +31,11 @@ class Task(Protocol):
         """Return the loss added over the samples, never their mean: a mean of uneven micro-batches is not the batch's."""
         ...
 
+    @property
+    def count_names(self) -> tuple[str, ...]:
+        """The names of what `counts` returns."""
+        ...
+
     def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return figures that may be added over samples, such as `correct1`: 0-dim tensors."""
         ...

@@ -1,0 +1,226 @@
+"""Gives a process its micro-batches: which samples by arithmetic alone, fetched here or by loader processes.
+
+A loader process fetches exactly what this process would have: a request names the samples and the key of their random
+numbers. So the number of workers changes time and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.core import random
+from lockstep.core.order import Step, Steps, cut, permutation
+from lockstep.data.augment import DRAWS, augment, augmenting_key, mix, normalise
+from lockstep.data.base import SKIPPED, DataSet, Split
+from lockstep.errors import LockstepError, TrainingError
+from lockstep.parent import die_with_parent
+from lockstep.tasks.base import MicroBatch
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is done to a fetched batch on the device; `mean` None is data that is no image and stays as it is."""
+
+    device: torch.device
+    classes: int
+    seed: int = 0
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    crop_padding: int = 0
+    flip: bool = False
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+
+    def for_training(self, fetched: Fetched, request: Request, step: int, index: int) -> MicroBatch:
+        """Augment, normalise and mix micro-batch `index` of update `step`."""
+        inputs, targets = self._moved(fetched)
+        if (self.crop_padding or self.flip) and request.draw is not None:
+            draws = random.uniform(augmenting_key(request.draw), request.indices, DRAWS)
+            inputs = augment(inputs, draws, self.crop_padding, self.flip)
+        inputs = self._normalised(inputs)
+        if self.mixup or self.cutmix:
+            key = random.key(random.MIX, self.seed, step, index)
+            inputs, targets = mix(
+                inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key
+            )
+        return MicroBatch(index, inputs, targets)
+
+    def for_evaluation(self, fetched: Fetched) -> tuple[Tensor, Tensor]:
+        """Normalise."""
+        inputs, targets = self._moved(fetched)
+        return self._normalised(inputs), targets
+
+    def _moved(self, fetched: Fetched) -> Fetched:
+        inputs, targets = fetched
+        if self.device.type == "cpu":
+            return fetched
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def _normalised(self, inputs: Tensor) -> Tensor:
+        if self.mean is None or self.std is None:
+            return inputs
+        return normalise(inputs, self.mean, self.std)
+
+
+Fetched = tuple[Tensor, Tensor]
+
+
+class Request(NamedTuple):
+    """Samples to fetch; `draw` is the key of their random numbers, None for none."""
+
+    indices: NDArray[np.int64]
+    draw: int | None
+
+
+class _Planned(NamedTuple):
+    step: Step
+    requests: list[tuple[int, Request]]
+
+
+@final
+class Loader:
+    """The batches of rank `rank` of `size`. `skipped` counts the unreadable samples it met in training."""
+
+    def __init__(
+        self,
+        data: DataSet,
+        steps: Steps,
+        microbatches: int,
+        finish: Finish,
+        rank: int = 0,
+        size: int = 1,
+        workers: int = 0,
+    ) -> None:
+        self.skipped = 0
+        self._data = data
+        self._steps = steps
+        self._microbatches = microbatches
+        self._finish = finish
+        self._rank = rank
+        self._size = size
+        self._workers = workers
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._planned: dict[int, _Planned] = {}
+
+    def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
+        """Yield each update from number `first` to the last, with this rank's contiguous share of its micro-batches."""
+        numbers = range(first, self._steps.total)
+        requests = (request for number in numbers for _, request in self._plan(number).requests)
+        with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetched:
+            for number in numbers:
+                planned = self._plan(number)
+                yield planned.step, [
+                    self._finish.for_training(self._counted(next(fetched)), request, number, index)
+                    for index, request in planned.requests
+                ]
+                del self._planned[number]
+
+    def validation(self, batch: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
+
+        Batch j takes the samples [j * batch, (j + 1) * batch) and goes to rank j modulo the number of ranks.
+        """
+        length = len(self._data.validation)
+        numbers = range(self._rank, self.validation_batches(batch), self._size)
+        requests = (
+            Request(np.arange(number * batch, min((number + 1) * batch, length)), None) for number in numbers
+        )
+        with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetched:
+            for number in numbers:
+                yield number, *self._finish.for_evaluation(next(fetched))
+
+    def validation_batches(self, batch: int) -> int:
+        """Return the number of validation batches over all ranks."""
+        return math.ceil(len(self._data.validation) / batch)
+
+    def _plan(self, number: int) -> _Planned:
+        """Return what update `number` takes; loader processes are asked for it some updates ahead of its use."""
+        if number not in self._planned:
+            step = self._steps[number]
+            draw = random.key(random.AUGMENT, self._finish.seed, step.epoch)
+            order = self._epoch_order(step.epoch)
+            cuts = step.microbatches(self._microbatches)
+            share = cut(len(cuts), self._size)[self._rank]
+            requests = [(index, Request(order[cuts[index].start : cuts[index].stop], draw)) for index in share]
+            self._planned[number] = _Planned(step, requests)
+        return self._planned[number]
+
+    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._orders:
+            self._orders.pop(epoch - 2, None)
+            self._orders[epoch] = permutation(self._finish.seed, epoch, len(self._data.train))
+        return self._orders[epoch]
+
+    def _counted(self, fetched: Fetched) -> Fetched:
+        if not self._data.train.in_memory and not fetched[1].is_floating_point():
+            self.skipped += int((fetched[1] == SKIPPED).sum())
+        return fetched
+
+
+class _fetching:  # noqa: N801 - a context manager that reads as a verb
+    """Enter to get an iterator over what the requests ask for, in their order; leaving ends the loader processes."""
+
+    def __init__(self, split: Split, requests: Iterable[Request], workers: int, device: torch.device) -> None:
+        self._split = split
+        self._requests = requests
+        self._workers = 0 if split.in_memory else workers
+        self._pinned = device.type == "cuda" and not split.in_memory
+        self._iterator: Iterator[Any] | None = None
+
+    def __enter__(self) -> Iterator[Fetched]:
+        if not self._workers:
+            return (self._split.fetch(*request) for request in self._requests)
+        loader: DataLoader[Any] = DataLoader(
+            _Fetches(self._split),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=self._workers,
+            pin_memory=self._pinned,
+            worker_init_fn=_begin_worker,
+            # Not spawned: a worker would import torch anew, and hold another copy of what the split keeps.
+            multiprocessing_context="fork",
+        )
+        self._iterator = iter(loader)
+        return (_opened(answer) for answer in self._iterator)
+
+    def __exit__(self, *_: object) -> None:
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]  # else they live until collected
+
+
+@final
+class _Fetches(Dataset[Any]):
+    """A data set whose index is a request. Errors meant for the user come as values: torch would bury their text."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+
+    def __getitem__(self, request: Request) -> Fetched | str:
+        try:
+            return self._split.fetch(*request)
+        except LockstepError as error:
+            return str(error)
+
+
+def _opened(answer: Any) -> Fetched:
+    if isinstance(answer, str):
+        raise TrainingError(answer)
+    inputs, targets = answer
+    return inputs, targets
+
+
+def _begin_worker(_: int) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer decides
+    torch.set_num_threads(1)

@@ -1,0 +1,18 @@
+"""A child process that does not outlive its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even by SIGKILL (Linux)."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

@@ -1,0 +1,42 @@
+"""How fast training goes and how much memory it takes."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import final
+
+import torch
+
+
+@final
+class Meter:
+    """Counts samples against the clock; only reading it waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def add(self, samples: int) -> None:
+        """Count samples as trained on."""
+        self._samples += samples
+
+    def restart(self) -> None:
+        """Forget what was counted: what comes between now and the last read is not training."""
+        self._samples = 0
+        self._since = time.perf_counter()
+
+    def read(self) -> float:
+        """Return samples per second since the last read or restart."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - self._since
+        rate = self._samples / seconds if self._samples else 0.0
+        self.restart()
+        return rate
+
+    def peak_bytes(self) -> int:
+        """Return the most memory this process has had: of the GPU where there is one, else resident."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,40 @@
+"""Data parallelism: the whole model in each process, which shares the micro-batches of a step.
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB), gave the name and the buckets. What is
+ours is the order of the sum: that of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
+from lockstep.errors import UsageError
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.runtime.world import World
+from lockstep.tasks.base import Task
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on."""
+
+    exactness: ClassVar[Literal["bits", "close"]] = "bits"
+
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where some process would never have work."""
+        if processes > microbatches:
+            raise UsageError(
+                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
+                f"use at most {microbatches}"
+            )
+
+    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        return LocalEngine(task, make_optimizer, world, numerics, bucket_bytes=int(self.bucket_mib * 2**20))

@@ -1,0 +1,60 @@
+"""Looks at every step's loss, but waits for the device only when asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lockstep.core.order import Step
+from lockstep.errors import TrainingError
+from lockstep.parallel.engine import Sums
+from lockstep.runtime.world import World
+
+
+@final
+class LossWatch:
+    """Keeps the losses of the steps since the last check, and finds the first that is not finite."""
+
+    def __init__(self, world: World, stop: bool) -> None:
+        self._world = world
+        self._stop = stop
+        self._seen: list[tuple[Step, float, Sums]] = []
+        self._last = math.nan
+
+    def add(self, step: Step, lr: float, sums: Sums) -> None:
+        """Take the losses of `step`, which was done at rate `lr`."""
+        self._seen.append((step, lr, sums))
+
+    def check(self) -> float:
+        """Return the loss of the last step. All ranks call it.
+
+        If any step since the last check had a loss that is not finite, and the recipe says stop, TrainingError names the first
+        one, with the ranks whose own micro-batches it came from.
+        """
+        if self._seen:
+            losses = torch.stack([sums.loss for _, _, sums in self._seen]).tolist()
+            self._last = losses[-1]
+            if self._stop:
+                for loss, (step, lr, sums) in zip(losses, self._seen, strict=True):
+                    if not math.isfinite(loss):
+                        raise TrainingError(self._verdict(loss, step, lr, sums))
+            self._seen.clear()
+        return self._last
+
+    def _verdict(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
+        guilty = torch.zeros(self._world.size, dtype=torch.int64)
+        guilty[self._world.rank] = not _finite(sums.own_losses)
+        ranks = self._world.add_(guilty).nonzero().flatten().tolist()
+        where = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
+        return (
+            f"loss is {loss} at step {step.number + 1} (epoch {step.epoch + 1}), on {where}, at learning rate {lr:.6g}; "
+            f"lower the rate, set recipe.clip_norm, or go on over such steps with recipe.nonfinite=skip"
+        )
+
+
+def _finite(losses: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(loss)) for loss in losses)
