@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lockstep.core.names import choices, suggestion
 from lockstep.errors import UsageError
 
 Named = tuple[str, Parameter]
@@ -87,8 +87,7 @@ def _torch_optimizers() -> dict[str, Factory]:
 def _timm_optimizer(name: str) -> Factory:
     optim: Any = import_module("timm.optim")  # here, because it takes seconds
     if name.lower() not in optim.list_optimizers():
-        near = difflib.get_close_matches(name.lower(), [*_torch_optimizers(), *optim.list_optimizers()], n=5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = suggestion(name, [*_torch_optimizers(), *optim.list_optimizers()])
         raise UsageError(f"optimizer {name}: neither torch.optim nor timm.optim has it{hint}")
     try:
         factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
@@ -108,9 +107,7 @@ def _check_asked(name: str, accepted: Sequence[str], asked: Iterable[str], decay
         if key == "lr":
             raise UsageError(f"optimizer {name}: lr stands among its options; set optimizer.lr instead")
         if key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"optimizer {name}: it has no {key}; it takes {', '.join(accepted)}{hint}")
+            raise UsageError(f"optimizer {name}: it has no {key}{choices(key, accepted)}")
 
 
 def _groups(name: str, parameters: Iterable[Named], decay_bias_and_norm: bool) -> list[dict[str, Any]]:
