@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
+from lockstep.core.names import suggestion
 from lockstep.errors import LockstepError, UsageError
 from lockstep.importing import import_object
 from lockstep.models.pretrained import fetching, with_fitting_weights
@@ -86,14 +86,10 @@ def _unknown(name: str, source: Source) -> str:
 
     known = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _torchvision_names()}
     names = known[source] if source in known else sorted({each for some in known.values() for each in some})
-    near = difflib.get_close_matches(name, names, n=5)
-    where = (
-        f"{source} has no such model" if source in known else "neither Lockstep, timm nor torchvision has it"
-    )
-    hint = (
-        f"did you mean {' or '.join(near)}?" if near else "give a name of theirs or package.module:function"
-    )
-    return f"model {name}: {where}; {hint}"
+    nowhere = "neither Lockstep, timm nor torchvision has it"
+    where = f"{source} has no such model" if source in known else nowhere
+    hint = suggestion(name, names) or "; give a name of theirs or package.module:function"
+    return f"model {name}: {where}{hint}"
 
 
 def _factory(place: Place, name: str, pretrained: bool) -> Factory:
