@@ -1,0 +1,68 @@
+"""Images that can be learned and need no files: a smooth random picture for each class, under noise."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from lockstep.core import random
+from lockstep.data.base import DataSet
+from lockstep.data.tensors import TensorSplit
+
+_TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
+_TRAIN: Final = random.key(random.SYNTHETIC, 1)
+_VALIDATION: Final = random.key(random.SYNTHETIC, 2)
+_GRID: Final = 4  # a template is enlarged from so many random values on a side
+_BLOCK: Final = 1 << 23  # bytes of noise made at a time, because its counters take as much again
+
+Bytes = NDArray[np.uint8]
+
+
+def synthetic(
+    *, image_size: int, samples: int, validation_samples: int, classes: int, channels: int
+) -> DataSet:
+    """Return images of shape [channels, image_size, image_size], the same bits on every machine.
+
+    Sample i is of class i mod `classes`. A pixel is a quarter its class's template and three quarters noise.
+    """
+    templates = _templates(classes, channels, image_size)
+    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of two uniform numbers so weighted
+    return DataSet(
+        train=_split(_TRAIN, templates, samples),
+        validation=_split(_VALIDATION, templates, validation_samples),
+        classes=[f"class {number}" for number in range(classes)],
+        shape=(channels, image_size, image_size),
+        mean=(0.5,) * channels,
+        std=(deviation,) * channels,
+    )
+
+
+def _templates(classes: int, channels: int, size: int) -> Bytes:
+    grids = _noise(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
+    # Pillow enlarges bytes with whole numbers, so that the bits do not depend on the instruction set.
+    enlarged = [Image.fromarray(grid).resize((size, size), Image.Resampling.BICUBIC) for grid in grids]
+    return np.stack([np.asarray(each) for each in enlarged]).reshape(classes, channels, size, size)
+
+
+def _split(key: int, templates: Bytes, samples: int) -> TensorSplit:
+    targets = np.arange(samples) % len(templates)
+    images = np.empty((samples, *templates.shape[1:]), np.uint8)
+    each = templates[0].size
+    count = max(1, _BLOCK // each)
+    for start in range(0, samples, count):
+        numbers = range(start, min(start + count, samples))
+        noise = _noise(key, numbers, each).reshape(-1, *templates.shape[1:])
+        images[start : numbers.stop] = templates[targets[start : numbers.stop]] // 4 + noise // 4 * 3
+    return TensorSplit(torch.from_numpy(images), torch.from_numpy(targets))
+
+
+def _noise(key: int, numbers: range, count: int) -> Bytes:
+    """Draw `count` random bytes for each of `numbers`: eight from each hash, the lowest first."""
+    words = -(-count // 8)
+    counters = np.arange(numbers.start * words, numbers.stop * words, dtype=np.uint64)
+    drawn = random.bits(key, counters).astype("<u8").view(np.uint8)
+    return drawn.reshape(len(numbers), 8 * words)[:, :count]

@@ -1,0 +1,29 @@
+"""A split that lies in memory as one tensor of images."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@final
+class TensorSplit:
+    """Images, uint8 of shape [n, channels, height, width], and targets, int64 of shape [n]."""
+
+    in_memory: bool = True
+
+    def __init__(self, images: Tensor, targets: Tensor) -> None:
+        self.images = images
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        # A copy of the few indices, because torch warns of a read-only array that it would share.
+        chosen = torch.tensor(indices)
+        return self.images.index_select(0, chosen), self.targets.index_select(0, chosen)
