@@ -36,6 +36,10 @@ def test_digits():
     }
 
 
+def test_without_warm_up_only_the_first_and_the_last_rate_are_told():
+    assert follows("cifar10-resnet18")["rates"] == "0.01 at the start, 0.01 at the last step"
+
+
 def test_a_batch_that_its_micro_batches_do_not_divide():
     assert follows("digits", "recipe.microbatches=3")["micro-batches"] == "1 of 22, 2 of 21 samples"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import across
-from lockstep.config.load import differences, load, shipped, to_yaml
+from lockstep.config.load import differences, load, shipped, split, to_yaml
 from lockstep.errors import EXIT_USAGE, ConfigError
 
 MINIMAL = """\
@@ -38,6 +38,21 @@ def problems(source, *overrides):
     with pytest.raises(ConfigError) as caught:
         load(source, overrides)
     return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("digits", [])),
+        (["recipe.batch=3"], ("digits", ["recipe.batch=3"])),
+        (["mine.yaml", "recipe.batch=3"], ("mine.yaml", ["recipe.batch=3"])),
+        (["a=b.yaml", "recipe.batch=3"], ("a=b.yaml", ["recipe.batch=3"])),
+    ],
+)
+def test_the_recipe_may_be_left_out(words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a=b.yaml").touch()
+    assert split(words) == expected
 
 
 def test_a_file_is_loaded_under_its_name(recipe):
@@ -185,6 +200,7 @@ def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):
+    assert {"single", "ddp"} <= set(across.strategies())
     monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
     expected = (
         "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single"
@@ -252,7 +268,8 @@ def test_a_file_that_is_not_utf8(recipe):
 
 
 def test_a_byte_order_mark_does_no_harm(recipe):
-    assert load(recipe("\ufeff" + MINIMAL)).origins["recipe.batch"] == "recipe.yaml:4:3"
+    assert load(recipe("\ufeff" + MINIMAL)).config.recipe.batch == 64
+    assert problems(recipe("\ufeffother: 1\n" + MINIMAL))[0].startswith("recipe.yaml:1:1  other: unknown key")
 
 
 def test_a_file_too_large_for_a_recipe_is_not_read(recipe):

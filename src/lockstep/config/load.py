@@ -38,6 +38,13 @@ def shipped() -> dict[str, FilePath]:
     return {file.stem: file for file in sorted(_RECIPES.glob("*.yaml"))}
 
 
+def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
+    """Split `[RECIPE] [key=value ...]` into recipe and overrides; a first word that sets a key is no recipe."""
+    if words and ("=" not in words[0] or FilePath(words[0]).is_file()):
+        return words[0], words[1:]
+    return default, words
+
+
 def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     """Load a YAML file, or a shipped recipe by name, and set the overrides `a.b=value` in their order.
 
@@ -93,7 +100,7 @@ def _read(file: FilePath, label: str) -> str:
     if len(content) > _LARGEST:
         raise ConfigError([f"{label}: larger than {_LARGEST} bytes; a recipe is a short text"])
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         place = Place(
             label,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,24 +14,39 @@ KNOWN: Final[Mapping[str, int]] = {
     "mnist": 60_000,
     "fashion_mnist": 60_000,
 }
+SYNTHETIC: Final[Mapping[str, int]] = {  # the options of `synthetic`, with their defaults
+    "samples": 4096,
+    "validation_samples": 1024,
+    "classes": 10,
+    "channels": 3,
+}
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"})
 
 
 def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
     """Return the number of training samples; None where only the data itself can tell."""
     if name == "synthetic":
-        samples = options.get("samples")
+        samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None
     if name == "folder":
         return _images(Path(root) / "train") or None
     return KNOWN.get(name)
 
 
+def images(folder: str) -> Iterator[str]:
+    """Yield the images below `folder` in order, by their names alone; passes over what is hidden."""
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(each for each in folders if not hidden(each))
+        for file in sorted(files):
+            if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not hidden(file):
+                yield f"{parent}{os.sep}{file}"
+
+
+def hidden(name: str) -> bool:
+    """Say whether a file or folder is one that users do not see: `._1.jpg` is no image."""
+    return name.startswith(".")
+
+
 def _images(folder: Path) -> int:
-    """Count the images below the folders of the classes, by their names alone."""
-    return sum(
-        os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
-        for parent, _, files in os.walk(folder, followlinks=True)
-        if Path(parent) != folder
-        for file in files
-    )
+    """Count the images below the folders of the classes."""
+    return sum(os.path.dirname(file) != str(folder) for file in images(str(folder)))
