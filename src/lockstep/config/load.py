@@ -39,7 +39,7 @@ def shipped() -> dict[str, FilePath]:
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
-    """Split `[RECIPE] [key=value ...]` into recipe and overrides; a first word that sets a key is no recipe."""
+    """Split `[RECIPE] [key=value ...]` into recipe and overrides; a word that sets a key is no recipe."""
     if words and ("=" not in words[0] or FilePath(words[0]).is_file()):
         return words[0], words[1:]
     return default, words
