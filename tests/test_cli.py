@@ -36,9 +36,7 @@ def test_help_lists_every_file_of_commands_with_its_first_line():
     names = {file.stem for file in Path(commands.__file__).parent.glob("[!_]*.py")}
     result = run("--help")
     listed = result.output.split("Commands:\n")[1].splitlines()
-    assert {line.split()[0] for line in listed if line[2] != " "} == {
-        name.replace("_", "-") for name in names
-    }
+    assert {line.split()[0] for line in listed if line[2] != " "} == {name.replace("_", "-") for name in names}
     assert "show     Print a recipe as it will run" in result.output
     assert result.exit_code == 0
 
@@ -108,7 +106,5 @@ def test_help_imports_nothing_heavy():
         "except SystemExit:\n    print([name for name in sys.modules if name.split('.')[0] in\n"
         "        ('torch', 'numpy', 'pydantic', 'yaml', 'rich')])\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.splitlines()[-1] == "[]"

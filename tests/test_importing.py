@@ -45,9 +45,7 @@ def test_refuses_what_is_no_import_path(path: str) -> None:
 
 
 def test_names_the_package_that_is_missing(here: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"^loss absent_here\.sub:f: there is no module absent_here, .*PYTHONPATH"
-    ):
+    with pytest.raises(UsageError, match=r"^loss absent_here\.sub:f: there is no module absent_here, .*PYTHONPATH"):
         import_object("absent_here.sub:f", "loss")
 
 
@@ -58,9 +56,7 @@ def test_names_the_module_that_is_missing_in_a_package(here: Path) -> None:
 
 def test_a_dependency_missing_inside_is_the_modules_own_failure(here: Path) -> None:
     (here / "needs_here.py").write_text("import absent_dependency\n")
-    message = (
-        r"module needs_here fails on import: ModuleNotFoundError: No module named 'absent_dependency'; see"
-    )
+    message = r"module needs_here fails on import: ModuleNotFoundError: No module named 'absent_dependency'; see"
     with pytest.raises(UsageError, match=message):
         import_object("needs_here:f", "model")
 

@@ -69,9 +69,7 @@ def test_without_the_data_only_the_rule_is_known(tmp_path):
     assert "steps" not in found
 
 
-@pytest.mark.parametrize(
-    "arguments", [["show"], ["show", "nothing-like-it"], ["show", "digits", "recipe.batch"]]
-)
+@pytest.mark.parametrize("arguments", [["show"], ["show", "nothing-like-it"], ["show", "digits", "recipe.batch"]])
 def test_mistakes_end_with_the_usage_code(arguments):
     assert CliRunner().invoke(main, arguments).exit_code == 2
 
@@ -83,7 +81,5 @@ def test_it_does_not_import_torch():
         "try:\n    main(['show', 'digits'])\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.splitlines()[-1] == "0 False"

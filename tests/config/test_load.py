@@ -202,9 +202,7 @@ def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
 def test_a_strategy_is_one_of_the_files(monkeypatch):
     assert {"single", "ddp"} <= set(across.strategies())
     monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
-    expected = (
-        "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single"
-    )
+    expected = "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single"
     assert problems("digits", "placement.strategy=dpd") == [expected]
     assert problems("digits", "placement.strategy={name: dpd, extra: 1}") == [expected]
     assert load("digits", ["placement.strategy=ddp"]).config.placement.strategy.name == "ddp"
@@ -313,15 +311,11 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
             "recipe.optimizer.lr.value": st.floats(1e-300, 1e300),
             "recipe.schedule.warmup_epochs": st.integers(0, 10**30) | st.floats(0, 1e30),
             "recipe.seed": st.integers(0, 2**70),
-            "recipe.schedule.milestones": st.lists(
-                st.floats(allow_nan=False, allow_infinity=False), max_size=3
-            ),
+            "recipe.schedule.milestones": st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3),
         }
     ),
     word=words,
-    options=st.dictionaries(
-        words, st.none() | st.booleans() | words | st.lists(words, max_size=2), max_size=3
-    ),
+    options=st.dictionaries(words, st.none() | st.booleans() | words | st.lists(words, max_size=2), max_size=3),
 )
 def test_every_configuration_reads_back(numbers, word, options, tmp_path_factory):
     from lockstep.config.write import flow
@@ -343,9 +337,7 @@ def test_the_yaml_shows_origins_and_leaves_out_what_is_not_set():
 
 def test_differences_name_the_keys():
     run = load("digits").config.recipe
-    now = load(
-        "digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]
-    ).config.recipe
+    now = load("digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]).config.recipe
     assert differences(run, run) == []
     assert differences(run, now) == [
         "optimizer.lr.value: 0.1 in the run, 0.2 now",
@@ -362,8 +354,6 @@ def test_a_broken_recipe_is_told_without_torch(recipe):
         "try:\n    main(['show', 'recipe.yaml'])\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.split() == ["2", "False", "False"]
     assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch'?" in found.stderr

@@ -75,9 +75,7 @@ def test_a_key_below_a_number_is_refused():
 
 @pytest.mark.parametrize("override", ["recipe.batch", "recipe..batch=3", "=3", ".a=3", ""])
 def test_an_override_is_key_equals_value(override):
-    assert problems(override) == [
-        f"override  '{override}' is not of the form key=value, such as recipe.batch=64"
-    ]
+    assert problems(override) == [f"override  '{override}' is not of the form key=value, such as recipe.batch=64"]
 
 
 def test_a_value_that_is_no_yaml_is_told_with_its_key():

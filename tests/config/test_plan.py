@@ -49,9 +49,7 @@ def test_a_run_of_steps_ends_its_curve_with_its_last_step():
     assert rate(chosen, run).at(run.total_samples) == pytest.approx(0, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "each"), [(2, "step"), (0.5, "step"), (1.3, "step"), (0.5, "epoch"), (0, "epoch")]
-)
+@pytest.mark.parametrize(("epochs", "each"), [(2, "step"), (0.5, "step"), (1.3, "step"), (0.5, "epoch"), (0, "epoch")])
 def test_the_first_step_after_warm_up_is_the_first_at_the_full_rate(epochs, each):
     changes = ["recipe.schedule.name=constant", f"recipe.schedule.each={each}"]
     chosen = recipe("digits", f"recipe.schedule.warmup_epochs={epochs}", *changes)

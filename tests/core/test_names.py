@@ -18,9 +18,7 @@ def test_suggestion(typed, expected):
 
 
 def test_several_near_names_are_all_offered_the_nearest_first():
-    assert (
-        suggestion("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
-    )
+    assert suggestion("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
 
 
 def test_nearest_keeps_the_spelling_of_the_valid_name():

@@ -51,9 +51,7 @@ def test_all_weights_for_the_same_classes(weights: dict[str, torch.Tensor]) -> N
 
 
 def test_all_but_the_head_for_other_classes(weights: dict[str, torch.Tensor]) -> None:
-    with pytest.warns(
-        UserWarning, match=r"no pretrained values fit fc\.weight, fc\.bias; they start at random"
-    ):
+    with pytest.warns(UserWarning, match=r"no pretrained values fit fc\.weight, fc\.bias; they start at random"):
         found = _torchvision(10).state_dict()
     assert found["fc.weight"].shape == (10, 1024)
     same = {name for name in weights if torch.equal(found[name], weights[name])}

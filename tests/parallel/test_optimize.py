@@ -33,9 +33,7 @@ def _steps(optimizer: torch.optim.Optimizer, parameter: Parameter, gradients: li
 
 def test_sgd_golden() -> None:
     parameter = Parameter(torch.tensor([2.0]))
-    optimizer = make_optimizer(
-        [("p", parameter)], name="sgd", lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1
-    )
+    optimizer = make_optimizer([("p", parameter)], name="sgd", lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1)
     # g = 1 + 0.1 * 2 = 1.2; v = 1.2; p = 2 - 0.1 * (1.2 + 0.5 * 1.2) = 1.82
     # g = 3 + 0.1 * 1.82 = 3.182; v = 0.6 + 3.182 = 3.782; p = 1.82 - 0.1 * (3.182 + 1.891) = 1.3127
     assert _steps(optimizer, parameter, [1.0, 3.0]) == pytest.approx([1.82, 1.3127], abs=1e-6)

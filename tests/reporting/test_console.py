@@ -58,9 +58,7 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
     ]
 
 
-def test_a_stream_that_is_no_terminal_gets_no_control_sequences(
-    console: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_is_no_terminal_gets_no_control_sequences(console: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     sink, stream = console(None)
     for event in every():

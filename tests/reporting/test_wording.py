@@ -43,12 +43,8 @@ def test_lines() -> None:
     assert wording.evaluated(evaluated()) == "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023"
     of_average = dataclasses.replace(evaluated(), weights="ema", top={})
     assert wording.evaluated(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
-    assert (
-        wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
-    )
-    assert wording.stopped(stopped()) == (
-        "stopped by SIGTERM after step 690; the same command goes on from there"
-    )
+    assert wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
+    assert wording.stopped(stopped()) == ("stopped by SIGTERM after step 690; the same command goes on from there")
 
 
 def test_summary_counts_what_this_start_did() -> None:

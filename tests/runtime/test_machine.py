@@ -38,9 +38,7 @@ def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.Mo
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run(["git", "init", "-q", "."], check=True)
     subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert machine.environment()["git"] == {"commit": head, "dirty": False}
     (tmp_path / "new").touch()
     assert machine.environment()["git"] == {"commit": head, "dirty": True}

@@ -67,9 +67,7 @@ def test_skipped_is_the_data_sets_number() -> None:
 def test_mixtures_against_torch(outputs: Tensor, smoothing: float) -> None:
     targets = torch.softmax(torch.randn(4, 5), dim=1)
     loss = _task(label_smoothing=smoothing).loss_sum(outputs, targets)
-    torch.testing.assert_close(
-        loss, F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
-    )
+    torch.testing.assert_close(loss, F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing))
 
 
 def test_mixtures_of_one_class_are_that_class(outputs: Tensor) -> None:
@@ -97,9 +95,7 @@ def test_half_precision_outputs_are_added_in_float32(outputs: Tensor) -> None:
 )
 def test_users_loss(outputs: Tensor, loss: object, what: str) -> None:
     targets = torch.tensor([0, 4, 2, 2])
-    torch.testing.assert_close(
-        _task(loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets)
-    )
+    torch.testing.assert_close(_task(loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets))
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,7 @@ def test_without_ema_there_is_no_file_of_it(tmp_path: Path) -> None:
 def test_equal_snapshots_make_equal_bytes(tmp_path: Path) -> None:
     """As two runs give them: built in another order, with another memory format, in another folder."""
     image = torch.randn(2, 3, 4, 5)
-    first = Snapshot(
-        {"a": image, "b": torch.ones(1)}, {"a/m": image}, None, {"x": 1, "y": {"p": 2, "q": [3]}}
-    )
+    first = Snapshot({"a": image, "b": torch.ones(1)}, {"a/m": image}, None, {"x": 1, "y": {"p": 2, "q": [3]}})
     last = image.to(memory_format=torch.channels_last)
     second = Snapshot({"b": torch.ones(1), "a": last}, {"a/m": last}, None, {"y": {"q": [3], "p": 2}, "x": 1})
     one = checkpoint.save(tmp_path / "one", 3, first, keep=1, best=True)

@@ -22,9 +22,7 @@ def test_write_never_takes_an_existing_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
-def test_replace_leaves_the_old_content_when_the_disk_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replace_leaves_the_old_content_when_the_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.yaml"
     durable.replace(path, b"old")
 

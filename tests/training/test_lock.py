@@ -54,9 +54,7 @@ def test_a_folder_in_use_names_its_holder_and_is_free_after_a_kill(tmp_path: Pat
     process = holder(HOLDER, run)
     try:
         assert first_line(process) == "held"
-        with pytest.raises(
-            UsageError, match=rf"runs/a: in use by process {process.pid} on host .+; wait for it"
-        ):
+        with pytest.raises(UsageError, match=rf"runs/a: in use by process {process.pid} on host .+; wait for it"):
             lock(run)
     finally:
         end(process)

@@ -17,9 +17,7 @@ _STRATEGIES: Final = FilePath(__file__).parent.parent / "strategies"
 
 def strategies() -> list[str]:
     """Return the names of the strategies: those of the files in strategies/, which are not imported here."""
-    return sorted(
-        each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if not each.name.startswith("_")
-    )
+    return sorted(each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if not each.name.startswith("_"))
 
 
 def problems(values: Any, places: dict[Path, Place]) -> Iterator[Problem]:

@@ -152,14 +152,10 @@ class _Reader:
     def _value(self, event: Any, path: Path) -> Any:
         self.places.setdefault(path, self.place(event.start_mark))
         if isinstance(event, yaml.AliasEvent):
-            return self._tell(
-                event, path, f"aliases such as *{event.anchor} are not allowed; write the value out"
-            )
+            return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
         self._limit(event, len(path))
         if isinstance(event, yaml.ScalarEvent):
-            value = (
-                scalar(event.value) if event.implicit[0] else event.value
-            )  # implicit: plain, so not quoted
+            value = scalar(event.value) if event.implicit[0] else event.value  # implicit: plain, so not quoted
         elif isinstance(event, yaml.MappingStartEvent):
             value = self._mapping(path)
         else:
@@ -181,9 +177,7 @@ class _Reader:
             inner = (*path, event.value)
             if event.value in values:
                 first = self.places[inner]
-                self._tell(
-                    event, inner, f"given twice, first at {first.line}:{first.column}; keep one of the two"
-                )
+                self._tell(event, inner, f"given twice, first at {first.line}:{first.column}; keep one of the two")
                 self._skip(next(self._events))
                 continue
             self.places[inner] = self.place(event.start_mark)
@@ -209,9 +203,7 @@ class _Reader:
     def _limit(self, event: Any, depth: int) -> None:
         # PyYAML's time grows with the square of the depth, so reading on for more problems is not worth it.
         if depth > _DEEPEST:
-            raise yaml.MarkedYAMLError(
-                problem=f"nested more than {_DEEPEST} deep", problem_mark=event.start_mark
-            )
+            raise yaml.MarkedYAMLError(problem=f"nested more than {_DEEPEST} deep", problem_mark=event.start_mark)
 
     def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
         self.problems.append(Problem(self.place(event.start_mark), path, text))

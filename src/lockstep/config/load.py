@@ -66,8 +66,7 @@ def to_yaml(loaded: Loaded) -> str:
 def differences(run: Recipe, now: Recipe) -> list[str]:
     """Return a line for each key in which two recipes differ: `seed: 0 in the run, 1 now`."""
     before, after = (
-        {path: write.flow(value) for path, value in write.leaves(write.values(recipe))}
-        for recipe in (run, now)
+        {path: write.flow(value) for path, value in write.leaves(write.values(recipe))} for recipe in (run, now)
     )
     return [
         f"{dotted(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
@@ -107,9 +106,7 @@ def _read(file: FilePath, label: str) -> str:
             content.count(b"\n", 0, error.start) + 1,
             error.start - content.rfind(b"\n", 0, error.start),
         )
-        raise ConfigError(
-            [f"{place}  not UTF-8: byte {content[error.start]:#04x}; save the file as UTF-8"]
-        ) from error
+        raise ConfigError([f"{place}  not UTF-8: byte {content[error.start]:#04x}; save the file as UTF-8"]) from error
 
 
 def _document(text: str, label: str) -> Document:

@@ -32,9 +32,9 @@ class Strategy(Section):
 class Placement(Section):
     """Everything that may change from one start of a run to the next."""
 
-    strategy: Annotated[
-        Strategy, BeforeValidator(_named), Field(description="a name, or a name and its options")
-    ] = Strategy()
+    strategy: Annotated[Strategy, BeforeValidator(_named), Field(description="a name, or a name and its options")] = (
+        Strategy()
+    )
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: NaturalInt = 0  # loader processes beside each training process

@@ -68,9 +68,7 @@ class Optimizer(Section):
     """`sgd`, `adamw`, `lars`, `lamb`, or any other of torch.optim or timm.optim."""
 
     name: str = "sgd"
-    lr: Annotated[
-        LearningRate, BeforeValidator(_rate), Field(description="a number, or value and per_samples")
-    ]
+    lr: Annotated[LearningRate, BeforeValidator(_rate), Field(description="a number, or value and per_samples")]
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None

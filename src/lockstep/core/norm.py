@@ -1,7 +1,8 @@
 """The norm of a gradient, in an order that sharding does not change.
 
-Each row of dim 0 gets its own norm; the rows of all parameters, in the model's order, then make one vector, whose norm is taken in
-float64. A row never lies on two ranks, so whoever holds which rows, the same numbers are added in the same order.
+Each row of dim 0 gets its own norm; the rows of all parameters, in the model's order, then make one vector, whose
+norm is taken in float64. A row never lies on two ranks, so whoever holds which rows, the same numbers are added in
+the same order.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor
 def row_norms(tensor: Tensor) -> Tensor:
     """Return the L2 norm of each row of dim 0: float64 of shape [rows]; a 0-dim tensor is one row."""
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)
-    return torch.linalg.vector_norm(rows, dim=1).double()
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.double()
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm over all elements of all tensors: float64, 0-dim."""
-    return torch.linalg.vector_norm(torch.cat([row_norms(tensor) for tensor in tensors]))
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([row_norms(tensor) for tensor in tensors]))
+    return norm
 
 
 def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

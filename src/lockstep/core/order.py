@@ -7,6 +7,7 @@ processes needs no sampler state.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ def cut(length: int, parts: int) -> list[range]:
     """
     size, longer = divmod(length, parts)
     firsts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(first, last) for first, last in zip(firsts, firsts[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(firsts)]
 
 
 @dataclass(frozen=True, slots=True)

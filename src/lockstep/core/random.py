@@ -45,7 +45,7 @@ def bits(key: int, counters: UInt64) -> UInt64:
 def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.float64]:
     """Draw `draws` numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
     counters = indices.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
-    top = bits(key, counters) >> np.uint64(11)
+    top = bits(key, np.asarray(counters, np.uint64)) >> np.uint64(11)
     return np.asarray(top.astype(np.float64) * 2.0**-53)
 
 

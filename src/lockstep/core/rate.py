@@ -64,5 +64,5 @@ class Rate:
 
 
 def scaled(value: float, per_samples: int | None, batch: int) -> float:
-    """Return the base rate: `value` as it is, or by the linear scaling rule, `value` for each `per_samples` of the batch."""
+    """Return the base rate: `value`, or by the linear scaling rule `value` for each `per_samples` of the batch."""
     return value if per_samples is None else value * batch / per_samples

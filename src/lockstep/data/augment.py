@@ -49,8 +49,8 @@ def mix(
 ) -> tuple[Tensor, Tensor]:
     """Mix each sample with its neighbour in the micro-batch; return inputs and the weights of classes, [n, classes].
 
-    Mixup (Zhang et al. 2018) blends by lambda ~ Beta(mixup, mixup); cutmix (Yun et al. 2019) pastes a box of area 1 - lambda and
-    corrects lambda to the box as cut. With both, each has probability 1/2. All draws follow from `key`.
+    Mixup (Zhang et al. 2018) blends by lambda ~ Beta(mixup, mixup); cutmix (Yun et al. 2019) pastes a box of area
+    1 - lambda and corrects lambda to the box as cut. With both, each has probability 1/2. All draws follow from `key`.
     """
     generator = np.random.Generator(np.random.Philox(key=key))
     weights = _one_hot(targets, classes)

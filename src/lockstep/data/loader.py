@@ -51,9 +51,7 @@ class Finish:
         inputs = self._normalised(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
-            inputs, targets = mix(
-                inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key
-            )
+            inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
         return MicroBatch(index, inputs, targets)
 
     def for_evaluation(self, fetched: Fetched) -> tuple[Tensor, Tensor]:
@@ -120,10 +118,13 @@ class Loader:
         with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetched:
             for number in numbers:
                 planned = self._plan(number)
-                yield planned.step, [
-                    self._finish.for_training(self._counted(next(fetched)), request, number, index)
-                    for index, request in planned.requests
-                ]
+                yield (
+                    planned.step,
+                    [
+                        self._finish.for_training(self._counted(next(fetched)), request, number, index)
+                        for index, request in planned.requests
+                    ],
+                )
                 del self._planned[number]
 
     def validation(self, batch: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -133,9 +134,7 @@ class Loader:
         """
         length = len(self._data.validation)
         numbers = range(self._rank, self.validation_batches(batch), self._size)
-        requests = (
-            Request(np.arange(number * batch, min((number + 1) * batch, length)), None) for number in numbers
-        )
+        requests = (Request(np.arange(number * batch, min((number + 1) * batch, length)), None) for number in numbers)
         with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetched:
             for number in numbers:
                 yield number, *self._finish.for_evaluation(next(fetched))

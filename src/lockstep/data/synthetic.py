@@ -22,9 +22,7 @@ _BLOCK: Final = 1 << 23  # bytes of noise made at a time, because its counters t
 Bytes = NDArray[np.uint8]
 
 
-def synthetic(
-    *, image_size: int, samples: int, validation_samples: int, classes: int, channels: int
-) -> DataSet:
+def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:
     """Return images of shape [channels, image_size, image_size], the same bits on every machine.
 
     Sample i is of class i mod `classes`. A pixel is a quarter its class's template and three quarters noise.

@@ -13,7 +13,4 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
     torchrun comes first: it sets the plain variables too.
     """
-    for launcher in (torchrun, environment):
-        if info := launcher.detect(env):
-            return info
-    return None
+    return torchrun.detect(env) or environment.detect(env)

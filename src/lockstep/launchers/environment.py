@@ -30,7 +30,15 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
         problems.append(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}")
     if problems:
         raise UsageError("\n".join(problems))
-    return RankInfo(rank, size, local_rank, max(local_size, local_rank + 1), launcher, env.get("MASTER_ADDR"), port or None)
+    return RankInfo(
+        rank,
+        size,
+        local_rank,
+        max(local_size, local_rank + 1),
+        launcher,
+        env.get("MASTER_ADDR"),
+        port or None,
+    )
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None, problems: list[str]) -> int:
@@ -39,5 +47,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None, problems: li
         return int(text)
     if text is None and default is not None:
         return default
-    problems.append(f"{name}={text}: expected a whole number" if text else f"{name} is not set; set RANK and WORLD_SIZE")
+    problems.append(
+        f"{name}={text}: expected a whole number" if text else f"{name} is not set; set RANK and WORLD_SIZE"
+    )
     return 0

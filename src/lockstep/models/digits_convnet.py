@@ -10,9 +10,7 @@ from typing import final
 from torch import Tensor, nn
 
 
-def digits_convnet(
-    num_classes: int = 10, in_channels: int = 1, width: int = 32, dropout: float = 0.1
-) -> nn.Module:
+def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32, dropout: float = 0.1) -> nn.Module:
     """Return a network for images of shape [n, in_channels, height, width], 8x8 or somewhat larger.
 
     `width` is the number of channels at full size; the half-size stages have twice as many.

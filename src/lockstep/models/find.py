@@ -110,9 +110,7 @@ def _factory(place: Place, name: str, pretrained: bool) -> Factory:
     return made
 
 
-def _from_data(
-    place: Place, name: str, factory: Factory, classes: int, shape: tuple[int, ...]
-) -> dict[str, Any]:
+def _from_data(place: Place, name: str, factory: Factory, classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments that follow from the data, as far as the model's function takes them."""
     images = len(shape) == 3
     other_channels = images and shape[0] != 3

@@ -38,9 +38,7 @@ def fetching(name: str) -> Iterator[None]:
         ) from error
 
 
-def with_fitting_weights(
-    name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]
-) -> nn.Module:
+def with_fitting_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Return torchvision's model with its default weights wherever their shapes fit: all but the head.
 
     Warns with the names of those that keep their first values.
@@ -53,9 +51,7 @@ def with_fitting_weights(
     model.load_state_dict(fitting, strict=False)
     left = [key for key in own if key not in fitting]
     if left:
-        warnings.warn(
-            f"model {name}: no pretrained values fit {_some(left)}; they start at random", stacklevel=2
-        )
+        warnings.warn(f"model {name}: no pretrained values fit {_some(left)}; they start at random", stacklevel=2)
     return model
 
 

@@ -26,7 +26,9 @@ class RunningStatistics:
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         self._scratch = torch.cat([buffer.flatten().float() for buffer in buffers]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
-        self._counts = [int(layer.num_batches_tracked) for layer in self._layers if layer.num_batches_tracked is not None]
+        self._counts = [
+            int(layer.num_batches_tracked) for layer in self._layers if layer.num_batches_tracked is not None
+        ]
         self._lie_in_scratch()
         self.size = len(self._scratch)
 
@@ -56,7 +58,9 @@ class RunningStatistics:
     def reload(self) -> None:
         """Take over the buffers after somebody loaded other values into them."""
         self._running.copy_(self._scratch)
-        self._counts = [int(layer.num_batches_tracked) for layer in self._layers if layer.num_batches_tracked is not None]
+        self._counts = [
+            int(layer.num_batches_tracked) for layer in self._layers if layer.num_batches_tracked is not None
+        ]
 
     def _lie_in_scratch(self) -> None:
         start = 0

@@ -32,9 +32,7 @@ class Ema:
     def update(self) -> None:
         """Move the average towards the model's present weights; to be called after each step."""
         averages = list(self._average.values())
-        current = [
-            tensor.to(average.dtype) for tensor, average in zip(self._live.values(), averages, strict=True)
-        ]
+        current = [tensor.to(average.dtype) for tensor, average in zip(self._live.values(), averages, strict=True)]
         torch._foreach_lerp_(averages, current, 1.0 - self._decay)
         for name, counter in self._counters.items():
             counter.copy_(self._live_counters[name])
@@ -59,9 +57,7 @@ class Ema:
         mine = self.state()
         if mine.keys() != state.keys():
             differing = ", ".join(sorted(mine.keys() ^ state.keys())[:5])
-            raise TrainingError(
-                f"average of the weights: the state is that of another model; differing: {differing}"
-            )
+            raise TrainingError(f"average of the weights: the state is that of another model; differing: {differing}")
         _copy(state, mine)
 
 

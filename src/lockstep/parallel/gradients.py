@@ -1,9 +1,9 @@
 """The canonical sum of gradients, exchanged in buckets while the last backward still runs.
 
-A micro-batch's gradient is taken out of `param.grad` when its backward is done and pushed into one binary counter for each bucket
-(core/tree.py). The last micro-batch of this rank is special: as soon as backward has filled a bucket, its pieces
-are flattened and handed to the lane, which adds them over the ranks (runtime/canonical.py). Buckets go out in one
-order on all ranks: that of backward, from the last parameter to the first.
+A micro-batch's gradient is taken out of `param.grad` when its backward is done and pushed into one binary counter for
+each bucket (core/tree.py). The last micro-batch of this rank is special: as soon as backward has filled a bucket, its
+pieces are flattened and handed to the lane, which adds them over the ranks (runtime/canonical.py). Buckets go out in
+one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
 """
@@ -44,7 +44,12 @@ class Gradients:
     """Adds the gradients of `parameters` over micro-batches and ranks."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], canonical: CanonicalSum, lane: Lane, alone: bool, bucket_bytes: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        canonical: CanonicalSum,
+        lane: Lane,
+        alone: bool,
+        bucket_bytes: int,
     ) -> None:
         self._canonical = canonical
         self._lane = lane
@@ -92,7 +97,7 @@ class Gradients:
     def _watch(self) -> None:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))  # type: ignore[no-untyped-call]
 
     def _ready(self, bucket: _Bucket, _: Tensor) -> None:
         if not self._armed:
@@ -147,7 +152,7 @@ def _add_parts_(left: Parts, right: Parts) -> Parts:
 
 def _memory_order(parameter: Tensor) -> list[int]:
     """Dims from the outermost in memory to the innermost: flattening in this order moves memory as it lies."""
-    return sorted(range(parameter.ndim), key=lambda dim: -parameter.stride(dim))
+    return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
 def _flatten(parts: Parts, parameters: list[nn.Parameter]) -> Tensor:
@@ -156,7 +161,7 @@ def _flatten(parts: Parts, parameters: list[nn.Parameter]) -> Tensor:
 
 
 def _unflatten(flat: Tensor, parameters: list[nn.Parameter]) -> Parts:
-    pieces = flat.split([parameter.numel() for parameter in parameters])
+    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 

@@ -69,9 +69,7 @@ class LocalEngine:
         self._ema = Ema(self._model, numerics.ema_decay) if numerics.ema_decay is not None else None
         self._optimizer = make_optimizer(self._model)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self._scaler = loss_scaler(
-            numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval
-        )
+        self._scaler = loss_scaler(numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval)
         self._autocast = autocast(numerics.precision, world.device)
         self._generators = world.generators()
         self._canonical = world.canonical()
@@ -96,7 +94,7 @@ class LocalEngine:
             if microbatch.index == last:
                 wait = self._send(statistics, leaves)
             self._gradients.before_backward(microbatch.index)
-            self._scaler.scale(loss / step.samples).backward()
+            self._scaler.scale(loss / step.samples).backward()  # type: ignore[no-untyped-call]
             self._gradients.after_backward(microbatch.index)
         total = (wait or self._send(statistics, leaves))()
         self._gradients.finish()
@@ -156,9 +154,7 @@ class LocalEngine:
 
     def _forward_one(self, microbatch: MicroBatch, step: Step) -> Tensor:
         self._running.before_forward()
-        seed = random.torch_seed(
-            random.key(random.FORWARD, self._numerics.seed, step.number, microbatch.index)
-        )
+        seed = random.torch_seed(random.key(random.FORWARD, self._numerics.seed, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
         with self._autocast:

@@ -78,9 +78,7 @@ def _find(name: str) -> Factory:
 def _torch_optimizers() -> dict[str, Factory]:
     members = inspect.getmembers(torch.optim, inspect.isclass)
     return {
-        name.lower(): member
-        for name, member in members
-        if issubclass(member, Optimizer) and member is not Optimizer
+        name.lower(): member for name, member in members if issubclass(member, Optimizer) and member is not Optimizer
     }
 
 

@@ -2,12 +2,12 @@
 
 Rank r of W holds the pieces of the r-th contiguous cut of the leaves (core/tree.py). Two ways lead to the same sum:
 
-*Halving and doubling*, where every rank holds one block and all blocks are of one size (W and M/W powers of two): level by level,
-rank r and its sibling r XOR 2^k swap halves of what they still own and add; then the way back without adding.
-Each rank sends 2 (W-1)/W of the vector, what a ring all-reduce sends.
+*Halving and doubling*, where every rank holds one block and all blocks are of one size (W and M/W powers of two):
+level by level, rank r and its sibling r XOR 2^k swap halves of what they still own and add; then the way back without
+adding. Each rank sends 2 (W-1)/W of the vector, what a ring all-reduce sends.
 
-*Direct exchange* otherwise: the vector is cut into W chunks, each rank sends all its pieces of chunk j to rank j, which adds them
-by the tree and sends the sum to all. Ranks may hold no piece (fewer micro-batches than processes) or several.
+*Direct exchange* otherwise: the vector is cut into W chunks, each rank sends all its pieces of chunk j to rank j, which
+adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer micro-batches than processes) or several.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class CanonicalSum:
         others = [rank for rank in range(self._size) if rank != self._rank]
         arriving = {rank: [torch.empty_like(like[chunk]) for _ in held[rank]] for rank in others}
         operations = [
-            dist.P2POp(dist.irecv, piece, rank, self._group) for rank in others for piece in arriving[rank] if len(piece)
+            dist.P2POp(dist.irecv, piece, rank, self._group)
+            for rank in others
+            for piece in arriving[rank]
+            if len(piece)
         ]
         operations += [
             dist.P2POp(dist.isend, piece[chunks[rank]], rank, self._group)

@@ -1,7 +1,7 @@
 """A second lane for communication, beside the one that computes.
 
-On the CPU a lane is one thread: gloo waits there without the interpreter's lock while backward goes on. On CUDA it is a stream: NCCL's
-calls return at once and order themselves against the kernels. What is submitted runs in order on every rank.
+On the CPU a lane is one thread: gloo waits there without the interpreter's lock while backward goes on. On CUDA it is
+a stream: NCCL's calls return at once and order themselves against the kernels. What is submitted runs in order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StreamLane:
     """One CUDA stream, which starts from where the computing stream is at submission."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -17,7 +17,9 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
-def loss_scaler(precision: Precision, device: torch.device, initial: float, growth_interval: int) -> torch.amp.GradScaler:
+def loss_scaler(
+    precision: Precision, device: torch.device, initial: float, growth_interval: int
+) -> torch.amp.GradScaler:
     """Return the dynamic loss scaler; for fp32 and bf16 it is disabled and does nothing."""
     return torch.amp.GradScaler(
         device.type, init_scale=initial, growth_interval=growth_interval, enabled=precision == "fp16"

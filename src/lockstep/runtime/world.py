@@ -57,7 +57,7 @@ class World:
         return [torch.default_generator]
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Add a CPU tensor over the ranks, in place, in no promised order: for whole numbers and for disjoint entries."""
+        """Add a CPU tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries."""
         if self.size > 1:
             with naming_lost_peers():
                 dist.all_reduce(tensor, group=self._groups[0])
@@ -89,6 +89,17 @@ class World:
                     f"{name}: rank {', '.join(map(str, others))} differs from rank 0; start all ranks with the same"
                 )
 
+    def tell(self, text: str) -> str:
+        """Return rank 0's `text` on every rank."""
+        if self.size == 1:
+            return text
+        data = text.encode() if self.rank == 0 else b""
+        length = int(self.add_(torch.tensor([len(data)])))
+        message = torch.zeros(length, dtype=torch.uint8)
+        if data:
+            message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return bytes(self.add_(message).tolist()).decode()
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
@@ -114,11 +125,11 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     with naming_lost_peers():
-        dist.init_process_group(
-            backend, init_method=rendezvous, rank=info.rank, world_size=info.size, timeout=timeout
-        )
-        groups = dist.group.WORLD, dist.new_group(timeout=timeout)
-    return World(info, chosen, groups)
+        dist.init_process_group(backend, init_method=rendezvous, rank=info.rank, world_size=info.size, timeout=timeout)
+        first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
+    assert isinstance(first, dist.ProcessGroup)
+    assert isinstance(second, dist.ProcessGroup)
+    return World(info, chosen, (first, second))
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:

@@ -1,7 +1,7 @@
 """Data parallelism: the whole model in each process, which shares the micro-batches of a step.
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB), gave the name and the buckets. What is
-ours is the order of the sum: that of one process.
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB), gave the name and the
+buckets. What is ours is the order of the sum: that of one process.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Task(Protocol):
         ...
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss added over the samples, never their mean: a mean of uneven micro-batches is not the batch's."""
+        """Return the loss added over the samples, never their mean: means of uneven micro-batches do not add up."""
         ...
 
     @property

@@ -16,9 +16,7 @@ from lockstep.importing import import_object
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-SKIPPED: Final = (
-    -100
-)  # the target of a sample that could not be read, as in data/base.py, which tasks cannot import
+SKIPPED: Final = -100  # the target of a sample that could not be read, as in data/base.py, which tasks cannot import
 
 
 @final
@@ -55,6 +53,11 @@ class Classification:
         if self.loss is not None:
             return _summed(self.loss(outputs, targets), len(targets))
         return cross_entropy_sum(outputs, targets, self.label_smoothing)
+
+    @property
+    def count_names(self) -> tuple[str, ...]:
+        """Return the names of the counts."""
+        return (*(f"correct{k}" for k in self.topk), "counted")
 
     def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return `counted`, the samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.

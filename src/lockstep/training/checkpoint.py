@@ -125,9 +125,7 @@ def newest(folder: Path) -> Found | None:
             problems.append(str(error))
     if problems:
         raise TrainingError(
-            "\n".join(
-                [f"{folder}: no checkpoint is whole; restore one, or start in another run.dir", *problems]
-            )
+            "\n".join([f"{folder}: no checkpoint is whole; restore one, or start in another run.dir", *problems])
         )
     return None
 
@@ -142,9 +140,7 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest") -> Found:
         path = path.parent / path.readlink()
     if not path.is_dir():
         found = "is a file" if path.exists() else "not found"
-        raise UsageError(
-            f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}"
-        )
+        raise UsageError(f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         return Found(read(path), path, [])
     return _load_run(path, prefer)
@@ -170,16 +166,12 @@ def manifest(path: Path) -> Manifest:
     try:
         content = json.loads(_bytes(place))
         version = content["format"]
-        files = {
-            name: Written(str(file["sha256"]), int(file["bytes"])) for name, file in content["files"].items()
-        }
+        files = {name: Written(str(file["sha256"]), int(file["bytes"])) for name, file in content["files"].items()}
         weights = str(content["weights_sha256"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TrainingError(f"{place}: not a manifest ({error!r}); the checkpoint is damaged") from error
     if version != _FORMAT:
-        raise TrainingError(
-            f"{place}: format {version}, this version reads {_FORMAT}; use the one that wrote it"
-        )
+        raise TrainingError(f"{place}: format {version}, this version reads {_FORMAT}; use the one that wrote it")
     if set(files) - {EMA} != {MODEL, OPTIMIZER, STATE}:
         raise TrainingError(f"{place}: lists {', '.join(sorted(files))}; the checkpoint is damaged")
     return Manifest(files, weights)
@@ -194,9 +186,7 @@ def weights_sha256(model: Mapping[str, Tensor]) -> str:
     for name in sorted(model):
         tensor = model[name]
         # The line's length cannot be mistaken: JSON escapes line ends inside a name.
-        digest.update(
-            json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n"
-        )
+        digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensorfile.raw(tensor))
     return digest.hexdigest()
 
@@ -288,9 +278,7 @@ def _load_run(path: Path, prefer: Literal["newest", "best"]) -> Found:
     if found is None:
         raise UsageError(f"{path}: holds no checkpoint; give the folder of a run that has saved one")
     if prefer == "best":
-        raise UsageError(
-            f"{path}: no checkpoint is marked as best, the run was never evaluated; use the newest"
-        )
+        raise UsageError(f"{path}: no checkpoint is marked as best, the run was never evaluated; use the newest")
     return found
 
 

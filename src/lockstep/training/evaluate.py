@@ -17,7 +17,11 @@ Figures = dict[str, float]
 
 
 def evaluate(
-    engine: Engine, world: World, task: Task, batches: Iterable[tuple[int, Tensor, Tensor]], number_of_batches: int
+    engine: Engine,
+    world: World,
+    task: Task,
+    batches: Iterable[tuple[int, Tensor, Tensor]],
+    number_of_batches: int,
 ) -> Figures:
     """Return the sums over all batches: `loss`, `samples`, `seconds` and the task's counts. All ranks call it.
 

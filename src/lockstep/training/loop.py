@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
@@ -53,8 +55,8 @@ class Progress:
     skipped_steps: int = 0
     top: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     best: dict[str, float] = field(default_factory=dict)  # of the best one
-    evaluated_at: int = -1
-    best_at: int = -1
+    best_loss: float = math.inf
+    best_at: int = -1  # the step it was made after
 
     def advance(self, step: Step, applied: bool) -> None:
         """Count `step` as done."""
@@ -63,12 +65,15 @@ class Progress:
         self.samples = step.samples_seen + step.samples
         self.skipped_steps += not applied
 
+    def kept(self) -> dict[str, Any]:
+        """Return all of it, ready for JSON."""
+        return asdict(self)
+
     def judge(self, evaluated: Evaluated) -> None:
         """Note an evaluation, and whether it is the best so far: by its first top-k, then by its loss."""
-        figures = {**evaluated.top, "loss": evaluated.loss}
-        self.top, self.evaluated_at = figures, self.step
-        if not self.best or _merit(figures) > _merit(self.best):
-            self.best, self.best_at = figures, self.step
+        self.top = evaluated.top
+        if (_first(evaluated.top), -evaluated.loss) > (_first(self.best), -self.best_loss):
+            self.best, self.best_loss, self.best_at = evaluated.top, evaluated.loss, self.step
 
 
 Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
@@ -86,8 +91,9 @@ def train(
 ) -> Iterator[Event]:
     """Train from `progress` to the end of the plan, or to the step boundary at which the ranks agree to stop.
 
-    `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate; each
-    gets the same events, and whoever iterates says what was done in the end. A loss that is not finite raises TrainingError, at the latest with the next report.
+    `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each
+    gets the same events, and whoever iterates says in the end what was done. A loss that is not finite raises
+    TrainingError, at the latest with the next report.
     """
     watch, meter = LossWatch(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
@@ -131,6 +137,5 @@ def _stepped(progress: Progress, lr: float, loss: float, update: Update, meter: 
     )
 
 
-def _merit(figures: dict[str, float]) -> tuple[float, float]:
-    first = next((value for name, value in figures.items() if name != "loss"), 0.0)
-    return first, -figures["loss"]
+def _first(top: dict[str, float]) -> float:
+    return next(iter(top.values()), 0.0)

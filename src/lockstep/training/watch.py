@@ -32,8 +32,8 @@ class LossWatch:
     def check(self) -> float:
         """Return the loss of the last step. All ranks call it.
 
-        If any step since the last check had a loss that is not finite, and the recipe says stop, TrainingError names the first
-        one, with the ranks whose own micro-batches it came from.
+        If any step since the last check had a loss that is not finite, and the recipe says stop, TrainingError names
+        the first one, with the ranks whose own micro-batches it came from.
         """
         if self._seen:
             losses = torch.stack([sums.loss for _, _, sums in self._seen]).tolist()
@@ -51,7 +51,8 @@ class LossWatch:
         ranks = self._world.add_(guilty).nonzero().flatten().tolist()
         where = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
         return (
-            f"loss is {loss} at step {step.number + 1} (epoch {step.epoch + 1}), on {where}, at learning rate {lr:.6g}; "
+            f"loss is {loss} at step {step.number + 1} (epoch {step.epoch + 1}), on {where}, "
+            f"at learning rate {lr:.6g}; "
             f"lower the rate, set recipe.clip_norm, or go on over such steps with recipe.nonfinite=skip"
         )
 

@@ -1,0 +1,212 @@
+"""From a configuration to the things it names: what every command that trains or evaluates needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.config import plan as planning
+from lockstep.config.placement import Placement
+from lockstep.config.recipe import Recipe
+from lockstep.config.schema import Config
+from lockstep.core.names import choices
+from lockstep.core.order import Steps
+from lockstep.data.base import DataSet
+from lockstep.data.loader import Finish, Loader
+from lockstep.data.sources import open_data
+from lockstep.errors import UsageError
+from lockstep.models.check import check_model
+from lockstep.models.find import build_model
+from lockstep.models.initialise import initialise
+from lockstep.parallel.local import Numerics
+from lockstep.parallel.optimize import check_optimizer, make_optimizer
+from lockstep.runtime.world import World
+from lockstep.tasks.classification import Classification, check_loss, find_loss
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A recipe made real: its data, task and steps, and what builds its optimizer."""
+
+    recipe: Recipe
+    data: DataSet
+    task: Classification
+    steps: Steps
+    parameters: int
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Build the optimizer over the parameters of `model`."""
+        return _optimizer(self.recipe)(model.named_parameters())
+
+    def numerics(self, microbatches: int) -> Numerics:
+        """Return what an engine computes by."""
+        recipe = self.recipe
+        return Numerics(
+            microbatches=microbatches,
+            seed=recipe.seed,
+            precision=recipe.precision,
+            initial_scale=recipe.loss_scale.initial,
+            growth_interval=recipe.loss_scale.growth_interval,
+            skip_nonfinite=recipe.nonfinite == "skip",
+            ema_decay=recipe.ema.decay if recipe.ema else None,
+            channels_last=recipe.memory_format == "channels_last",
+            compile=recipe.compile,
+        )
+
+    def loader(self, world: World, microbatches: int, workers: int) -> Loader:
+        """Return the loader of this process."""
+        recipe = self.recipe
+        finish = Finish(
+            device=world.device,
+            classes=len(self.data.classes),
+            seed=recipe.seed,
+            mean=recipe.data.mean or self.data.mean,
+            std=recipe.data.std or self.data.std,
+            crop_padding=recipe.data.augment.crop_padding,
+            flip=recipe.data.augment.flip,
+            mixup=recipe.mix.mixup,
+            cutmix=recipe.mix.cutmix,
+            mix_probability=recipe.mix.probability,
+        )
+        return Loader(self.data, self.steps, microbatches, finish, world.rank, world.size, workers)
+
+
+def setup(recipe: Recipe, microbatches: int) -> Setup:
+    """Open the data, check model, loss and optimizer against it, and return all of it.
+
+    Every mistake raises UsageError here, before any process group: `microbatches` tells the smallest micro-batch.
+    """
+    data = _open_data(recipe)
+    classes = len(data.classes)
+    steps = planning.steps(recipe, len(data.train))
+    loss = find_loss(recipe.loss.name)
+    if loss is not None:
+        check_loss(loss, classes)
+    build = partial(
+        build_model,
+        name=recipe.model.name,
+        source=recipe.model.source,
+        options=recipe.model.options,
+        classes=classes,
+        shape=data.shape,
+    )
+    summary = check_model(
+        build,
+        name=recipe.model.name,
+        shape=data.shape,
+        classes=classes,
+        smallest=_smallest_microbatch(steps, microbatches),
+    )
+    check_optimizer(_optimizer(recipe), summary.dims)
+    whole = partial(build, pretrained=recipe.model.pretrained)
+    task = Classification(
+        partial(initialise, whole, recipe.seed), loss, recipe.loss.label_smoothing, _topk(recipe, classes)
+    )
+    return Setup(recipe, data, task, steps, summary.parameters)
+
+
+def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
+    """Return the name and the `Strategy` that a placement asks for; wrong options raise UsageError."""
+    name = placement.strategy.name
+    if name == "auto":
+        name = "single" if processes == 1 else "ddp"
+    kind = import_module(f"lockstep.strategies.{name}").Strategy
+    options = dict(placement.strategy.model_extra or {})
+    valid = list(kind.__dataclass_fields__)
+    for key in options:
+        if key not in valid:
+            raise UsageError(f"placement.strategy.{key}: strategy {name} has no such option{choices(key, valid)}")
+    try:
+        return name, TypeAdapter(kind).validate_python(options)
+    except ValidationError as error:
+        lines = [
+            f"placement.strategy.{each['loc'][0]}: {each['msg']}; got {each['input']!r}" for each in error.errors()
+        ]
+        raise UsageError("\n".join(lines)) from error
+
+
+def processes(config: Config) -> int:
+    """Return how many local processes the placement means; more than there is work or devices for raise UsageError."""
+    placement, microbatches = config.placement, config.recipe.microbatches
+    gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
+    if placement.device == "cuda" and not gpus:
+        raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
+    if placement.processes == "auto":
+        if placement.strategy.name == "single":
+            return 1
+        cores = len(os.sched_getaffinity(0)) // config.recipe.threads
+        return max(1, min(gpus or cores, microbatches or config.recipe.batch))
+    if gpus and placement.processes > gpus:
+        raise UsageError(
+            f"placement.processes: {placement.processes} processes but {gpus} CUDA devices; "
+            f"use at most {gpus}, or placement.device=cpu"
+        )
+    return placement.processes
+
+
+def check_placement(config: Config, count: int, microbatches: int) -> None:
+    """Raise UsageError where the strategy cannot work with so many processes."""
+    if microbatches > config.recipe.batch:
+        raise UsageError(
+            f"recipe.batch: {config.recipe.batch} samples cannot fill {microbatches} micro-batches; "
+            f"use at most {config.recipe.batch} processes"
+        )
+    strategy(config.placement, count)[1].check(count, microbatches)
+
+
+def evaluation_batch(recipe: Recipe, microbatches: int) -> int:
+    """Return how many samples are evaluated at a time: as many as the largest micro-batch has."""
+    return -(-recipe.batch // microbatches)
+
+
+def _open_data(recipe: Recipe) -> DataSet:
+    data = recipe.data
+    return open_data(
+        name=data.name,
+        root=data.root,
+        download=data.download,
+        image_size=data.image_size,
+        resize_size=data.resize_size,
+        resized_crop=data.augment.resized_crop,
+        resized_crop_scale=(data.augment.resized_crop_scale[0], data.augment.resized_crop_scale[1]),
+        on_error=data.on_error,
+        options=data.options,
+    )
+
+
+def _optimizer(recipe: Recipe) -> Callable[..., Optimizer]:
+    chosen = recipe.optimizer
+    return partial(
+        make_optimizer,
+        name=chosen.name,
+        lr=planning.base_rate(recipe),
+        momentum=chosen.momentum,
+        nesterov=chosen.nesterov,
+        weight_decay=chosen.weight_decay,
+        decay_bias_and_norm=chosen.decay_bias_and_norm,
+        options=chosen.options,
+    )
+
+
+def _smallest_microbatch(steps: Steps, microbatches: int) -> int:
+    last_of_epoch = steps[min(steps.per_epoch, steps.total) - 1]
+    return min(len(part) for step in (steps[0], last_of_epoch) for part in step.microbatches(microbatches))
+
+
+def _topk(recipe: Recipe, classes: int) -> tuple[int, ...]:
+    return tuple(k for k in recipe.topk if k < classes) or (1,)
+
+
+def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's values without those that say where the data lies, which may change between starts."""
+    data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
+    return {**recipe, "data": data}

@@ -1,0 +1,278 @@
+"""One process's part of a training run, from its place in the world to its exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.commands import _folder
+from lockstep.commands._setup import Setup, check_placement, comparable, evaluation_batch, setup, strategy
+from lockstep.config import plan as planning
+from lockstep.config import run as run_config
+from lockstep.config import write
+from lockstep.config.load import Loaded
+from lockstep.core.rank import RankInfo
+from lockstep.data.loader import Loader
+from lockstep.errors import EXIT_DONE
+from lockstep.parallel.engine import Engine, State
+from lockstep.reporting.console import Console
+from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.sink import Sink
+from lockstep.runtime import machine
+from lockstep.runtime.precision import fix_kernels
+from lockstep.runtime.signals import EXIT_CODES, StopRequest
+from lockstep.runtime.world import World, open_world
+from lockstep.training import checkpoint
+from lockstep.training.evaluate import evaluate
+from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stopped
+from lockstep.training.loop import Every, Plan, Progress, train
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its folder, the checkpoint it goes on from, and how many micro-batches it has."""
+
+    folder: Path
+    checkpoint: Path | None
+    microbatches: int
+
+
+def run_rank(loaded: Loaded, info: RankInfo, start: Start | None, rendezvous: str, ready: Setup | None = None) -> int:
+    """Train as the rank that `info` says and return the exit code.
+
+    Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder and tells the
+    others where the run begins.
+    """
+    placement = loaded.config.placement
+    fix_kernels(loaded.config.recipe.threads)
+    stop = StopRequest()
+    held = _folder.claim(loaded) if start is None and info.rank == 0 else None
+    check_placement(loaded.config, info.size, loaded.config.recipe.microbatches or info.size)
+    ready = ready or setup(loaded.config.recipe, loaded.config.recipe.microbatches or info.size)
+    world = open_world(info, placement.device, rendezvous, placement.timeout_s)
+    with held.lock if held else nullcontext():
+        place = f"rank {world.rank} of {world.size}  local rank {world.local_rank}"
+        sys.stdout.write(f"{place}  host {world.host}  device {world.device}\n")  # at once: ranks share the terminal
+        sys.stdout.flush()
+        if held:
+            for note in held.notes:
+                print(note, file=sys.stderr)
+        start = start or _agree_on_start(world, loaded, held)
+        code = _Training(loaded, ready, world, start).run(stop)
+        world.close()
+    return code
+
+
+def _agree_on_start(world: World, loaded: Loaded, held: _folder.Claim | None) -> Start:
+    path = world.tell(str(held.checkpoint or "") if held else "")
+    folder = world.tell(str(held.folder) if held else "")
+    resumed = Path(path) if path else None
+    microbatches = _folder.microbatches_of(resumed) if resumed else loaded.config.recipe.microbatches or world.size
+    return Start(Path(folder), resumed, microbatches)
+
+
+class _Training:
+    """What the parts of a run share."""
+
+    def __init__(self, loaded: Loaded, ready: Setup, world: World, start: Start) -> None:
+        self.loaded = loaded
+        self.ready = ready
+        self.world = world
+        self.start = start
+        self.began = time.perf_counter()
+        self.progress = Progress()
+        self.weights = ""
+        self.strategy_name, chosen = strategy(loaded.config.placement, world.size)
+        self.numerics = machine.numerics(world.device)
+        self.loader: Loader = ready.loader(world, start.microbatches, loaded.config.placement.workers)
+        self.engine: Engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(start.microbatches))
+        world.compare(self._facts())
+
+    def run(self, stop: StopRequest) -> int:
+        """Train, write what happens to the sinks, and return the exit code."""
+        if self.start.checkpoint is not None:
+            self._resume(self.start.checkpoint)
+        code = EXIT_DONE
+        with self._sinks() as sinks:
+            for event in self._events(stop):
+                for sink in sinks:
+                    sink.write(event, time.time())
+                if isinstance(event, Stopped):
+                    code = EXIT_CODES[event.reason]
+        self.engine.close()
+        return code
+
+    def _events(self, stop: StopRequest) -> Iterator[Event]:
+        yield self._started()
+        for event in train(
+            self.engine,
+            self.world,
+            self.loader.training,
+            self._plan(),
+            self.progress,
+            self._evaluate,
+            self._save,
+            stop,
+        ):
+            yield event
+            if isinstance(event, Stopped):
+                return
+        yield self._done()
+
+    def _plan(self) -> Plan:
+        config = self.loaded.config
+        return Plan(
+            steps=self.ready.steps,
+            rate=planning.rate(config.recipe, self.ready.steps),
+            clip_norm=config.recipe.clip_norm,
+            stop_on_nonfinite=config.recipe.nonfinite == "stop",
+            log=Every(steps=config.run.log_every),
+            evaluate=_every(config.run.evaluate_every),
+            save=_every(config.run.save_every),
+        )
+
+    def _started(self) -> Started:
+        steps, recipe = self.ready.steps, self.loaded.config.recipe
+        return Started(
+            step=self.progress.step,
+            epoch=self.progress.epoch,
+            samples=self.progress.samples,
+            steps=steps.total,
+            epochs=steps.total_samples / steps.samples_per_epoch,
+            steps_per_epoch=steps.per_epoch,
+            train_samples=len(self.ready.data.train),
+            validation_samples=len(self.ready.data.validation),
+            batch=recipe.batch,
+            microbatches=self.start.microbatches,
+            processes=self.world.size,
+            strategy=self.strategy_name,
+            device=str(self.world.device),
+            parameters=self.ready.parameters,
+            base_lr=planning.base_rate(recipe),
+            resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
+        )
+
+    def _evaluate(self, progress: Progress) -> Evaluated:
+        recipe = self.loaded.config.recipe
+        return evaluated(
+            self.engine,
+            self.world,
+            self.ready,
+            self.loader,
+            evaluation_batch(recipe, self.start.microbatches),
+            progress,
+        )
+
+    def _save(self, progress: Progress) -> Saved:
+        began = time.perf_counter()
+        state = self.engine.state()
+        self.weights = checkpoint.weights_sha256(state.model)
+        self.world.compare({"weights": self.weights})
+        best = progress.best_at == progress.step
+        path = self.start.folder / checkpoint.FOLDER / f"step-{progress.step:08d}"
+        if self.world.rank == 0:
+            path = checkpoint.save(
+                path.parent, progress.step, self._snapshot(state, progress), self.loaded.config.run.keep, best
+            )
+        return Saved(
+            step=progress.step,
+            epoch=progress.epoch,
+            samples=progress.samples,
+            path=str(path),
+            weights_sha256=self.weights,
+            best=best,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _snapshot(self, state: State, progress: Progress) -> checkpoint.Snapshot:
+        kept = {
+            "progress": progress.kept(),
+            "engine": state.scalars,
+            "microbatches": self.start.microbatches,
+            "recipe": self._recipe(),
+            "numerics": self.numerics,
+        }
+        return checkpoint.Snapshot(state.model, state.optimizer, state.ema, kept)
+
+    def _recipe(self) -> dict[str, Any]:
+        return comparable(write.values(self.loaded.config.recipe)) | {"microbatches": self.start.microbatches}
+
+    def _resume(self, path: Path) -> None:
+        snapshot = checkpoint.read(path)
+        self.progress = Progress(**snapshot.state["progress"])
+        self.weights = checkpoint.manifest(path).weights_sha256
+        ema = None if snapshot.ema is None else dict(snapshot.ema)
+        self.engine.load(State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"]))
+        if self.world.rank == 0:
+            for line in machine.numerics_differences(snapshot.state["numerics"], self.numerics):
+                print(f"warning: {line}: the bits of an uninterrupted run are not promised", file=sys.stderr)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "recipe": self._recipe(),
+            "versions of the libraries, CPU or threads": self.numerics,
+            "number of samples": [len(self.ready.data.train), len(self.ready.data.validation)],
+            "first weights": checkpoint.weights_sha256(self.engine.state().model),
+        }
+
+    def _done(self) -> Done:
+        skipped = self.world.add_(torch.tensor([self.loader.skipped]))
+        return Done(
+            step=self.progress.step,
+            epoch=self.progress.epoch,
+            samples=self.progress.samples,
+            weights_sha256=self.weights,
+            top=self.progress.top,
+            best=self.progress.best,
+            skipped_steps=self.progress.skipped_steps,
+            skipped_samples=int(skipped),
+            seconds=time.perf_counter() - self.began,
+        )
+
+    @contextmanager
+    def _sinks(self) -> Iterator[list[Sink]]:
+        sinks: list[Sink] = []
+        if self.world.rank == 0:
+            folder, run = self.start.folder, self.loaded.config.run
+            _folder.record(self.loaded, folder, self.start.microbatches)
+            rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
+            sinks = [JsonLines(folder / _folder.EVENTS), Console(sys.stdout, str(folder), rule)]
+            if run.tensorboard:
+                from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
+
+                sinks.append(TensorBoard(folder / "tensorboard"))
+        try:
+            yield sinks
+        finally:
+            for sink in sinks:
+                sink.close()
+
+
+def evaluated(engine: Engine, world: World, ready: Setup, loader: Loader, batch: int, progress: Progress) -> Evaluated:
+    """Evaluate exactly and return the event. All ranks call it."""
+    figures = evaluate(engine, world, ready.task, loader.validation(batch), loader.validation_batches(batch))
+    counted = int(figures["counted"])
+    correct = {f"top{k}": int(figures[f"correct{k}"]) for k in ready.task.topk}
+    return Evaluated(
+        step=progress.step,
+        epoch=progress.epoch,
+        samples=progress.samples,
+        loss=figures["loss"] / max(counted, 1),
+        top={name: count / max(counted, 1) for name, count in correct.items()},
+        correct=correct,
+        evaluated=counted,
+        of=len(ready.data.validation),
+        seconds=figures["seconds"],
+        weights="ema" if ready.recipe.ema else "model",
+    )
+
+
+def _every(every: run_config.Every) -> Every:
+    return Every(every.steps, every.epochs)

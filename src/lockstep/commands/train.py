@@ -1,0 +1,88 @@
+"""Train a recipe on any number of processes.
+
+The numbers are the recipe's; how many processes share the work, and who started them, changes only the time.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.errors import UsageError
+from lockstep.launchers import detect
+
+if TYPE_CHECKING:
+    from lockstep.commands._setup import Setup
+    from lockstep.commands._training import Start
+    from lockstep.config.load import Loaded
+    from lockstep.core.rank import RankInfo
+
+
+@click.command("train")
+@click.argument("recipe", default="digits")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch without --use_env
+def command(recipe: str, overrides: tuple[str, ...], local_rank: int | None) -> None:
+    """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out).
+
+    Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
+    """
+    from lockstep.config.load import load
+
+    if "=" in recipe:
+        recipe, overrides = "digits", (recipe, *overrides)
+    loaded = load(recipe, overrides)
+    info = detect(os.environ)
+    if info is not None and local_rank is not None and local_rank != info.local_rank:
+        raise UsageError(f"--local-rank is {local_rank}, but LOCAL_RANK is {info.local_rank}; give one of them")
+    raise SystemExit(_as_rank(loaded, info) if info else _here(loaded))
+
+
+def _as_rank(loaded: Loaded, info: RankInfo) -> int:
+    """Train as one rank of those that another launcher started."""
+    from lockstep.commands._training import run_rank
+    from lockstep.runtime.agent import die_with_launcher
+
+    die_with_launcher(info.launcher)
+    return run_rank(loaded, info, None, loaded.config.placement.rendezvous)
+
+
+def _here(loaded: Loaded) -> int:
+    """Check everything in this process, then train in it, or start the processes that do."""
+    import torch
+
+    from lockstep.commands import _folder, _setup
+    from lockstep.commands._training import Start, run_rank
+    from lockstep.runtime.agent import run_workers
+    from lockstep.runtime.world import ALONE
+
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    count = _setup.processes(loaded.config)
+    microbatches = loaded.config.recipe.microbatches or count
+    _setup.check_placement(loaded.config, count, microbatches)
+    ready = _setup.setup(loaded.config.recipe, microbatches)
+    claim = _folder.claim(loaded)
+    with claim.lock:
+        for note in claim.notes:
+            click.echo(note, err=True)
+        if claim.checkpoint is not None:
+            microbatches = _folder.microbatches_of(claim.checkpoint)
+        start = Start(claim.folder, claim.checkpoint, microbatches)
+        if count == 1:
+            return run_rank(loaded, ALONE, start, "", ready)
+        if loaded.config.placement.device != "cpu" and torch.cuda.device_count():
+            # CUDA does not survive a fork, so each worker prepares everything anew.
+            return run_workers(partial(_worker, loaded, start, None), count, "spawn")
+        return run_workers(partial(_worker, loaded, start, ready), count, "fork")
+
+
+def _worker(loaded: Loaded, start: Start, ready: Setup | None, rendezvous: str) -> int:
+    """Train as one of the processes that `_here` started."""
+    from lockstep.commands._training import run_rank
+
+    info = detect(os.environ)
+    assert info is not None  # the agent set it
+    return run_rank(loaded, info, start, rendezvous, ready)

@@ -1,0 +1,82 @@
+"""The images of a folder of classes, found by their names alone and without torch; says what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lockstep.data.sizes import IMAGE_SUFFIXES, hidden, images
+from lockstep.errors import UsageError
+
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Classes in the order of their numbers; for each split, its files in order and the class of each."""
+
+    classes: list[str]
+    train: list[tuple[str, int]]
+    validation: list[tuple[str, int]]
+
+
+def scan(root: str) -> Scan:
+    """Find `root/train/<class>/*` and `root/val/<class>/*`, at any depth below a class.
+
+    Names are sorted by their code points, so that every machine sees one order. Hidden files and folders, and
+    files that are not named as images, are passed over. Raises UsageError for all that is wrong, a line each.
+    """
+    splits = {"train": _classes(root, "train"), "val": _classes(root, "val")}
+    problems = [*_different(root, splits), *_empty(root, splits)]
+    if problems:
+        raise UsageError("\n".join(f"data set folder: {each}" for each in problems))
+    classes = sorted(splits["train"])
+    return Scan(classes, _numbered(splits["train"], classes), _numbered(splits["val"], classes))
+
+
+def _classes(root: str, split: str) -> dict[str, list[str]]:
+    folder = Path(root) / split
+    if not folder.is_dir():
+        raise UsageError(
+            f"data set folder: there is no folder {folder}; recipe.data.root must hold train/<class>/ and "
+            f"val/<class>/ with the images of each class"
+        )
+    with os.scandir(folder) as entries:
+        names = sorted(each.name for each in entries if each.is_dir() and not hidden(each.name))
+    if not names:
+        raise UsageError(f"data set folder: {folder} holds no folders of classes; put each class's images in one")
+    found = {name: list(images(str(folder / name))) for name in names}
+    if not any(found.values()):
+        raise UsageError(
+            f"data set folder: no images in the {len(names)} folders of {folder}; "
+            f"images end in {', '.join(sorted(IMAGE_SUFFIXES))}"
+        )
+    return found
+
+
+def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+    for here, there in (("train", "val"), ("val", "train")):
+        if missing := sorted(splits[here].keys() - splits[there].keys()):
+            yield (
+                f"{_listed(missing)} of {Path(root) / here} "
+                f"{'is' if len(missing) == 1 else 'are'} missing in {Path(root) / there}; both need the same"
+            )
+
+
+def _empty(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+    for split, found in splits.items():
+        if empty := [name for name, files in found.items() if not files]:
+            yield f"no images in {_listed(empty)} of {Path(root) / split}; add some, or remove the folder"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"'{each}'" for each in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {shown}{more}"
+
+
+def _numbered(found: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:
+    return [(file, number) for number, name in enumerate(classes) for file in found[name]]
