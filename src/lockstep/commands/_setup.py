@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -151,6 +151,11 @@ def processes(config: Config) -> int:
             f"use at most {gpus}, or placement.device=cpu"
         )
     return placement.processes
+
+
+def start_method(placement: Placement) -> Literal["fork", "spawn"]:
+    """Return how workers are started: CUDA does not survive a fork, which is quicker and shares what is in memory."""
+    return "spawn" if placement.device != "cpu" and torch.cuda.device_count() else "fork"
 
 
 def check_placement(config: Config, count: int, microbatches: int) -> None:

@@ -208,8 +208,7 @@ class _Training:
         snapshot = checkpoint.read(path)
         self.progress = Progress(**snapshot.state["progress"])
         self.weights = checkpoint.manifest(path).weights_sha256
-        ema = None if snapshot.ema is None else dict(snapshot.ema)
-        self.engine.load(State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"]))
+        self.engine.load(engine_state(snapshot))
         if self.world.rank == 0:
             for line in machine.numerics_differences(snapshot.state["numerics"], self.numerics):
                 print(f"warning: {line}: the bits of an uninterrupted run are not promised", file=sys.stderr)
@@ -253,6 +252,12 @@ class _Training:
         finally:
             for sink in sinks:
                 sink.close()
+
+
+def engine_state(snapshot: checkpoint.Snapshot) -> State:
+    """Return the part of a checkpoint that is the engine's."""
+    ema = None if snapshot.ema is None else dict(snapshot.ema)
+    return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"])
 
 
 def evaluated(engine: Engine, world: World, ready: Setup, loader: Loader, batch: int, progress: Progress) -> Evaluated:

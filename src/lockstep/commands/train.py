@@ -73,10 +73,8 @@ def _here(loaded: Loaded) -> int:
         start = Start(claim.folder, claim.checkpoint, microbatches)
         if count == 1:
             return run_rank(loaded, ALONE, start, "", ready)
-        if loaded.config.placement.device != "cpu" and torch.cuda.device_count():
-            # CUDA does not survive a fork, so each worker prepares everything anew.
-            return run_workers(partial(_worker, loaded, start, None), count, "spawn")
-        return run_workers(partial(_worker, loaded, start, ready), count, "fork")
+        method = _setup.start_method(loaded.config.placement)
+        return run_workers(partial(_worker, loaded, start, ready if method == "fork" else None), count, method)
 
 
 def _worker(loaded: Loaded, start: Start, ready: Setup | None, rendezvous: str) -> int:

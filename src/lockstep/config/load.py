@@ -51,11 +51,16 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     Raises ConfigError with all problems, each a line `place  key: what was wrong; what to do`.
     """
     file, label = _find(source)
-    document = apply(_document(_read(file, label), label), overrides)
+    return load_text(_read(file, label), label, file.stem, overrides)
+
+
+def load_text(text: str, label: str, name: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Load YAML, or JSON, that is at hand as text; `label` is what messages call it, `name` the recipe's name."""
+    document = apply(_document(text, label), overrides)
     config, problems = _validate(document)
     if config is None or problems:
         raise ConfigError([str(each) for each in sorted(dict.fromkeys(problems), key=_position)])
-    return Loaded(config, file.stem, _origins(config, document))
+    return Loaded(config, name, _origins(config, document))
 
 
 def to_yaml(loaded: Loaded) -> str:

@@ -91,12 +91,14 @@ def describe(error: BaseException) -> str:
 def _begin(worker: Worker, folder: str) -> int:
     """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
     die_with_parent()
-    # Ctrl-C in a terminal goes to the whole process group. In one of their own, workers hear of it once, from the agent.
+    # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
     os.setpgid(0, 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     rank = int(os.environ["RANK"])
     try:
         return worker(f"file://{folder}/workers")
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BaseException as error:
         code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
         failure = Failure(rank, time.time(), describe(error), code, isinstance(error, PeerLostError))

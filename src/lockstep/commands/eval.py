@@ -1,0 +1,122 @@
+"""Evaluate a saved run exactly: every validation sample once, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.launchers import detect
+
+if TYPE_CHECKING:
+    from lockstep.commands._setup import Setup
+    from lockstep.config.load import Loaded
+    from lockstep.core.rank import RankInfo
+    from lockstep.training.checkpoint import Found
+
+
+@click.command("eval")
+@click.argument("checkpoint")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch without --use_env
+def command(checkpoint: str, overrides: tuple[str, ...], local_rank: int | None) -> None:
+    """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
+
+    The recipe is the one it was trained by. Overrides are dotted: placement.processes=4 recipe.data.root=/data
+    """
+    info = detect(os.environ)
+    raise SystemExit(_evaluate_as(info, checkpoint, overrides) if info else _here(checkpoint, overrides))
+
+
+def _here(path: str, overrides: tuple[str, ...]) -> int:
+    """Check everything in this process, then evaluate in it, or start the processes that do."""
+    import torch
+
+    from lockstep.commands import _setup
+    from lockstep.runtime.agent import run_workers
+    from lockstep.runtime.world import ALONE
+
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    found, loaded = _open(path, overrides)
+    count = _setup.processes(loaded.config)
+    ready = _setup.setup(loaded.config.recipe, _microbatches(found))
+    for problem in found.problems:
+        click.echo(f"warning: {problem}", err=True)
+    if count == 1:
+        return _evaluate(loaded, found, ready, ALONE, "")
+    method = _setup.start_method(loaded.config.placement)
+    shared = (found, ready) if method == "fork" else (None, None)
+    return run_workers(partial(_worker, path, overrides, *shared), count, method)
+
+
+def _worker(path: str, overrides: tuple[str, ...], found: Found | None, ready: Setup | None, rendezvous: str) -> int:
+    """Evaluate as one of the processes that `_here` started."""
+    info = detect(os.environ)
+    assert info is not None  # the agent set it
+    return _evaluate_as(info, path, overrides, found, ready, rendezvous)
+
+
+def _evaluate_as(
+    info: RankInfo,
+    path: str,
+    overrides: tuple[str, ...],
+    found: Found | None = None,
+    ready: Setup | None = None,
+    rendezvous: str | None = None,
+) -> int:
+    from lockstep.commands import _setup
+
+    opened, loaded = _open(path, overrides, found)
+    ready = ready or _setup.setup(loaded.config.recipe, _microbatches(opened))
+    return _evaluate(loaded, opened, ready, info, rendezvous or loaded.config.placement.rendezvous)
+
+
+def _open(path: str, overrides: tuple[str, ...], found: Found | None = None) -> tuple[Found, Loaded]:
+    """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
+    from lockstep.config.load import load, load_text
+    from lockstep.training import checkpoint
+
+    found = found or checkpoint.load(Path(path))
+    recipe = dict(found.snapshot.state["recipe"])
+    run_config = found.path.parent.parent / "config.yaml"
+    if run_config.exists():
+        data = load(str(run_config)).config.recipe.data
+        recipe["data"] = {**recipe["data"], "root": data.root, "download": data.download}
+    # More processes than micro-batches may evaluate, so the recipe does not say here how many it has.
+    text = json.dumps({"recipe": {**recipe, "microbatches": None}})
+    return found, load_text(text, str(found.path / checkpoint.STATE), found.path.name, overrides)
+
+
+def _microbatches(found: Found) -> int:
+    return int(found.snapshot.state["microbatches"])
+
+
+def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendezvous: str) -> int:
+    from lockstep.commands._setup import evaluation_batch, strategy
+    from lockstep.commands._training import engine_state, evaluated
+    from lockstep.reporting import wording
+    from lockstep.runtime.precision import fix_kernels
+    from lockstep.runtime.world import open_world
+    from lockstep.training import checkpoint
+    from lockstep.training.loop import Progress
+
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    fix_kernels(recipe.threads)
+    world = open_world(info, placement.device, rendezvous, placement.timeout_s)
+    microbatches = _microbatches(found)
+    loader = ready.loader(world, microbatches, placement.workers)
+    engine = strategy(placement, world.size)[1].start(ready.task, ready.optimizer, world, ready.numerics(microbatches))
+    engine.load(engine_state(found.snapshot))
+    progress = Progress(**found.snapshot.state["progress"])
+    event = evaluated(engine, world, ready, loader, evaluation_batch(recipe, microbatches), progress)
+    if world.rank == 0:
+        click.echo(f"{found.path}, after step {progress.step}")
+        click.echo(wording.evaluated(event))
+        click.echo(f"weights sha256 {checkpoint.weights_sha256(found.snapshot.model)}")
+    engine.close()
+    world.close()
+    return 0
