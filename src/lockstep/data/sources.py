@@ -40,9 +40,8 @@ def open_data(
 
     A source that downloads does so in one process of a node at a time; every rank may call this at once.
     """
-    check(
+    _check_words(
         name=name,
-        root=root,
         image_size=image_size,
         resize_size=resize_size,
         resized_crop=resized_crop,
@@ -82,7 +81,30 @@ def check(
     on_error: OnError,
     options: Mapping[str, Any],
 ) -> None:
-    """Raise UsageError for whatever can be known to be wrong without torch: all of it, a line for each."""
+    """Raise UsageError for whatever can be known to be wrong without torch and without a download."""
+    _check_words(
+        name=name,
+        image_size=image_size,
+        resize_size=resize_size,
+        resized_crop=resized_crop,
+        resized_crop_scale=resized_crop_scale,
+        on_error=on_error,
+        options=options,
+    )
+    if name == "folder":
+        scan(root)
+
+
+def _check_words(
+    *,
+    name: str,
+    image_size: int | None,
+    resize_size: int | None,
+    resized_crop: bool,
+    resized_crop_scale: Sequence[float],
+    on_error: OnError,
+    options: Mapping[str, Any],
+) -> None:
     if name not in NAMES and ":" not in name:
         valid = (*NAMES, "package.module:function")
         raise UsageError(f"data set {name}: no such data set{choices(name, valid)}")
@@ -93,8 +115,6 @@ def check(
     ]
     if found:
         raise UsageError("\n".join(f"data set {name}: {each}" for each in found))
-    if name == "folder":
-        scan(root)
 
 
 def _misplaced(
