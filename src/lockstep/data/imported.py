@@ -1,0 +1,217 @@
+"""Data sets from a function of the user's own: any pair of map-style data sets, or a whole DataSet."""
+
+from __future__ import annotations
+
+import inspect
+import random as python_random
+import traceback
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lockstep.core import random
+from lockstep.data.base import DataSet
+from lockstep.errors import LockstepError, TrainingError, UsageError
+from lockstep.importing import import_object
+
+
+def imported(path: str, options: Mapping[str, Any]) -> DataSet:
+    """Call `package.module:function` with `options` and return what it gives as a DataSet.
+
+    It gives a DataSet, or (train, validation) whose items by index are (input, target). The option `classes`, a
+    number or a list of names, is Lockstep's: the function sees it only if it takes it. Left out, the classes are
+    those of the training set's attribute `classes`, else they are counted from its `targets`.
+    """
+    label = f"data set {path}"
+    made = _call(label, import_object(path, "data set"), options)
+    if isinstance(made, DataSet):
+        return made
+    train, validation = _pair(label, made)
+    split = ImportedSplit(f"{label}: training", train)
+    sample = split.example()
+    image = sample.dtype == torch.uint8 and sample.ndim == 3
+    return DataSet(
+        train=split,
+        validation=ImportedSplit(f"{label}: validation", validation),
+        classes=_classes(label, options.get("classes"), train),
+        shape=tuple(sample.shape),
+        # Bytes come to the model as values in [0, 1], as ToTensor gives them; floats as they are.
+        mean=(0.0,) * sample.shape[0] if image else None,
+        std=(1.0,) * sample.shape[0] if image else None,
+    )
+
+
+@final
+class ImportedSplit:
+    """The samples of a user's data set, stacked."""
+
+    in_memory: bool = False
+
+    def __init__(self, label: str, dataset: Any) -> None:
+        self._label = label
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def example(self) -> Tensor:
+        """Return the first input. Raises UsageError where the data set does not give (input, target)."""
+        try:
+            return self._sample(0, None)[0]
+        except TrainingError as error:
+            raise UsageError(str(error)) from error.__cause__
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        if not len(indices):  # what has no samples still has their shape and kind
+            example = self._sample(0, None)
+            return example[0].new_empty(0, *example[0].shape), example[1].new_empty(0, *example[1].shape)
+        samples = [self._sample(index, draw) for index in indices.tolist()]
+        inputs, targets = zip(*samples, strict=True)
+        return self._stacked("inputs", inputs, indices), self._stacked("targets", targets, indices)
+
+    def _sample(self, index: int, draw: int | None) -> tuple[Tensor, Tensor]:
+        _seed(random.key(random.SAMPLE, draw or 0, index))
+        try:
+            item = self._dataset[index]
+        except LockstepError:
+            raise
+        except Exception as error:  # a stranger's code may raise anything
+            raise TrainingError(
+                f"{self._label} sample {index}: {type(error).__name__}: {error} ({_place(error)}); mend it there"
+            ) from error
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise TrainingError(f"{self._label} sample {index}: expected (input, target), got {_shown(item)}")
+        return self._tensor(item[0], "input", index), self._target(item[1], index)
+
+    def _target(self, value: Any, index: int) -> Tensor:
+        target = self._tensor(value, "target", index)
+        return target if target.is_floating_point() else target.long()
+
+    def _tensor(self, value: Any, what: str, index: int) -> Tensor:
+        try:
+            return tensor(value)
+        except TypeError as error:
+            raise TrainingError(f"{self._label} sample {index}: its {what} is {error}") from error
+
+    def _stacked(self, what: str, samples: Sequence[Tensor], indices: NDArray[np.int64]) -> Tensor:
+        kinds = {(each.shape, each.dtype): index for each, index in zip(samples, indices.tolist(), strict=True)}
+        if len(kinds) > 1:
+            found = ", ".join(f"{list(shape)} of {dtype} (sample {index})" for (shape, dtype), index in kinds.items())
+            raise TrainingError(f"{self._label}: {what} differ: {found}; give all samples one shape and dtype")
+        return torch.stack(list(samples))
+
+
+def tensor(value: Any) -> Tensor:
+    """Return a picture, an array, a tensor or a number as a tensor.
+
+    Pictures, and byte arrays of [height, width] or [height, width, 1, 3 or 4], become bytes of [channels, height,
+    width]. Tensors stay. Doubles of NumPy and of Python, which are rarely meant, become floats of torch's default
+    dtype. Raises TypeError for anything else.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Image.Image):
+        plain = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
+        value = np.array(value.convert(plain) if plain != value.mode else value)
+    if not isinstance(value, np.ndarray | np.generic | int | float):
+        raise TypeError(f"{_shown(value)}; expected a picture, an array, a tensor or a number")
+    array = np.array(value)  # a copy, because torch warns of read-only memory that it would share
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"an array of {array.dtype}; expected numbers")
+    found = torch.from_numpy(_channels_first(array))
+    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+
+
+def _channels_first(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype == np.uint8 and array.ndim == 2:
+        return array[None]
+    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] in (1, 3, 4):
+        return np.ascontiguousarray(array.transpose(2, 0, 1))
+    return array
+
+
+def _seed(key: int) -> None:
+    """Seed what transforms draw from, so that a sample's draws do not depend on who loads it or what was before.
+
+    Nothing is restored: the engine seeds torch's generators before each forward, and nothing else of Lockstep draws
+    from these. torch.manual_seed is not used, because it queues a call for CUDA at each use until CUDA starts.
+    """
+    python_random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
+    torch.default_generator.manual_seed(random.torch_seed(key))
+
+
+def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
+    if not callable(function):
+        raise UsageError(f"{label}: it is of type {type(function).__name__}; name a function")
+    arguments = _taken(label, function, options)
+    try:
+        return function(**arguments)
+    except LockstepError:
+        raise
+    except Exception as error:  # a stranger's code may raise anything
+        raise UsageError(f"{label}: {type(error).__name__}: {error} ({_place(error)})") from error
+
+
+def _taken(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for the function. Raises UsageError where they do not fit its parameters."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    taken = {name: each for name, each in options.items() if name != "classes" or name in parameters or open_ended}
+    try:
+        signature.bind(**taken)
+    except TypeError as error:
+        raise UsageError(
+            f"{label}: {error}; it takes {signature}, and recipe.data.options gives {', '.join(taken) or 'nothing'}"
+        ) from None
+    return taken
+
+
+def _pair(label: str, made: Any) -> tuple[Any, Any]:
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {_shown(made)}")
+    for name, dataset in zip(("training", "validation"), made, strict=True):
+        indexed = callable(getattr(type(dataset), "__getitem__", None)) and isinstance(dataset, Sized)
+        if not indexed or isinstance(dataset, IterableDataset | dict):
+            raise UsageError(
+                f"{label}: its {name} part is {_shown(dataset)}; expected a map-style data set, with a length and "
+                f"items by number"
+            )
+        if not len(dataset):
+            raise UsageError(f"{label}: its {name} part has no samples")
+    return made[0], made[1]
+
+
+def _classes(label: str, given: Any, train: Any) -> list[str]:
+    named = getattr(train, "classes", None) if given is None else given
+    if isinstance(named, int) and not isinstance(named, bool) and named > 0:
+        return [str(number) for number in range(named)]
+    if isinstance(named, list | tuple) and named:
+        return [str(each) for each in named]
+    if given is not None:
+        raise UsageError(f"{label}: options.classes: expected a number or a list of names, got {_shown(given)}")
+    targets = getattr(train, "targets", None)
+    if targets is None:
+        raise UsageError(
+            f"{label}: its training part has neither classes nor targets; say how many classes there are with "
+            f"recipe.data.options.classes"
+        )
+    return [str(number) for number in range(int(torch.as_tensor(targets).max()) + 1)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _place(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"

@@ -1,0 +1,122 @@
+"""CIFAR-10, CIFAR-100, MNIST and FashionMNIST by way of torchvision, kept in memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision import datasets
+
+from lockstep.data.base import DataSet
+from lockstep.data.tensors import TensorSplit
+from lockstep.errors import UsageError
+from lockstep.locking import exclusive
+
+_TIMEOUT_S: Final = 30.0  # without one, a network that drops packets holds every process for ever
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """torchvision's name of a set, and the figures of its training part that its users know."""
+
+    kind: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+_KNOWN: Final[Mapping[str, _Known]] = {
+    "cifar10": _Known("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": _Known("CIFAR100", (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    "mnist": _Known("MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": _Known("FashionMNIST", (0.2860,), (0.3530,)),
+}
+
+
+def torchvision_set(name: str, root: str, download: bool) -> DataSet:
+    """Return the set, downloaded to `root` if it is not there and `download` allows it.
+
+    Every rank calls this; one process of a node downloads while the others wait for its lock. Raises UsageError
+    where the set is not there, is damaged, or cannot be downloaded.
+    """
+    known = _KNOWN[name]
+    if not download and not Path(root).is_dir():
+        raise UsageError(_absent(name, root, "there is no such folder"))
+    with _alone(name, root):
+        # CIFAR's files are pickles, which run code when read. torchvision's constructor compares the MD5 of each
+        # with its own list before it opens one, downloaded or found, and so it must stay the only reader.
+        validation = _open(name, root, download, train=False)
+    train = _open(name, root, False, train=True)
+    split = _split(train)
+    return DataSet(
+        train=split,
+        validation=_split(validation),
+        classes=[str(each) for each in train.classes],
+        shape=tuple(split.images.shape[1:]),
+        mean=known.mean,
+        std=known.std,
+    )
+
+
+def _alone(name: str, root: str) -> AbstractContextManager[None]:
+    if Path(root).is_dir() and not os.access(root, os.W_OK):
+        return nullcontext()  # a folder that nobody like us can be writing to
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"data set {name}: the folder {root} cannot be made: {error.strerror}; set recipe.data.root to another"
+        ) from error
+    return exclusive(Path(root) / f".{name}.lock")
+
+
+def _open(name: str, root: str, download: bool, train: bool) -> Any:
+    kind = getattr(datasets, _KNOWN[name].kind)
+    try:
+        with _impatient():
+            return kind(root, train=train, download=download)
+    except MemoryError:
+        raise
+    except Exception as error:  # torchvision passes on what sockets, archives and readers raise
+        said = f"{type(error).__name__}: {error}"
+        if not download:
+            raise UsageError(_absent(name, root, said)) from error
+        raise UsageError(
+            f"data set {name}: it cannot be downloaded to {root}: {said}; mend the network and start again, or "
+            f"copy torchvision's {_KNOWN[name].kind} files there from another machine"
+        ) from error
+
+
+def _absent(name: str, root: str, said: str) -> str:
+    return (
+        f"data set {name}: not found whole in {root}: {said}; set recipe.data.root to where it is, or remove what "
+        f"is left of it there and set recipe.data.download=true"
+    )
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _split(dataset: Any) -> TensorSplit:
+    return TensorSplit(_images(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64))
+
+
+def _images(data: Any) -> Tensor:
+    if isinstance(data, np.ndarray):  # CIFAR: [n, height, width, 3]
+        return torch.from_numpy(np.ascontiguousarray(data.transpose(0, 3, 1, 2)))
+    images: Tensor = data.unsqueeze(1)  # MNIST: [n, height, width]
+    return images
