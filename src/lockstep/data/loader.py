@@ -10,6 +10,7 @@ import math
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import random
 from lockstep.core.order import Step, Steps, cut, permutation
-from lockstep.data.augment import DRAWS, augment, augmenting_key, mix, normalise
+from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
 from lockstep.data.base import SKIPPED, DataSet, Split
 from lockstep.errors import LockstepError, TrainingError
 from lockstep.parent import die_with_parent
@@ -66,9 +67,13 @@ class Finish:
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _normalised(self, inputs: Tensor) -> Tensor:
+        return inputs if self._constants is None else normalise(inputs, *self._constants)
+
+    @cached_property
+    def _constants(self) -> tuple[Tensor, Tensor] | None:
         if self.mean is None or self.std is None:
-            return inputs
-        return normalise(inputs, self.mean, self.std)
+            return None
+        return constants(self.mean, self.std, self.device)
 
 
 Fetched = tuple[Tensor, Tensor]

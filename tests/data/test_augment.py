@@ -1,0 +1,121 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+from torchvision.transforms import functional as reference
+
+from lockstep.core import random
+from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
+from lockstep.data.base import SKIPPED
+
+CPU = torch.device("cpu")
+
+
+def _images(count: int, channels: int = 3, height: int = 6, width: int = 5) -> Tensor:
+    shape = (count, channels, height, width)
+    return torch.from_numpy(np.random.default_rng(0).integers(1, 256, shape, dtype=np.uint8))
+
+
+def _draws(count: int, seed: int = 0) -> NDArray[np.float64]:
+    return random.uniform(augmenting_key(seed), np.arange(count), DRAWS)
+
+
+def _by_torchvision(image: Tensor, draws: Sequence[float], padding: int, flip: bool) -> Tensor:
+    top, left = (int(draw * (2 * padding + 1)) for draw in draws[:2])
+    cropped = reference.crop(reference.pad(image, [padding] * 4), top, left, *image.shape[-2:])
+    return reference.hflip(cropped) if flip and draws[2] < 0.5 else cropped
+
+
+@given(
+    count=st.integers(1, 7),
+    channels=st.integers(1, 3),
+    height=st.integers(1, 7),
+    width=st.integers(1, 7),
+    padding=st.integers(0, 4),
+    flip=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@settings(deadline=None)
+def test_augment_is_torchvisions_pad_crop_and_flip_of_each_image(
+    count: int, channels: int, height: int, width: int, padding: int, flip: bool, seed: int
+) -> None:
+    images, draws = _images(count, channels, height, width), _draws(count, seed)
+    expected = [_by_torchvision(image, draw, padding, flip) for image, draw in zip(images, draws.tolist(), strict=True)]
+    assert torch.equal(augment(images, draws, padding, flip), torch.stack(expected))
+
+
+def test_an_image_becomes_the_same_alone_and_in_any_batch() -> None:
+    images, draws = _images(33, height=32, width=32), _draws(33)
+    scale, shift = constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
+
+    def finished(chosen: slice) -> Tensor:
+        return normalise(augment(images[chosen], draws[chosen], 4, True), scale, shift)
+
+    whole = finished(slice(None))
+    assert torch.equal(whole, torch.cat([finished(slice(place, place + 1)) for place in range(33)]))
+    assert torch.equal(whole[5:18], finished(slice(5, 18)))
+
+
+def test_every_crop_and_both_sides_occur() -> None:
+    ramp = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5).expand(2000, 1, 5, 5)
+    seen = augment(ramp, _draws(2000), 1, True).flatten(1).unique(dim=0)
+    assert len(seen) == 3 * 3 * 2
+
+
+def test_images_of_another_memory_order_come_out_the_same() -> None:
+    images, draws = _images(4), _draws(4)
+    for padding, flip in ((0, True), (2, False), (2, True)):
+        last = images.contiguous(memory_format=torch.channels_last)
+        assert torch.equal(augment(last, draws, padding, flip), augment(images, draws, padding, flip))
+
+
+def test_normalise_is_within_rounding_of_the_formula() -> None:
+    images, mean, std = _images(2), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    exact = (images.double() / 255 - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[
+        :, None, None
+    ]
+    found = normalise(images, *constants(mean, std, CPU))
+    assert found.dtype == torch.float32
+    # Three numbers of at most 4.5 are each rounded to 24 bits.
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * 4.5 * 2**-24)
+
+
+def test_mixup_blends_neighbours_and_their_classes_by_one_share() -> None:
+    inputs, targets = torch.eye(4)[:, :, None, None], torch.tensor([0, 1, 2, 3])
+    mixed, weights = mix(inputs, targets, 4, 1.0, 0.0, 1.0, key=1)
+    share = weights[0, 0].item()
+    assert 0 < share < 1
+    torch.testing.assert_close(weights.sum(1), torch.ones(4))
+    assert torch.equal(mixed[:, :, 0, 0], weights)
+    torch.testing.assert_close(weights, torch.eye(4) * share + torch.eye(4).roll(1, 0) * (1 - share))
+
+
+@pytest.mark.parametrize("key", range(20))
+def test_cutmix_weighs_classes_by_the_area_it_really_cut(key: int) -> None:
+    inputs = torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 8, 9)
+    mixed, weights = mix(inputs, torch.tensor([0, 1, 2]), 3, 0.0, 1.0, 1.0, key)
+    kept = (mixed == inputs).double().mean((1, 2, 3))
+    torch.testing.assert_close(weights.diagonal().double(), kept, rtol=0, atol=1e-6)
+    assert torch.equal(inputs, torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 8, 9))
+
+
+def test_mixing_follows_its_key_alone_and_its_probability() -> None:
+    inputs, targets = torch.rand(3, 1, 4, 4), torch.tensor([0, 1, 2])
+    first, again = (mix(inputs, targets, 3, 0.4, 1.0, 1.0, key=7) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    mixed = sum(not torch.equal(mix(inputs, targets, 3, 1.0, 0.0, 0.25, key)[0], inputs) for key in range(400))
+    assert 70 <= mixed <= 130  # 100 expected; 30 is 3.5 standard deviations
+    unmixed, weights = mix(inputs, targets, 3, 1.0, 1.0, 0.0, key=7)
+    assert torch.equal(unmixed, inputs)
+    assert torch.equal(weights, torch.eye(3))
+
+
+def test_a_skipped_sample_weighs_nothing() -> None:
+    targets = torch.tensor([1, SKIPPED])
+    _, weights = mix(torch.zeros(2, 1, 4, 4), targets, 3, 0.0, 1.0, 0.0, key=0)
+    assert weights.tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
