@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from io import BytesIO
 from typing import Final, Literal, final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from lockstep.core import random
 from lockstep.data.base import SKIPPED, DataSet
 from lockstep.data.crops import DRAWS, centre, random_crop, short_side
+from lockstep.data.decoding import decode
 from lockstep.data.scan import scan
 from lockstep.errors import TrainingError
 
@@ -123,21 +121,6 @@ class FolderSplit:
             return _resized(pixels, high, wide)[:, top : top + self._size, left : left + self._size]
         top, left, high, wide = random_crop(height, width, self._scale, draws)
         return _resized(pixels[:, top : top + high, left : left + wide], self._size, self._size)
-
-
-def decode(content: bytearray) -> Tensor:
-    """Return an image file's red, green and blue: uint8 of shape [3, height, width].
-
-    Whatever Pillow reads. Common JPEGs go to torchvision, which gives the same bits in less time.
-    """
-    with Image.open(BytesIO(content)) as image:
-        if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            file = torch.frombuffer(content, dtype=torch.uint8)
-            pixels: Tensor = decode_jpeg(file, mode=ImageReadMode.RGB)
-            return pixels
-        # By way of RGBA, because Pillow warns of palettes that hold transparency.
-        plain = image.convert("RGBA") if image.mode == "P" else image
-        return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)
 
 
 def _read(file: str) -> bytearray:

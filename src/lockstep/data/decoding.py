@@ -1,0 +1,42 @@
+"""An image file's bytes to pixels."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Final
+
+import numpy as np
+import torch
+import torchvision  # noqa: F401 - its import registers torch.ops.image
+from PIL import Image
+from torch import Tensor
+
+_RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
+
+
+def decode(content: bytearray) -> Tensor:
+    """Return red, green and blue: uint8 of shape [3, height, width], the channels of a pixel together in memory.
+
+    Reads whatever Pillow reads, and raises what it raises. Rotations noted in EXIF are not applied.
+    """
+    with Image.open(BytesIO(content)) as image:
+        if image.format == "JPEG" and image.mode in ("RGB", "L"):
+            return _jpeg(content, image)
+        return _pixels(image)
+
+
+def _jpeg(content: bytearray, image: Image.Image) -> Tensor:
+    # torchvision decodes to Pillow's bits in less time. The operator, because from 0.29 torchvision.io warns at each
+    # call that it will be removed; where it is gone, Pillow does it.
+    try:
+        operator = torch.ops.image.decode_jpeg
+    except AttributeError:
+        return _pixels(image)
+    pixels: Tensor = operator(torch.frombuffer(content, dtype=torch.uint8), _RGB, False)
+    return pixels
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    # Palettes by way of RGBA, because Pillow warns of those that hold transparency.
+    plain = image.convert("RGBA") if image.mode == "P" else image
+    return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)

@@ -1,0 +1,91 @@
+"""Folders of classes: their order, what is passed over, and what is said of those that are wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.data.scan import scan
+from lockstep.data.sizes import training_samples
+from lockstep.errors import UsageError
+
+
+def _touch(root: Path, *files: str) -> str:
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    return str(root)
+
+
+def test_classes_and_files_are_in_the_order_of_their_names(tmp_path: Path) -> None:
+    root = _touch(
+        tmp_path,
+        "train/b/2.jpg",
+        "train/b/10.jpg",
+        "train/a/z.PNG",
+        "train/a/deep/1.jpeg",
+        "train/C/x.webp",
+        "val/a/1.jpg",
+        "val/b/1.jpg",
+        "val/C/1.jpg",
+    )
+    found = scan(root)
+    assert found.classes == ["C", "a", "b"]
+    assert [(file.removeprefix(f"{root}/train/"), number) for file, number in found.train] == [
+        ("C/x.webp", 0),
+        ("a/z.PNG", 1),
+        ("a/deep/1.jpeg", 1),
+        ("b/10.jpg", 2),
+        ("b/2.jpg", 2),
+    ]
+    assert [number for _, number in found.validation] == [0, 1, 2]
+    assert training_samples("folder", root, {}) == len(found.train)
+
+
+def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
+    root = _touch(
+        tmp_path,
+        *("train/a/1.jpg", "train/a/._1.jpg", "train/a/notes.txt", "train/a/.cache/2.jpg"),
+        *("train/.trash/3.jpg", "train/4.jpg", "val/a/5.jpg"),
+    )
+    found = scan(root)
+    assert [file for file, _ in found.train] == [f"{root}/train/a/1.jpg"]
+    assert training_samples("folder", root, {}) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], r"there is no folder .*/train; recipe\.data\.root must hold train/<class>/ and val/<class>/"),
+        (["train/a/1.jpg"], r"there is no folder .*/val; "),
+        (["train/1.jpg", "val/a/1.jpg"], r"/train holds no folders of classes"),
+        (
+            ["train/a/1.txt", "train/b/2", "val/a/1.jpg"],
+            r"no images in the 2 folders of .*/train; images end in .*\.jpeg",
+        ),
+        (["train/a/1.jpg", "train/b/no", "val/a/1.jpg", "val/b/1.jpg"], r"no images in class 'b' of .*/train; "),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"class 'b' of .*/train is missing in .*/val; "),
+        (["train/a/1.jpg", "val/a/1.jpg", "val/b/1.jpg"], r"class 'b' of .*/val is missing in .*/train; "),
+    ],
+)
+def test_says_what_is_wrong(tmp_path: Path, files: list[str], said: str) -> None:
+    root = _touch(tmp_path, *files)
+    with pytest.raises(UsageError, match=said):
+        scan(root)
+
+
+def test_all_differences_at_once_and_not_too_many_names(tmp_path: Path) -> None:
+    root = _touch(tmp_path, *(f"train/c{each}/1.jpg" for each in range(8)), "val/d/1.jpg", "val/e/none")
+    with pytest.raises(UsageError) as caught:
+        scan(root)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert "8 classes: 'c0', 'c1', 'c2', 'c3', 'c4' and 3 more of" in lines[0]
+    assert "2 classes: 'd', 'e' of" in lines[1]
+    assert "no images in class 'e' of" in lines[2]
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, lockstep.data.sources, lockstep.data.scan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
