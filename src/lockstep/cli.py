@@ -66,6 +66,8 @@ class Shell(click.Group):
 
 @click.group(cls=Shell, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lockstep")
+# torch.distributed.launch without --use_env says before the command what LOCAL_RANK says too.
+@click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def main() -> None:
     """Train PyTorch models on any number of processes with the same numbers, bit for bit."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 from typing import Final
@@ -12,7 +13,8 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends, even by SIGKILL (Linux)."""
-    parent = os.getppid()
+    known = multiprocessing.parent_process()  # from before the fork, where Python made this process
+    parent = known.pid if known else os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)

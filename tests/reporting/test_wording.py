@@ -44,7 +44,8 @@ def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", top={})
     assert wording.evaluated(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
     assert wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
-    assert wording.stopped(stopped()) == ("stopped by SIGTERM after step 690; the same command goes on from there")
+    expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to go on"
+    assert wording.stopped(stopped(), "runs/a") == expected
 
 
 def test_summary_counts_what_this_start_did() -> None:

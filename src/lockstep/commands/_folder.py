@@ -41,6 +41,15 @@ class Claim:
     notes: list[str]
 
 
+def with_microbatches(loaded: Loaded) -> Loaded:
+    """Return `loaded` with the micro-batches of the run that goes on, where its recipe leaves them out.
+
+    It only reads: what depends on them is checked before a run folder is made.
+    """
+    before = _recipe_before(loaded) if loaded.config.recipe.microbatches is None else None
+    return loaded if before is None else _with_microbatches(loaded, before.microbatches)
+
+
 def claim(loaded: Loaded) -> Claim:
     """Lock the run folder that `loaded` asks for and decide where the run begins.
 
@@ -48,7 +57,7 @@ def claim(loaded: Loaded) -> Claim:
     """
     run = loaded.config.run
     folder = Path(run.dir) if run.dir else _fresh(loaded.name)
-    held = lock(folder)
+    held = _locked(folder)
     try:
         checkpoint_path, notes = _beginning(loaded, folder)
     except BaseException:
@@ -59,16 +68,22 @@ def claim(loaded: Loaded) -> Claim:
 
 def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
     """Write config.yaml, with the micro-batches that the run began with, and environment.json."""
-    recipe = loaded.config.recipe.model_copy(update={"microbatches": microbatches})
-    resolved = replace(loaded, config=loaded.config.model_copy(update={"recipe": recipe}))
+    resolved = _with_microbatches(loaded, microbatches)
     durable.replace(folder / CONFIG, loading.to_yaml(resolved).encode())
     environment = json.dumps(machine.environment(), indent=1, sort_keys=True) + "\n"
     durable.replace(folder / ENVIRONMENT, environment.encode())
 
 
-def microbatches_of(path: Path) -> int:
-    """Return the micro-batches of the run that a checkpoint belongs to."""
-    return int(json.loads((path / checkpoint.STATE).read_text(encoding="utf-8"))["microbatches"])
+def _with_microbatches(loaded: Loaded, microbatches: int | None) -> Loaded:
+    recipe = loaded.config.recipe.model_copy(update={"microbatches": microbatches})
+    return replace(loaded, config=loaded.config.model_copy(update={"recipe": recipe}))
+
+
+def _locked(folder: Path) -> Lock:
+    try:
+        return lock(folder)
+    except OSError as error:
+        raise UsageError(f"run.dir {folder}: cannot be used: {error.strerror}; choose another run.dir") from error
 
 
 def _fresh(name: str) -> Path:
@@ -77,39 +92,54 @@ def _fresh(name: str) -> Path:
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
+def _recipe_before(loaded: Loaded) -> Recipe | None:
+    """Return the recipe of the run that goes on, None where a new one begins."""
+    run = loaded.config.run
+    if run.resume not in ("auto", "never"):
+        return _saved_recipe(checkpoint.load(Path(run.resume)))
+    config = Path(run.dir) / CONFIG if run.dir else None
+    return _recorded_recipe(config) if config and config.exists() else None
+
+
 def _beginning(loaded: Loaded, folder: Path) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
-    holds_run = (folder / CONFIG).exists()
+    holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, checkpoint.FOLDER))
     if holds_run and resume != "auto":
         raise UsageError(
             f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
             f"or run.resume=auto to go on with it"
         )
     if resume not in ("auto", "never"):
-        return _elsewhere(loaded, Path(resume))
+        found = checkpoint.load(Path(resume))
+        _refuse_other_recipe(found.path, _saved_recipe(found), loaded.config.recipe)
+        return found.path, _warnings(found)
     if not holds_run:
         return None, []
-    try:
-        before = loading.load(str(folder / CONFIG)).config.recipe
-    except ConfigError as error:
-        raise UsageError(f"{folder}: its configuration cannot be read; choose another run.dir\n{error}") from error
-    _refuse_other_recipe(folder, before, loaded.config.recipe)
-    found = checkpoint.newest(folder / checkpoint.FOLDER)
-    if found is None:
+    _refuse_other_recipe(folder, _recorded_recipe(folder / CONFIG), loaded.config.recipe)
+    newest = checkpoint.newest(folder / checkpoint.FOLDER)
+    if newest is None:
         return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
-    return found.path, [f"warning: {problem}" for problem in found.problems]
+    return newest.path, _warnings(newest)
 
 
-def _elsewhere(loaded: Loaded, path: Path) -> tuple[Path, list[str]]:
-    found = checkpoint.load(path)
-    saved = Recipe.model_validate(found.snapshot.state["recipe"])
-    _refuse_other_recipe(path, saved, loaded.config.recipe)
-    return found.path, [f"warning: {problem}" for problem in found.problems]
+def _warnings(found: checkpoint.Found) -> list[str]:
+    return [f"warning: {problem}" for problem in found.problems]
+
+
+def _saved_recipe(found: checkpoint.Found) -> Recipe:
+    return Recipe.model_validate(found.snapshot.state["recipe"])
+
+
+def _recorded_recipe(config: Path) -> Recipe:
+    try:
+        return loading.load(str(config)).config.recipe
+    except ConfigError as error:
+        raise UsageError(
+            f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"
+        ) from error
 
 
 def _refuse_other_recipe(place: Path, before: Recipe, now: Recipe) -> None:
-    if now.microbatches is None:
-        now = now.model_copy(update={"microbatches": before.microbatches})
     if comparable(write.values(before)) == comparable(write.values(now)):
         return
     moved = ("data.root: ", "data.download: ")

@@ -20,7 +20,7 @@ from lockstep.config import write
 from lockstep.config.load import Loaded
 from lockstep.core.rank import RankInfo
 from lockstep.data.loader import Loader
-from lockstep.errors import EXIT_DONE
+from lockstep.errors import EXIT_DONE, LockstepError, UsageError
 from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines
@@ -50,32 +50,40 @@ def run_rank(loaded: Loaded, info: RankInfo, start: Start | None, rendezvous: st
     Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder and tells the
     others where the run begins.
     """
-    placement = loaded.config.placement
-    fix_kernels(loaded.config.recipe.threads)
+    placement, recipe = loaded.config.placement, loaded.config.recipe
+    fix_kernels(recipe.threads)
     stop = StopRequest()
-    held = _folder.claim(loaded) if start is None and info.rank == 0 else None
-    check_placement(loaded.config, info.size, loaded.config.recipe.microbatches or info.size)
-    ready = ready or setup(loaded.config.recipe, loaded.config.recipe.microbatches or info.size)
+    microbatches = recipe.microbatches or info.size
+    check_placement(loaded.config, info.size, microbatches)
+    ready = ready or setup(recipe, microbatches)
     world = open_world(info, placement.device, rendezvous, placement.timeout_s)
-    with held.lock if held else nullcontext():
-        place = f"rank {world.rank} of {world.size}  local rank {world.local_rank}"
-        sys.stdout.write(f"{place}  host {world.host}  device {world.device}\n")  # at once: ranks share the terminal
-        sys.stdout.flush()
-        if held:
-            for note in held.notes:
-                print(note, file=sys.stderr)
-        start = start or _agree_on_start(world, loaded, held)
-        code = _Training(loaded, ready, world, start).run(stop)
+    place = f"rank {world.rank} of {world.size}  local rank {world.local_rank}"
+    sys.stdout.write(f"{place}  host {world.host}  device {world.device}\n")  # at once: ranks share the terminal
+    sys.stdout.flush()
+    with nullcontext(start) if start else _claimed(world, loaded, microbatches) as agreed:
+        code = _Training(loaded, ready, world, agreed).run(stop)
         world.close()
     return code
 
 
-def _agree_on_start(world: World, loaded: Loaded, held: _folder.Claim | None) -> Start:
-    path = world.tell(str(held.checkpoint or "") if held else "")
-    folder = world.tell(str(held.folder) if held else "")
-    resumed = Path(path) if path else None
-    microbatches = _folder.microbatches_of(resumed) if resumed else loaded.config.recipe.microbatches or world.size
-    return Start(Path(folder), resumed, microbatches)
+@contextmanager
+def _claimed(world: World, loaded: Loaded, microbatches: int) -> Iterator[Start]:
+    """Hold the run folder on rank 0 while the block runs; all ranks call it, and all of them hear of a refusal."""
+    held, refusal = None, None
+    if world.rank == 0:
+        try:
+            held = _folder.claim(loaded)
+        except LockstepError as error:
+            refusal = error
+    told = world.tell(str(refusal or ""))
+    if told:
+        raise refusal or UsageError(told)
+    with held.lock if held else nullcontext():
+        for note in held.notes if held else []:
+            print(note, file=sys.stderr)
+        path = world.tell(str(held.checkpoint or "") if held else "")
+        folder = world.tell(str(held.folder) if held else "")
+        yield Start(Path(folder), Path(path) if path else None, microbatches)
 
 
 class _Training:

@@ -18,36 +18,48 @@ if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
     from lockstep.commands._training import Start
     from lockstep.config.load import Loaded
+    from lockstep.config.placement import Placement
     from lockstep.core.rank import RankInfo
 
 
 @click.command("train")
-@click.argument("recipe", default="digits")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch without --use_env
-def command(recipe: str, overrides: tuple[str, ...], local_rank: int | None) -> None:
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+def command(words: tuple[str, ...]) -> None:
     """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out).
 
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
     """
-    from lockstep.config.load import load
+    from lockstep.config.load import load, split
 
-    if "=" in recipe:
-        recipe, overrides = "digits", (recipe, *overrides)
-    loaded = load(recipe, overrides)
+    loaded = load(*split(words))
     info = detect(os.environ)
-    if info is not None and local_rank is not None and local_rank != info.local_rank:
-        raise UsageError(f"--local-rank is {local_rank}, but LOCAL_RANK is {info.local_rank}; give one of them")
     raise SystemExit(_as_rank(loaded, info) if info else _here(loaded))
 
 
 def _as_rank(loaded: Loaded, info: RankInfo) -> int:
     """Train as one rank of those that another launcher started."""
+    _check_launch(loaded.config.placement, info)
+
+    from lockstep.commands import _folder
     from lockstep.commands._training import run_rank
     from lockstep.runtime.agent import die_with_launcher
 
     die_with_launcher(info.launcher)
-    return run_rank(loaded, info, None, loaded.config.placement.rendezvous)
+    return run_rank(_folder.with_microbatches(loaded), info, None, loaded.config.placement.rendezvous)
+
+
+def _check_launch(placement: Placement, info: RankInfo) -> None:
+    """Raise UsageError where the launcher started another run than the one that was asked for."""
+    if placement.processes not in ("auto", info.size):
+        raise UsageError(
+            f"placement.processes: {placement.processes} asked for, but the launcher says WORLD_SIZE={info.size}; "
+            f"start as many, or leave placement.processes out"
+        )
+    if info.size > 1 and placement.rendezvous == "env://" and not (info.master and info.port):
+        raise UsageError(
+            "placement.rendezvous: env:// needs MASTER_ADDR and MASTER_PORT, and one is not set; "
+            "set both, or use tcp://HOST:PORT or file:///PATH"
+        )
 
 
 def _here(loaded: Loaded) -> int:
@@ -60,6 +72,7 @@ def _here(loaded: Loaded) -> int:
     from lockstep.runtime.world import ALONE
 
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    loaded = _folder.with_microbatches(loaded)
     count = _setup.processes(loaded.config)
     microbatches = loaded.config.recipe.microbatches or count
     _setup.check_placement(loaded.config, count, microbatches)
@@ -68,8 +81,6 @@ def _here(loaded: Loaded) -> int:
     with claim.lock:
         for note in claim.notes:
             click.echo(note, err=True)
-        if claim.checkpoint is not None:
-            microbatches = _folder.microbatches_of(claim.checkpoint)
         start = Start(claim.folder, claim.checkpoint, microbatches)
         if count == 1:
             return run_rank(loaded, ALONE, start, "", ready)

@@ -46,7 +46,7 @@ class Console:
                 self._line(wording.saved(event))
             case Stopped():
                 self.close()
-                self._line(wording.stopped(event))
+                self._line(wording.stopped(event, self._run_dir))
             case Done():
                 self.close()
                 self._finish(event)

@@ -60,9 +60,9 @@ def saved(event: Saved) -> str:
     return f"saved {event.path}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
-def stopped(event: Stopped) -> str:
+def stopped(event: Stopped, run_dir: str) -> str:
     """Say why the run ends early, and how it goes on."""
-    return f"stopped by {event.reason} after step {event.step:,}; the same command goes on from there"
+    return f"stopped by {event.reason} after step {event.step:,}; start again with run.dir={run_dir} to go on"
 
 
 def summary(event: Done, run: Started, run_dir: str) -> list[Row]:

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -23,13 +24,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Final, Literal
 
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, LockstepError
 from lockstep.parent import die_with_parent
 from lockstep.runtime.peers import PeerLostError
 
 Worker = Callable[[str], int]  # takes the rendezvous, returns the exit code
+
+_PATIENCE_S: Final = 1.0  # ten looks of the agent at its workers
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,14 @@ class Failure:
 def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]) -> int:
     """Run `worker` in so many processes and return the exit code of the run.
 
-    SIGINT and SIGTERM go on to the workers, which decide at a step boundary; a second SIGINT kills them. The failure
-    that came first is printed, and the others, which only lost a peer, are not.
+    SIGINT and SIGTERM go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends. A
+    second SIGINT kills them. The failure that came first is printed, and the others, which only lost a peer, are not.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _forwarded_signals():
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _relayed_signals(folder) as received:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -71,6 +74,8 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
             codes = elastic_launch(config, _begin)(worker, folder)
         except ChildFailedError as error:
             first = error.get_first_failure()[1]
+            if -first.exitcode in received:
+                return _ended_by(-first.exitcode)
             return _explain(Path(folder), processes, first.local_rank, first.exitcode)
         return max(int(code) for code in codes.values())
 
@@ -93,6 +98,8 @@ def _begin(worker: Worker, folder: str) -> int:
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
     os.setpgid(0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the agent's own way with them came along in the fork
+        signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     rank = int(os.environ["RANK"])
     try:
@@ -104,47 +111,67 @@ def _begin(worker: Worker, folder: str) -> int:
         failure = Failure(rank, time.time(), describe(error), code, isinstance(error, PeerLostError))
         (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
         sys.stdout.flush()
+        if failure.peer_lost:
+            _let_the_cause_be_seen()
         os._exit(code)  # not by the agent's own way, which prints a traceback
 
 
+def _let_the_cause_be_seen() -> None:
+    """Wait to be ended by the agent: of two that fail it tells one, and that is not to be the one that lost a peer."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_PATIENCE_S)
+
+
 def _explain(folder: Path, processes: int, rank: int, code: int) -> int:
-    """Print the first failure that has a cause of its own, and return its exit code."""
-    failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank-*.json")]
-    causes = sorted((each for each in failures if not each.peer_lost), key=lambda each: each.time)
-    if causes:
-        print(
-            f"[rank {causes[0].rank} of {processes}, {socket.gethostname()}] {causes[0].text}",
-            file=sys.stderr,
-        )
-        return causes[0].exit_code
-    silent = sorted(set(range(processes)) - {each.rank for each in failures})
-    lost = rank if rank in silent else silent[0] if silent else rank
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 and rank == lost else "ended without a word"
+    """Print the first failure that has a cause of its own, and return its exit code.
+
+    `rank` ended with `code` before any other, as far as the agent saw. A rank that was killed could not say why.
+    """
+    said = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank-*.json")]
+    said.sort(key=lambda failure: (failure.peer_lost, failure.time))
+    if said and (not said[0].peer_lost or rank in {failure.rank for failure in said}):
+        print(f"[rank {said[0].rank} of {processes}, {socket.gethostname()}] {said[0].text}", file=sys.stderr)
+        return said[0].exit_code
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended without a word, with exit code {code}"
     print(
-        f"error: [rank {lost} of {processes}, {socket.gethostname()}] {how}; the other ranks were stopped. "
-        f"Start the same command again to go on from the last checkpoint",
+        f"error: [rank {rank} of {processes}, {socket.gethostname()}] {how}; the other ranks were stopped. "
+        f"Start again with the same run.dir to go on from the last checkpoint",
         file=sys.stderr,
     )
     return EXIT_FAILED
 
 
-@contextmanager
-def _forwarded_signals() -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the workers while the block runs."""
-    interrupts = 0
+def _ended_by(number: int) -> int:
+    """Say which signal ended a run that had not begun to train, and return the exit code, as shells count."""
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
+    return 128 + number
 
-    def forward(number: int, _frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
-        for child in multiprocessing.active_children():
+
+@contextmanager
+def _relayed_signals(folder: str) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to the workers while the block runs; yield those that came so far."""
+    received: list[int] = []
+    agent = os.getpid()
+
+    def relay(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != agent:  # a worker that has not begun
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        received.append(number)
+        workers = multiprocessing.active_children()
+        if not workers:
+            raise SystemExit(_ended_by(number))
+        at_once = received.count(signal.SIGINT) > 1
+        for worker in workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid or 0, signal.SIGKILL if interrupts > 1 else number)
-        if interrupts > 1:
+                os.kill(worker.pid or 0, signal.SIGKILL if at_once else number)
+        if at_once:
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(EXIT_INTERRUPTED)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, action in before.items():
             signal.signal(number, action)
