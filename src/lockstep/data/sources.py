@@ -110,7 +110,7 @@ def _check_words(
         raise UsageError(f"data set {name}: no such data set{choices(name, valid)}")
     found = [
         *_misplaced(name, image_size, resize_size, resized_crop, on_error),
-        *_contradictions(image_size or _FOLDER_SIZE, resize_size, resized_crop_scale),
+        *_contradictions(name, image_size or _FOLDER_SIZE, resize_size, resized_crop_scale),
         *_options(name, options),
     ]
     if found:
@@ -135,7 +135,9 @@ def _misplaced(
         yield "on_error: skip is only for data set folder; catch the error in your own data set"
 
 
-def _contradictions(size: int, resize_size: int | None, scale: Sequence[float]) -> Iterator[str]:
+def _contradictions(name: str, size: int, resize_size: int | None, scale: Sequence[float]) -> Iterator[str]:
+    if name != "folder":
+        return
     if resize_size is not None and resize_size < size:
         yield f"resize_size: {resize_size} is less than the image_size {size} to be cut; use at least {size}"
     if not 0 < scale[0] <= scale[1] <= 1:

@@ -1,0 +1,246 @@
+"""Users' own data sets: what they may return, what is said of the rest, and draws that follow from the sample."""
+
+import random as python_random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import IterableDataset, TensorDataset
+
+from lockstep.data.base import DataSet
+from lockstep.data.digits import digits
+from lockstep.data.imported import imported, tensor
+from lockstep.errors import TrainingError, UsageError
+
+Open = Callable[..., DataSet]
+
+
+class Listed:
+    """A map-style data set over a list of samples, each an item or a function that makes one."""
+
+    def __init__(self, samples: list[Any], **attributes: Any) -> None:
+        self.samples = samples
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        return sample() if callable(sample) else sample
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+@pytest.fixture
+def open_with(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Return `imported` for a function given as an object."""
+
+    def opened(function: Any, options: Mapping[str, Any] | None = None) -> DataSet:
+        monkeypatch.setattr("lockstep.data.imported.import_object", lambda path, what: function)
+        return imported("mine:data", options or {})
+
+    return opened
+
+
+def _bytes(value: int) -> torch.Tensor:
+    return torch.full((3, 4, 5), value, dtype=torch.uint8)
+
+
+def _pictures() -> Listed:
+    return Listed([(_bytes(each), each % 2) for each in range(6)], classes=["even", "odd"])
+
+
+def test_imports_by_path_and_passes_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_data_here.py").write_text(
+        "import torch\n"
+        "def data(samples, *, offset=0):\n"
+        "    part = [(torch.tensor([float(each + offset)]), each) for each in range(samples)]\n"
+        "    return part, part[:2]\n"
+    )
+    data = imported("own_data_here:data", {"samples": 4, "offset": 10, "classes": 4})
+    assert (len(data.train), len(data.validation)) == (4, 2)
+    inputs, targets = data.train.fetch(np.array([3, 1]), None)
+    assert inputs.tolist() == [[13.0], [11.0]]
+    assert targets.tolist() == [3, 1]
+    assert targets.dtype == torch.int64
+    assert data.classes == ["0", "1", "2", "3"]
+    assert not data.train.in_memory
+
+
+def test_images_of_bytes_are_scaled_to_one(open_with: Open) -> None:
+    data = open_with(lambda: (_pictures(), _pictures()))
+    assert data.shape == (3, 4, 5)
+    assert data.mean == (0.0, 0.0, 0.0)
+    assert data.std == (1.0, 1.0, 1.0)
+    assert data.classes == ["even", "odd"]
+
+
+def test_other_data_is_left_as_it_is(open_with: Open) -> None:
+    part = TensorDataset(torch.randn(5, 7), torch.arange(5))
+    data = open_with(lambda: (part, part), {"classes": ["a", "b", "c", "d", "e"]})
+    assert data.shape == (7,)
+    assert data.mean is None
+    assert data.std is None
+    assert torch.equal(data.validation.fetch(np.arange(5), None)[0], part.tensors[0])
+
+
+def test_a_whole_data_set_is_returned_as_it_is(open_with: Open) -> None:
+    whole = digits()
+    assert open_with(lambda: whole) is whole
+
+
+def test_no_samples_keep_their_shape(open_with: Open) -> None:
+    inputs, targets = open_with(lambda: (_pictures(), _pictures())).train.fetch(np.array([], np.int64), 1)
+    assert inputs.shape == (0, 3, 4, 5)
+    assert inputs.dtype == torch.uint8
+    assert (targets.shape, targets.dtype) == ((0,), torch.int64)
+
+
+def _drawing() -> tuple[torch.Tensor, int]:
+    drawn = [python_random.random(), float(np.random.rand()), float(torch.rand(()))]
+    return torch.tensor(drawn, dtype=torch.float64), 0
+
+
+def test_random_numbers_follow_from_draw_and_sample_alone(open_with: Open) -> None:
+    part = Listed([_drawing] * 6, classes=["one"])
+    split = open_with(lambda: (part, part)).train
+    first, _ = split.fetch(np.arange(6), 5)
+    again, _ = split.fetch(np.array([4, 2]), 5)
+    assert torch.equal(again, first[[4, 2]])
+    assert len(first.flatten().unique()) == 18  # no sample and no generator draws what another does
+    other, _ = split.fetch(np.arange(6), 6)
+    assert (other != first).all()
+    assert torch.equal(split.fetch(np.arange(6), None)[0], split.fetch(np.arange(6), None)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "attributes", "classes"),
+    [
+        ({"classes": 2}, {"classes": ["x", "y", "z"]}, ["0", "1"]),
+        ({"classes": ["p", "q"]}, {}, ["p", "q"]),
+        ({}, {"classes": ("x", "y")}, ["x", "y"]),
+        ({}, {"classes": 3}, ["0", "1", "2"]),
+        ({}, {"targets": [0, 3, 1]}, ["0", "1", "2", "3"]),
+        ({}, {"targets": torch.tensor([0, 2])}, ["0", "1", "2"]),
+        ({}, {"targets": np.array([1, 0])}, ["0", "1"]),
+    ],
+)
+def test_classes(open_with: Open, options: dict[str, Any], attributes: dict[str, Any], classes: list[str]) -> None:
+    part = Listed([(_bytes(1), 0)], **attributes)
+    assert open_with(lambda: (part, part), options).classes == classes
+
+
+def test_the_option_classes_reaches_a_function_that_takes_it(open_with: Open) -> None:
+    def with_classes(classes: int) -> Any:
+        part = Listed([(_bytes(classes), 0)])
+        return part, part
+
+    data = open_with(with_classes, {"classes": 7})
+    assert data.train.fetch(np.array([0]), None)[0].unique().tolist() == [7]
+    assert len(data.classes) == 7
+
+
+def _part(**attributes: Any) -> Listed:
+    return Listed([(_bytes(0), 0)], **attributes)
+
+
+def _fails() -> Any:
+    return 1 // 0
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        (7, {}, r"^data set mine:data: it is of type int; name a function$"),
+        (lambda size: None, {}, r"missing a required argument: 'size'; it takes \(size\), and .* gives nothing$"),
+        (
+            lambda size: None,
+            {"sise": 3, "size": 1},
+            r"unexpected keyword argument 'sise'; it takes .* gives sise, size$",
+        ),
+        (_fails, {}, r"ZeroDivisionError: integer division or modulo by zero \(.*test_imported\.py:\d+\)$"),
+        (lambda: None, {}, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
+        (lambda: _part(), {}, r"got an object of type Listed$"),
+        (lambda: (_part(), _part(), _part()), {}, r"got a tuple of 3$"),
+        (lambda: (_part(classes=1), 5), {}, r"its validation part is an object of type int; expected a map-style"),
+        (lambda: (Endless(), Endless()), {}, r"its training part is an object of type Endless; expected a map-style"),
+        (lambda: ({}, {}), {}, r"its training part is an object of type dict; "),
+        (lambda: (_part(classes=1), Listed([])), {}, r"its validation part has no samples$"),
+        (lambda: (_part(), _part()), {}, r"has neither classes nor targets; say how many .*options\.classes$"),
+        (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
+        (lambda: (_part(), _part()), {"classes": True}, r"options\.classes: expected a number or a list of names"),
+        (lambda: (Listed([_bytes(0)]), _part()), {}, r"training sample 0: expected \(input, target\), got an object"),
+        (lambda: (Listed([("text", 0)]), _part()), {}, r"sample 0: its input is an object of type str; expected a pic"),
+        (lambda: (Listed([(_bytes(0), None)]), _part()), {}, r"training sample 0: its target is None; expected"),
+        (lambda: (Listed([_fails]), _part()), {}, r"training sample 0: ZeroDivisionError: .*test_imported\.py:\d+\)"),
+    ],
+)
+def test_says_what_came_instead(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        open_with(function, options)
+
+
+def test_errors_while_training_name_the_sample(open_with: Open) -> None:
+    part = Listed([(_bytes(0), 0), _fails, (_bytes(1)[:, :2], 1)], classes=2)
+    split = open_with(lambda: (part, part)).train
+    with pytest.raises(TrainingError, match=r"^data set mine:data: training sample 1: ZeroDivisionError: "):
+        split.fetch(np.array([0, 1]), None)
+    message = r"inputs differ: \[3, 4, 5\] of torch\.uint8 \(sample 0\), \[3, 2, 5\] of torch\.uint8 \(sample 2\); give"
+    with pytest.raises(TrainingError, match=message):
+        split.fetch(np.array([0, 2]), None)
+
+
+def test_an_error_meant_for_the_user_passes(open_with: Open) -> None:
+    def raises() -> Any:
+        raise UsageError("my own words")
+
+    with pytest.raises(UsageError, match=r"^my own words$"):
+        open_with(raises)
+
+
+_GREY = np.arange(20, dtype=np.uint8).reshape(4, 5)
+_COLOUR = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Image.fromarray(_GREY), torch.from_numpy(_GREY)[None]),
+        (Image.fromarray(_COLOUR), torch.from_numpy(_COLOUR).permute(2, 0, 1)),
+        (
+            Image.fromarray(_COLOUR).convert("RGBA"),
+            torch.from_numpy(np.dstack([_COLOUR, 0 * _GREY + 255])).permute(2, 0, 1),
+        ),
+        (Image.fromarray(_GREY).convert("P"), torch.from_numpy(_GREY).expand(3, 4, 5)),
+        (Image.fromarray(_GREY > 9), torch.from_numpy((_GREY > 9) * np.uint8(255))[None]),
+        (_COLOUR, torch.from_numpy(_COLOUR).permute(2, 0, 1)),
+        (_GREY, torch.from_numpy(_GREY)[None]),
+        (_COLOUR.transpose(2, 0, 1), torch.from_numpy(_COLOUR).permute(2, 0, 1)),
+        (_GREY.astype(np.float64), torch.from_numpy(_GREY).float()),
+        (_GREY.astype(np.float16), torch.from_numpy(_GREY).half()),
+        (np.int16(3), torch.tensor(3, dtype=torch.int16)),
+        (3, torch.tensor(3)),
+        (0.5, torch.tensor(0.5)),
+        (torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)),
+    ],
+)
+def test_values_become_tensors(value: Any, expected: torch.Tensor) -> None:
+    found = tensor(value)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("value", ["text", None, [1, 2], {"a": 1}, np.array(["text"]), np.array([None])])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="expected"):
+        tensor(value)

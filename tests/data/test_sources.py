@@ -1,0 +1,112 @@
+"""Data sets by name: each is found, and what does not fit it is refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lockstep.data.base import DataSet
+from lockstep.data.sizes import KNOWN, SYNTHETIC, training_samples
+from lockstep.data.sources import NAMES, check, open_data
+from lockstep.errors import UsageError
+
+
+def _open(name: str, **changed: Any) -> DataSet:
+    return open_data(**{**_defaults(name), "download": False, **changed})
+
+
+def _check(name: str, **changed: Any) -> None:
+    check(**{**_defaults(name), **changed})
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "root": "nowhere",
+        "image_size": None,
+        "resize_size": None,
+        "resized_crop": False,
+        "resized_crop_scale": (0.08, 1.0),
+        "on_error": "raise",
+        "options": {},
+    }
+
+
+def test_digits() -> None:
+    assert _open("digits").shape == (1, 8, 8)
+    assert _open("digits", image_size=8).shape == (1, 8, 8)
+
+
+def test_synthetic_has_its_defaults_and_options() -> None:
+    data = _open("synthetic")
+    assert (len(data.train), len(data.validation)) == (SYNTHETIC["samples"], SYNTHETIC["validation_samples"])
+    assert len(data.train) == training_samples("synthetic", "", {})
+    assert data.shape == (3, 32, 32)
+    assert len(data.classes) == 10
+    options = {"samples": 6, "validation_samples": 2, "classes": 3, "channels": 1}
+    data = _open("synthetic", image_size=9, options=options)
+    assert (len(data.train), len(data.validation), len(data.classes)) == (6, 2, 3)
+    assert data.shape == (1, 9, 9)
+
+
+def test_folder_has_its_defaults(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.new("RGB", (300, 260)).save(tmp_path / split / "a" / "1.png")
+    root = str(tmp_path)
+    assert _open("folder", root=root).shape == (3, 224, 224)
+    assert _open("folder", root=root, image_size=16, resize_size=20, resized_crop=True).shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
+def test_torchvisions_sets_are_looked_for(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"^data set {name}: not found whole in .*download=true$"):
+        _open(name, root=str(tmp_path))
+
+
+def test_an_import_path_gets_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "source_here.py").write_text("def data(count):\n    part = [(0.5, 1)] * count\n    return part, part\n")
+    data = _open("source_here:data", options={"count": 3, "classes": 2})
+    assert len(data.train) == 3
+
+
+def test_every_known_size_is_of_a_known_name() -> None:
+    assert KNOWN.keys() <= set(NAMES)
+
+
+@pytest.mark.parametrize("opened", [_open, _check])
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("cifar", {}, r"^data set cifar: no such data set; did you mean .*'cifar10'.*\? Valid: digits, .*:function$"),
+        ("zzz", {}, r"^data set zzz: no such data set; valid: digits, cifar10, "),
+        ("digits", {"options": {"samples": 3}}, r"digits: options\.samples: it takes no options; remove it$"),
+        ("synthetic", {"options": {"sample": 3}}, r"options\.sample: unknown option; did you mean 'samples'"),
+        ("synthetic", {"options": {"samples": 0}}, r"options\.samples: expected a whole number of at least 1; got 0$"),
+        ("synthetic", {"options": {"classes": "9"}}, r"options\.classes: expected a whole number .* got '9'$"),
+        ("synthetic", {"options": {"classes": True}}, r"options\.classes: expected a whole number .* got True$"),
+        ("cifar10", {"image_size": 64}, r"image_size: 64 cannot be had, its images are 32x32; remove it$"),
+        ("a:b", {"image_size": 64}, r"image_size: 64 cannot be had, its function decides the size; remove it$"),
+        ("mnist", {"resize_size": 64}, r"resize_size: 64 is only for data set folder; remove it$"),
+        ("digits", {"resized_crop": True}, r"resized_crop: true is only for data set folder; remove it$"),
+        ("a:b", {"on_error": "skip"}, r"on_error: skip is only for data set folder; catch the error in your own"),
+        ("folder", {"resize_size": 200}, r"resize_size: 200 is less than the image_size 224 .* at least 224$"),
+        ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is no range of shares"),
+        ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is no range of shares"),
+        ("folder", {}, r"there is no folder nowhere/train"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    opened: Callable[..., Any], name: str, changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        opened(name, **changed)
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        _check("digits", image_size=9, resize_size=9, resized_crop=True, options={"a": 1, "b": 2})
+    assert len(str(caught.value).splitlines()) == 5
