@@ -192,6 +192,7 @@ class _fetching:  # noqa: N801 - a context manager that reads as a verb
             num_workers=self._workers,
             pin_memory=self._pinned,
             worker_init_fn=_begin_worker,
+            generator=torch.Generator(),  # else it draws its processes' seed from the trainer's random numbers
             # Not spawned: a worker would import torch anew, and hold another copy of what the split keeps.
             multiprocessing_context="fork",
         )

@@ -1,0 +1,193 @@
+import multiprocessing
+import os
+import signal
+import time
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core import random
+from lockstep.core.order import Step, Steps, permutation
+from lockstep.data.base import SKIPPED, DataSet, Split
+from lockstep.data.loader import Finish, Loader
+from lockstep.data.tensors import TensorSplit
+from lockstep.errors import TrainingError
+from lockstep.tasks.base import MicroBatch
+
+Update = tuple[Step, list[MicroBatch]]
+
+
+class Decoded:
+    """A split that is worth loader processes: its images are made of (draw, index) when asked for."""
+
+    in_memory = False
+
+    def __init__(self, length: int, broken: int | None = None, skipped: int | None = None) -> None:
+        self._length = length
+        self._broken = broken
+        self._skipped = skipped
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        if self._broken in indices:
+            raise TrainingError(f"/images/{self._broken}.jpg: cannot be read as an image: truncated")
+        noise = random.uniform(draw or 0, indices, 48).reshape(-1, 3, 4, 4)
+        targets = torch.from_numpy(np.where(indices == self._skipped, SKIPPED, indices))
+        return torch.from_numpy((noise * 256).astype(np.uint8)), targets
+
+
+def _finish() -> Finish:
+    return Finish(torch.device("cpu"), 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
+
+
+def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
+    data = DataSet(split, split, ["only"], (3, 4, 4))
+    return Loader(data, Steps(len(split), batch, epochs=2), microbatches, _finish(), rank, size, workers)
+
+
+def _numbered(length: int) -> TensorSplit:
+    """Return a split whose targets are the sample numbers."""
+    images = torch.arange(length * 48).remainder(251).to(torch.uint8).view(length, 3, 4, 4)
+    return TensorSplit(images, torch.arange(length))
+
+
+def _same(one: Update, other: Update) -> bool:
+    return one[0] == other[0] and all(
+        a.index == b.index and torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
+        for a, b in zip(one[1], other[1], strict=True)
+    )
+
+
+@given(length=st.integers(1, 40), batch=st.integers(1, 16), microbatches=st.integers(1, 8), size=st.integers(1, 5))
+@settings(deadline=None, max_examples=50)
+def test_ranks_share_what_one_process_would_compute(length: int, batch: int, microbatches: int, size: int) -> None:
+    split = _numbered(length)
+    alone = list(_loader(split, batch, microbatches).training(0))
+    ranks = [list(_loader(split, batch, microbatches, rank, size).training(0)) for rank in range(size)]
+    together = [
+        (step, [each for updates in ranks for each in updates[number][1]]) for number, (step, _) in enumerate(alone)
+    ]
+    assert all(_same(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
+    updates = list(_loader(_numbered(23), 8, 3).training(0))
+    visited = [torch.cat([each.targets for each in microbatches]).tolist() for _, microbatches in updates]
+    assert [len(batch) for batch in visited] == [8, 8, 7] * 2
+    assert list(chain.from_iterable(visited[:3])) == permutation(3, 0, 23).tolist()
+    assert list(chain.from_iterable(visited[3:])) == permutation(3, 1, 23).tolist()
+    assert [[len(each.targets) for each in microbatches] for _, microbatches in updates[:3]] == [
+        [3, 3, 2],
+        [3, 3, 2],
+        [3, 2, 2],
+    ]
+
+
+def test_each_epoch_augments_anew_and_each_run_alike() -> None:
+    images = torch.randint(0, 256, (4, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    split = TensorSplit(images, torch.arange(4))
+    first, second = (_sorted(microbatches) for _, microbatches in _loader(split, 4, 1).training(0))
+    again, _ = (_sorted(microbatches) for _, microbatches in _loader(split, 4, 1).training(0))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def _sorted(microbatches: list[MicroBatch]) -> Tensor:
+    return microbatches[0].inputs[microbatches[0].targets.argsort()]
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 5])
+def test_starting_at_a_step_gives_the_rest_of_the_run(first: int) -> None:
+    split = Decoded(23)
+    whole, rest = list(_loader(split, 8, 3).training(0)), list(_loader(split, 8, 3).training(first))
+    assert len(whole) == 6
+    assert all(_same(one, other) for one, other in zip(whole[first:], rest, strict=True))
+
+
+def test_loader_processes_change_no_bit() -> None:
+    split = Decoded(23)
+    here = list(_loader(split, 8, 3).training(0))
+    there = list(_loader(split, 8, 3, workers=2).training(0))
+    assert all(_same(one, other) for one, other in zip(here, there, strict=True))
+    assert _validated(_loader(split, 8, 3)) == _validated(_loader(split, 8, 3, workers=2))
+    assert not multiprocessing.active_children()
+
+
+def _validated(loader: Loader) -> list[tuple[int, list[float], list[int]]]:
+    return [(number, inputs.flatten().tolist(), targets.tolist()) for number, inputs, targets in loader.validation(5)]
+
+
+def test_loader_processes_leave_this_process_its_random_numbers() -> None:
+    before = torch.get_rng_state()
+    list(_loader(Decoded(23), 8, 3, workers=1).training(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_lies_in_memory_starts_no_processes() -> None:
+    updates = _loader(_numbered(8), 4, 1, workers=2).training(0)
+    next(updates)
+    assert not multiprocessing.active_children()
+
+
+@given(length=st.integers(1, 50), batch=st.integers(1, 12), size=st.integers(1, 5))
+@settings(deadline=None, max_examples=50)
+def test_validation_visits_each_sample_once_over_all_ranks(length: int, batch: int, size: int) -> None:
+    loaders = [_loader(_numbered(length), 1, 1, rank, size) for rank in range(size)]
+    found = {
+        number: (rank, targets)
+        for rank, loader in enumerate(loaders)
+        for number, _, targets in loader.validation(batch)
+    }
+    assert sorted(found) == list(range(loaders[0].validation_batches(batch)))
+    assert all(rank == number % size for number, (rank, _) in found.items())
+    assert torch.cat([found[number][1] for number in sorted(found)]).tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_says_only_what_it_is(workers: int) -> None:
+    with pytest.raises(TrainingError) as caught:
+        list(_loader(Decoded(23, broken=7), 8, 3, workers=workers).training(0))
+    assert str(caught.value) == "/images/7.jpg: cannot be read as an image: truncated"
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipped_samples_are_counted(workers: int) -> None:
+    loader = _loader(Decoded(23, skipped=7), 8, 3, workers=workers)
+    list(loader.training(0))
+    assert loader.skipped == 2  # once in each epoch
+
+
+def test_leaving_early_ends_the_loader_processes() -> None:
+    updates = _loader(Decoded(1000), 8, 3, workers=2).training(0)
+    next(updates)
+    assert len(multiprocessing.active_children()) == 2
+    updates.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
+
+
+def test_loader_processes_go_on_when_the_terminal_is_interrupted() -> None:
+    updates = _loader(Decoded(1000), 8, 3, workers=2).training(0)
+    next(updates)
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGINT)
+    time.sleep(0.1)
+    assert len([next(updates) for _ in range(20)]) == 20
+    updates.close()  # type: ignore[attr-defined]
+
+
+def test_data_that_is_no_image_comes_as_it_is() -> None:
+    values = torch.arange(12.0).view(4, 3)
+    split = TensorSplit(values, torch.arange(4))
+    data = DataSet(split, split, ["only"], (3,))
+    loader = Loader(data, Steps(4, 4, epochs=1), 1, Finish(torch.device("cpu"), 4))
+    [(_, [microbatch])] = list(loader.training(0))
+    assert torch.equal(microbatch.inputs, values[microbatch.targets])
