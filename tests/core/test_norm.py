@@ -1,0 +1,105 @@
+"""The norm is that of all elements, and no row's part of it depends on which other rows are there."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.core.norm import clip_, row_norms, total_norm
+
+SHAPES = [
+    (1,),
+    (7,),
+    (64,),
+    (5, 1),
+    (5, 3),
+    (8, 16),
+    (3, 1000),
+    (33, 4097),
+    (6, 3, 3, 3),
+    (16, 8, 1, 1),
+    (4, 0),
+    (2, 2, 70000),
+]
+
+
+def _gradient(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype) * torch.rand(shape, generator=generator) ** 8
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_row_has_its_norm_whatever_other_rows_are_there(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = _gradient(shape).to(dtype)
+    norms = row_norms(whole)
+    assert norms.shape == (shape[0],)
+    for parts in (2, 3, shape[0]):
+        pieces = [row_norms(part.clone()) for part in whole.tensor_split(parts)]
+        assert torch.equal(torch.cat(pieces), norms)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.data())
+@settings(deadline=None, max_examples=200)
+def test_rows_of_any_shape(shape: list[int], data: st.DataObject) -> None:
+    whole = _gradient((*shape,), data.draw(st.integers(0, 100)))
+    start = data.draw(st.integers(0, shape[0]))
+    stop = data.draw(st.integers(start, shape[0]))
+    assert torch.equal(row_norms(whole[start:stop].clone()), row_norms(whole)[start:stop])
+
+
+def test_memory_format_changes_no_bit() -> None:
+    whole = _gradient((16, 24, 3, 3))
+    assert torch.equal(row_norms(whole.contiguous(memory_format=torch.channels_last)), row_norms(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_against_the_norm_in_float64(dtype: torch.dtype) -> None:
+    tensors = [_gradient(shape, seed).to(dtype) for seed, shape in enumerate([*SHAPES, ()])]
+    expected = torch.linalg.vector_norm(torch.cat([tensor.double().flatten() for tensor in tensors]))
+    found = total_norm(tensors)
+    assert found.dtype == torch.float64
+    assert found.ndim == 0
+    torch.testing.assert_close(found, expected, rtol=_rounding(dtype), atol=0.0)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Return what errors of either sign add up to in the longest row: as the square root of its length."""
+    longest = max(math.prod(shape[1:]) for shape in SHAPES)
+    return math.sqrt(longest) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+def test_a_golden_norm() -> None:
+    assert total_norm([torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor(12.0)]).item() == 13.0
+
+
+def test_no_rows_have_no_norms() -> None:
+    assert row_norms(torch.empty(0, 3)).shape == (0,)
+    assert total_norm([torch.empty(0), torch.tensor([2.0])]).item() == 2.0
+
+
+def test_clipping_scales_to_the_limit() -> None:
+    tensors = [_gradient((8, 16)), _gradient((5,), seed=1)]
+    before = [tensor.clone() for tensor in tensors]
+    norm = total_norm(tensors)
+    clip_(tensors, norm, 0.25 * norm.item())
+    for clipped, original in zip(tensors, before, strict=True):
+        torch.testing.assert_close(clipped, original * 0.25)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, float("inf")])
+def test_what_is_small_enough_stays_to_the_bit(factor: float) -> None:
+    tensors = [_gradient((8, 16))]
+    before = tensors[0].clone()
+    norm = total_norm(tensors)
+    clip_(tensors, norm, norm.item() * factor)
+    assert torch.equal(tensors[0], before)
+
+
+def test_a_gradient_of_zeros_stays_one() -> None:
+    tensors = [torch.zeros(3)]
+    clip_(tensors, total_norm(tensors), 1.0)
+    assert torch.equal(tensors[0], torch.zeros(3))

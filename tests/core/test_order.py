@@ -1,0 +1,130 @@
+"""A step takes what the recipe alone says: permutations, cuts and the arithmetic of steps."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.core.order import Step, Steps, cut, permutation
+
+
+@given(st.integers(0, 2**32), st.integers(0, 1000), st.integers(0, 300))
+def test_a_permutation_visits_each_sample_once(seed: int, epoch: int, length: int) -> None:
+    order = permutation(seed, epoch, length)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(length))
+
+
+def test_golden_permutations() -> None:
+    """Another value here means that every recipe gives other weights: never by accident."""
+    assert permutation(0, 0, 12).tolist() == [8, 1, 10, 9, 0, 2, 3, 4, 7, 5, 11, 6]
+    assert permutation(0, 1, 12).tolist() == [2, 8, 9, 10, 7, 3, 6, 1, 5, 11, 4, 0]
+    assert permutation(1, 0, 12).tolist() == [7, 9, 4, 5, 6, 0, 11, 8, 10, 3, 1, 2]
+    digest = hashlib.sha256(permutation(42, 3, 100_000).astype("<i8").tobytes()).hexdigest()
+    assert digest == "510536e9a77704da7804d49f154a10e75d0e7ab7419c8ec3909c5767f2de0cf5"
+
+
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
+    orders = {tuple(permutation(seed, epoch, 50).tolist()) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+def test_every_sample_comes_first_equally_often() -> None:
+    firsts = np.bincount([permutation(0, epoch, 8)[0] for epoch in range(4000)], minlength=8)
+    assert np.abs(firsts - 500).max() < 5 * np.sqrt(4000 * 7 / 64)
+
+
+@given(st.integers(0, 500), st.integers(1, 70))
+def test_a_cut_is_contiguous_complete_and_even(length: int, parts: int) -> None:
+    ranges = cut(length, parts)
+    assert len(ranges) == parts
+    assert [element for part in ranges for element in part] == list(range(length))
+    sizes = [len(part) for part in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_golden_cut() -> None:
+    assert cut(7, 3) == [range(3), range(3, 5), range(5, 7)]
+    assert cut(2, 3) == [range(1), range(1, 2), range(2, 2)]
+
+
+@given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 50))
+def test_microbatches_cut_a_step_and_none_is_empty(samples: int, count: int, first: int) -> None:
+    parts = Step(0, 0, first, samples, 0, False).microbatches(count)
+    assert [position for part in parts for position in part] == list(range(first, first + samples))
+    assert len(parts) == min(count, samples)
+    assert min(map(len, parts)) >= 1
+
+
+@dataclass
+class Case:
+    length: int
+    batch: int
+    drop_last: bool
+    epochs: int | None = None
+    steps: int | None = None
+
+    def steps_of(self) -> Steps:
+        return Steps(self.length, self.batch, self.drop_last, self.epochs, self.steps)
+
+    def naive(self) -> list[Step]:
+        """Count the steps out, one after the other."""
+        found: list[Step] = []
+        seen = epoch = 0
+        while epoch != self.epochs and len(found) != self.steps:
+            position = 0
+            while position < self.length and len(found) != self.steps:
+                samples = min(self.batch, self.length - position)
+                if samples < self.batch and self.drop_last:
+                    break
+                after = position + samples
+                rest = self.length - after
+                last = rest == 0 or (self.drop_last and rest < self.batch)
+                found.append(Step(len(found), epoch, position, samples, seen, last))
+                seen += samples
+                position = after
+            epoch += 1
+        return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    length = draw(st.integers(1, 60))
+    drop_last = draw(st.booleans())
+    batch = draw(st.integers(1, length if drop_last else 70))
+    if draw(st.booleans()):
+        return Case(length, batch, drop_last, epochs=draw(st.integers(0, 4)))
+    return Case(length, batch, drop_last, steps=draw(st.integers(0, 40)))
+
+
+@given(cases())
+def test_steps_are_those_counted_out(case: Case) -> None:
+    steps, naive = case.steps_of(), case.naive()
+    assert steps.total == len(naive)
+    assert [steps[number] for number in range(steps.total)] == naive
+    assert steps.total_samples == sum(step.samples for step in naive)
+
+
+@pytest.mark.parametrize(
+    ("case", "samples"),
+    [
+        (Case(10, 4, drop_last=False, epochs=2), [4, 4, 2, 4, 4, 2]),
+        (Case(10, 4, drop_last=True, epochs=2), [4, 4, 4, 4]),
+        (Case(10, 4, drop_last=False, steps=4), [4, 4, 2, 4]),
+        (Case(8, 4, drop_last=False, epochs=1), [4, 4]),
+        (Case(3, 8, drop_last=False, epochs=2), [3, 3]),
+    ],
+)
+def test_golden_steps(case: Case, samples: list[int]) -> None:
+    steps = case.steps_of()
+    assert [steps[number].samples for number in range(steps.total)] == samples
+
+
+def test_the_step_past_the_end_tells_what_the_run_has_seen() -> None:
+    assert Steps(10, 4, epochs=3)[9].samples_seen == 30
+    assert Steps(10, 4, drop_last=True, epochs=3).total_samples == 24
+    assert Steps(10, 4, steps=4).total_samples == 14

@@ -1,0 +1,133 @@
+"""However the leaves are shared out, the brackets stand where one process would put them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.core.order import cut
+from lockstep.core.tree import Block, Counter, blocks, total
+
+leaf_counts = st.integers(1, 70)
+
+
+def bracketed(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def alone(leaves: int) -> str:
+    """Add all leaves in one process."""
+    counter = Counter(bracketed)
+    for leaf in range(leaves):
+        counter.push(leaf, str(leaf))
+    return total(counter.pieces(), leaves, bracketed)
+
+
+def shared(shares: list[range]) -> str:
+    """Add the leaves of each share, then the pieces of all."""
+    pieces: dict[Block, str] = {}
+    for share in shares:
+        counter = Counter(bracketed)
+        for leaf in share:
+            counter.push(leaf, str(leaf))
+        pieces |= counter.pieces()
+    return total(pieces, sum(map(len, shares)), bracketed)
+
+
+def defined(first: int, stop: int, size: int) -> str:
+    """Write the sum of a block as the definition says: halve; a half beyond the end is left out."""
+    if size == 1:
+        return str(first)
+    half = size // 2
+    left = defined(first, stop, half)
+    return left if first + half >= stop else bracketed(left, defined(first + half, stop, half))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "brackets"),
+    [
+        (1, "0"),
+        (2, "(0+1)"),
+        (3, "((0+1)+2)"),
+        (4, "((0+1)+(2+3))"),
+        (6, "(((0+1)+(2+3))+(4+5))"),
+        (7, "(((0+1)+(2+3))+((4+5)+6))"),
+    ],
+)
+def test_golden_brackets(leaves: int, brackets: str) -> None:
+    assert alone(leaves) == brackets
+
+
+@given(leaf_counts)
+def test_one_process_adds_as_defined(leaves: int) -> None:
+    assert alone(leaves) == defined(0, leaves, 128)
+
+
+@given(leaf_counts, st.integers(1, 80))
+def test_even_shares_give_the_brackets_of_one_process(leaves: int, processes: int) -> None:
+    assert shared(cut(leaves, processes)) == alone(leaves)
+
+
+@given(leaf_counts, st.data())
+def test_any_shares_give_the_brackets_of_one_process(leaves: int, data: st.DataObject) -> None:
+    ends = sorted(data.draw(st.lists(st.integers(0, leaves), max_size=10)))
+    edges = [0, *ends, leaves]
+    assert shared([range(first, last) for first, last in pairwise(edges)]) == alone(leaves)
+
+
+@given(leaf_counts, st.integers(0, 70))
+def test_a_counter_holds_the_blocks_of_its_range(stop: int, start: int) -> None:
+    leaves = range(min(start, stop), stop)
+    counter = Counter(bracketed)
+    for leaf in leaves:
+        counter.push(leaf, str(leaf))
+    assert list(counter.pieces()) == blocks(leaves)
+
+
+@given(leaf_counts)
+def test_few_partial_sums_are_alive(leaves: int) -> None:
+    alive = most = 0
+
+    def add(left: str, right: str) -> str:
+        nonlocal alive
+        alive -= 1
+        return bracketed(left, right)
+
+    counter = Counter(add)
+    for leaf in range(leaves):
+        counter.push(leaf, str(leaf))
+        alive += 1
+        most = max(most, alive)
+    assert most <= math.log2(leaves) + 1
+    assert len(counter.pieces()) == alive
+
+
+@given(leaf_counts, leaf_counts)
+def test_blocks_are_aligned_few_and_cover_the_range(start: int, stop: int) -> None:
+    leaves = range(min(start, stop), max(start, stop))
+    found = blocks(leaves)
+    assert [leaf for block in found for leaf in range(block.first, block.first + block.size)] == list(leaves)
+    assert all(block.first % block.size == 0 and block.size & (block.size - 1) == 0 for block in found)
+    assert len(found) <= 2 * math.log2(len(leaves) + 1) + 1
+
+
+def test_pieces_are_forgotten_once_given() -> None:
+    counter = Counter(bracketed)
+    counter.push(0, "0")
+    assert counter.pieces() == {Block(0, 1): "0"}
+    assert counter.pieces() == {}
+
+
+@pytest.mark.parametrize(("held", "missing"), [({Block(0, 1): "0"}, 1), ({Block(0, 2): "01", Block(3, 1): "3"}, 2)])
+def test_a_gap_is_named(held: dict[Block, str], missing: int) -> None:
+    with pytest.raises(KeyError, match=f"no piece covers leaf {missing}"):
+        total(held, max(block.first + block.size for block in held) + (missing == 1), bracketed)
+
+
+def test_leaves_left_out_are_never_bridged() -> None:
+    counter = Counter(bracketed)
+    counter.push(0, "0")
+    counter.push(3, "3")  # a right child, as leaf 1 would be, but not the sibling of leaf 0
+    assert counter.pieces() == {Block(0, 1): "0", Block(3, 1): "3"}
