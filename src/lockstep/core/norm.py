@@ -7,6 +7,7 @@ the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +15,14 @@ from torch import Tensor
 
 
 def row_norms(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of each row of dim 0: float64 of shape [rows]; a 0-dim tensor is one row."""
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    """Return the L2 norm of each row of dim 0: float64 of shape [rows]; a 0-dim tensor is one row.
+
+    They are added up in float32 at least, since 16 bits would lose most of a sum.
+    """
+    # Widths spelled out, because a rank may hold no row at all, and -1 is ambiguous then.
+    rows = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:])) if tensor.ndim else tensor.reshape(1, 1)
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
     return norms.double()
 
 

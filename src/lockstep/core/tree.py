@@ -28,6 +28,11 @@ class Block(NamedTuple):
         """Whether the block is the right child of its parent."""
         return bool((self.first // self.size) % 2)
 
+    @property
+    def sibling(self) -> Block:
+        """The other child of its parent."""
+        return Block(self.first ^ self.size, self.size)
+
 
 def blocks(leaves: range) -> list[Block]:
     """Split a contiguous range of leaves into the fewest aligned blocks, from left to right."""
@@ -56,7 +61,7 @@ class Counter(Generic[T]):
     def push(self, leaf: int, value: T) -> None:
         """Add the next leaf, merging every pair of sibling blocks that it completes."""
         block = Block(leaf, 1)
-        while self._stack and block.is_right and self._stack[-1][0].size == block.size:
+        while self._stack and block.is_right and self._stack[-1][0] == block.sibling:
             left, partial = self._stack.pop()
             value = self._add(partial, value)
             block = Block(left.first, 2 * block.size)
