@@ -42,6 +42,13 @@ def test_what_does_not_fit_is_tried_again() -> None:
     assert random_crop(100, 100, (0.25, 1.0), drawn) == (0, 0, 50, 50)
 
 
+def test_the_tenth_try_is_the_last() -> None:
+    whole, small = [0.999999, 0.999999], [0.0, 0.5]
+    tenth = random_crop(100, 100, (0.25, 1.0), [*whole * 9, *small, 0.0, 0.0])
+    assert tenth == (0, 0, 50, 50)
+    assert len([*whole * 9, *small, 0.0, 0.0]) == DRAWS
+
+
 @pytest.mark.parametrize(
     ("height", "width", "box"),
     [
