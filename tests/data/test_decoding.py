@@ -83,3 +83,10 @@ def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: p
     slow = decode(content)
     assert torch.equal(fast, slow)
     assert fast.stride() == slow.stride()  # the resize counts differently on another layout
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_values_beyond_8_bits_are_refused_and_not_cut_off(dtype: type) -> None:
+    content = _saved(Image.fromarray(np.full((4, 4), 40_000, dtype)), "TIFF")
+    with pytest.raises(ValueError, match="do not fit into 8 bits"):
+        decode(content)
