@@ -11,7 +11,7 @@ from torchvision.transforms import functional as reference
 
 from lockstep.core import random
 from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
-from lockstep.data.base import SKIPPED
+from lockstep.tasks.base import SKIPPED
 
 CPU = torch.device("cpu")
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.core.order import Step, Steps, permutation
-from lockstep.data.base import SKIPPED, DataSet, Split
+from lockstep.data.base import DataSet, Split
 from lockstep.data.loader import Finish, Loader
 from lockstep.data.tensors import TensorSplit
 from lockstep.errors import TrainingError
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import SKIPPED, MicroBatch
 
 Update = tuple[Step, list[MicroBatch]]
 
@@ -174,14 +174,26 @@ def test_leaving_early_ends_the_loader_processes() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_loader_processes_go_on_when_the_terminal_is_interrupted() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_loader_processes_go_on_when_their_group_is_signalled(number: signal.Signals) -> None:
     updates = _loader(Decoded(1000), 8, 3, workers=2).training(0)
     next(updates)
     for child in multiprocessing.active_children():
-        os.kill(child.pid or 0, signal.SIGINT)
+        os.kill(child.pid or 0, number)
     time.sleep(0.1)
     assert len([next(updates) for _ in range(20)]) == 20
     updates.close()  # type: ignore[attr-defined]
+
+
+def test_ranks_without_work_in_short_steps_stay_in_step() -> None:
+    # 5 samples in steps of 4 and 1, for 3 ranks: in every second step ranks 1 and 2 have nothing.
+    alone = list(_loader(Decoded(5), 4, 4).training(0))
+    for rank, workers in ((1, 0), (2, 1)):
+        updates = list(_loader(Decoded(5), 4, 4, rank, 3, workers).training(0))
+        assert [step for step, _ in updates] == [step for step, _ in alone]
+        assert [len(own) for _, own in updates] == [1, 0, 1, 0]
+        for (_, own), (_, every) in zip(updates, alone, strict=True):
+            assert all(torch.equal(each.inputs, every[each.index].inputs) for each in own)
 
 
 def test_data_that_is_no_image_comes_as_it_is() -> None:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data import base
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import SKIPPED, Classification, check_loss, find_loss
+from lockstep.tasks.base import SKIPPED
+from lockstep.tasks.classification import Classification, check_loss, find_loss
 
 
 def _task(**changes: object) -> Classification:
@@ -57,10 +57,6 @@ def test_skipped_samples_add_nothing(outputs: Tensor, smoothing: float) -> None:
     skipping = task.loss_sum(outputs, torch.tensor([0, SKIPPED, 2, SKIPPED]))
     torch.testing.assert_close(skipping, task.loss_sum(outputs[[0, 2]], torch.tensor([0, 2])))
     assert task.loss_sum(outputs, torch.full((4,), SKIPPED)).item() == 0.0
-
-
-def test_skipped_is_the_data_sets_number() -> None:
-    assert SKIPPED == base.SKIPPED
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

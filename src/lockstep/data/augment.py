@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core import random
-from lockstep.data.base import SKIPPED
+from lockstep.tasks.base import SKIPPED
 
 DRAWS = 3  # row, column, flip
 

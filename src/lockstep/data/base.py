@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-SKIPPED = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
-
 
 class Split(Protocol):
     """The training or the validation part of a data set.
@@ -29,7 +27,7 @@ class Split(Protocol):
         Images are uint8 of shape [n, channels, height, width], targets int64 of shape [n]; other data is what
         the user's data set gives, stacked. With `draw` given, whatever is random is a function of (draw, index);
         None asks for no augmentation. A sample that cannot be read raises TrainingError that names its file, or,
-        where the recipe says skip, comes as zeros with target SKIPPED.
+        where the recipe says skip, comes as zeros with target SKIPPED (tasks/base.py).
         """
         ...
 

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core import random
-from lockstep.data.base import SKIPPED, DataSet
+from lockstep.data.base import DataSet
 from lockstep.data.crops import DRAWS, centre, random_crop, short_side
 from lockstep.data.decoding import decode
 from lockstep.data.scan import scan
 from lockstep.errors import TrainingError
+from lockstep.tasks.base import SKIPPED
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)

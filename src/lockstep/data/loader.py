@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import tee
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -22,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.core import random
 from lockstep.core.order import Step, Steps, cut, permutation
 from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
-from lockstep.data.base import SKIPPED, DataSet, Split
+from lockstep.data.base import DataSet, Split
 from lockstep.errors import LockstepError, TrainingError
 from lockstep.parent import die_with_parent
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import SKIPPED, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Request(NamedTuple):
 
 
 class _Planned(NamedTuple):
+    """What an update takes; loader processes are asked for it some updates ahead of its use."""
+
     step: Step
     requests: list[tuple[int, Request]]
 
@@ -114,23 +117,20 @@ class Loader:
         self._size = size
         self._workers = workers
         self._orders: dict[int, NDArray[np.int64]] = {}
-        self._planned: dict[int, _Planned] = {}
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's contiguous share of its micro-batches."""
-        numbers = range(first, self._steps.total)
-        requests = (request for number in numbers for _, request in self._plan(number).requests)
+        ours, ahead = tee(self._plan(number) for number in range(first, self._steps.total))
+        requests = (request for planned in ahead for _, request in planned.requests)
         with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetched:
-            for number in numbers:
-                planned = self._plan(number)
+            for step, planned in ours:
                 yield (
-                    planned.step,
+                    step,
                     [
-                        self._finish.for_training(self._counted(next(fetched)), request, number, index)
-                        for index, request in planned.requests
+                        self._finish.for_training(self._counted(next(fetched)), request, step.number, index)
+                        for index, request in planned
                     ],
                 )
-                del self._planned[number]
 
     def validation(self, batch: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
@@ -149,16 +149,12 @@ class Loader:
         return math.ceil(len(self._data.validation) / batch)
 
     def _plan(self, number: int) -> _Planned:
-        """Return what update `number` takes; loader processes are asked for it some updates ahead of its use."""
-        if number not in self._planned:
-            step = self._steps[number]
-            draw = random.key(random.AUGMENT, self._finish.seed, step.epoch)
-            order = self._epoch_order(step.epoch)
-            cuts = step.microbatches(self._microbatches)
-            share = cut(len(cuts), self._size)[self._rank]
-            requests = [(index, Request(order[cuts[index].start : cuts[index].stop], draw)) for index in share]
-            self._planned[number] = _Planned(step, requests)
-        return self._planned[number]
+        step = self._steps[number]
+        draw = random.key(random.AUGMENT, self._finish.seed, step.epoch)
+        order = self._epoch_order(step.epoch)
+        cuts = step.microbatches(self._microbatches)
+        share = cut(len(cuts), self._size)[self._rank]
+        return _Planned(step, [(index, Request(order[cuts[index].start : cuts[index].stop], draw)) for index in share])
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
@@ -227,5 +223,7 @@ def _opened(answer: Any) -> Fetched:
 
 def _begin_worker(_: int) -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer decides
+    # Ctrl-C, timeout(1) and batch systems signal the whole group; the trainer decides, and needs its data until then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)

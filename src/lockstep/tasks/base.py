@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor, nn
+
+SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
 
 
 @dataclass(frozen=True, slots=True)

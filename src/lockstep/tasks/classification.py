@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
+from lockstep.tasks.base import SKIPPED
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-SKIPPED: Final = -100  # the target of a sample that could not be read, as in data/base.py, which tasks cannot import
 
 
 @final
