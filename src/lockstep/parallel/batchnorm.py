@@ -5,7 +5,8 @@ sample-weighted canonical mean over all micro-batches, as one more vector in the
 
 How the batch statistics are got: with momentum 1, torch's own kernel writes them, unmixed, where the running ones
 usually lie. So all modules get buffers that are views of one scratch vector, which is read after each micro-batch,
-and the true running statistics are kept beside it and written back once the step is added up.
+and the true running statistics are kept beside it and written back once the step is done. A step that is skipped, for
+a loss or a gradient that is not finite, moves them no more than the weights.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ class RunningStatistics:
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         self._scratch = torch.cat([buffer.flatten().float() for buffer in buffers]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
-        self._counts = [
-            int(layer.num_batches_tracked) for layer in self._layers if layer.num_batches_tracked is not None
-        ]
+        self._counts = [int(_counter(layer)) for layer in self._layers]
         self._lie_in_scratch()
         self.size = len(self._scratch)
 
@@ -40,27 +39,30 @@ class RunningStatistics:
         """Return what the last forward observed, times its number of samples: float64 of shape [size]."""
         return self._scratch.double().mul_(samples)
 
-    def move(self, weighted: Tensor, samples: int) -> None:
-        """Move the running statistics towards the mean of a whole step: `weighted` is the sum of what was observed."""
-        mean = (weighted / samples).float()
+    def move(self, mean: Tensor) -> None:
+        """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample."""
+        mean = mean.float()
         start = 0
         for number, layer in enumerate(self._layers):
             stop = start + 2 * layer.num_features
-            if layer.num_batches_tracked is not None:
-                self._counts[number] += 1
-                layer.num_batches_tracked.fill_(self._counts[number])
+            self._counts[number] += 1
             momentum = self._momentums[number]
             rate = 1.0 / self._counts[number] if momentum is None else momentum
-            self._running[start:stop].mul_(1.0 - rate).add_(mean[start:stop], alpha=rate)
+            # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
+            self._running[start:stop].lerp_(mean[start:stop], rate)
             start = stop
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the layers their running statistics back, instead of what the last forward observed."""
         self._scratch.copy_(self._running)
+        for layer, count in zip(self._layers, self._counts, strict=True):
+            _counter(layer).fill_(count)
 
     def reload(self) -> None:
         """Take over the buffers after somebody loaded other values into them."""
         self._running.copy_(self._scratch)
-        self._counts = [
-            int(layer.num_batches_tracked) for layer in self._layers if layer.num_batches_tracked is not None
-        ]
+        self._counts = [int(_counter(layer)) for layer in self._layers]
 
     def _lie_in_scratch(self) -> None:
         start = 0
@@ -80,3 +82,8 @@ def _buffers(layer: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return layer.running_mean, layer.running_var
+
+
+def _counter(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
+    assert layer.num_batches_tracked is not None
+    return layer.num_batches_tracked

@@ -75,7 +75,7 @@ class LocalEngine:
         self._canonical = world.canonical()
         self._lane = world.lane()
         self._gradients = Gradients(self._parameters, self._canonical, self._lane, world.size == 1, bucket_bytes)
-        self._loss: Tensor = torch.zeros((), dtype=torch.float64)
+        self._means = torch.zeros(1 + self._running.size, dtype=torch.float64)  # a step's loss, BatchNorm statistics
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
         """See Engine."""
@@ -98,10 +98,8 @@ class LocalEngine:
             self._gradients.after_backward(microbatch.index)
         total = (wait or self._send(statistics, leaves))()
         self._gradients.finish()
-        if self._running.size:
-            self._running.move(total[1:], step.samples)
-        self._loss = total[0] / step.samples
-        return Sums(self._loss, own_losses)
+        self._means = total / step.samples
+        return Sums(self._means[0], own_losses)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -118,6 +116,10 @@ class LocalEngine:
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
         self._scaler.update()
         self._optimizer.zero_grad()
+        if applied:
+            self._running.move(self._means[1:])
+        else:
+            self._running.restore()
         if self._ema is not None and applied:
             self._ema.update()
         return Update(norm, applied, scale)
@@ -171,7 +173,7 @@ class LocalEngine:
         return self._lane.submit(partial(self._canonical, statistics.pieces(), leaves, like))
 
     def _is_finite(self, norm: Tensor | None) -> bool:
-        return bool(torch.isfinite(self._loss)) and (norm is None or bool(torch.isfinite(norm)))
+        return bool(torch.isfinite(self._means[0])) and (norm is None or bool(torch.isfinite(norm)))
 
     def _step_optimizer(self, lr: float) -> bool:
         for group in self._optimizer.param_groups:
