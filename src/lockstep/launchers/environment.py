@@ -48,6 +48,6 @@ def _number(env: Mapping[str, str], name: str, default: int | None, problems: li
     if text is None and default is not None:
         return default
     problems.append(
-        f"{name}={text}: expected a whole number" if text else f"{name} is not set; set RANK and WORLD_SIZE"
+        f"{name} is not set; set RANK and WORLD_SIZE" if text is None else f"{name}={text}: expected a whole number"
     )
     return 0

@@ -18,4 +18,5 @@ def naming_lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"lost another rank during an exchange ({str(error).splitlines()[0]})") from error
+        first, *_ = *str(error).splitlines(), type(error).__name__
+        raise PeerLostError(f"lost another rank during an exchange ({first})") from error
