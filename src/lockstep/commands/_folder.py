@@ -44,10 +44,12 @@ class Claim:
 def with_microbatches(loaded: Loaded) -> Loaded:
     """Return `loaded` with the micro-batches of the run that goes on, where its recipe leaves them out.
 
-    It only reads: what depends on them is checked before a run folder is made.
+    It only reads, so that what depends on them, and a checkpoint that is not there, is told before a folder is made.
     """
-    before = _recipe_before(loaded) if loaded.config.recipe.microbatches is None else None
-    return loaded if before is None else _with_microbatches(loaded, before.microbatches)
+    before = _recipe_before(loaded)
+    if before is None or loaded.config.recipe.microbatches is not None:
+        return loaded
+    return _with_microbatches(loaded, before.microbatches)
 
 
 def claim(loaded: Loaded) -> Claim:
@@ -75,8 +77,11 @@ def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
 
 
 def _with_microbatches(loaded: Loaded, microbatches: int | None) -> Loaded:
+    if microbatches == loaded.config.recipe.microbatches:
+        return loaded
     recipe = loaded.config.recipe.model_copy(update={"microbatches": microbatches})
-    return replace(loaded, config=loaded.config.model_copy(update={"recipe": recipe}))
+    origins = {**loaded.origins, "recipe.microbatches": "processes of the first start"}
+    return replace(loaded, config=loaded.config.model_copy(update={"recipe": recipe}), origins=origins)
 
 
 def _locked(folder: Path) -> Lock:

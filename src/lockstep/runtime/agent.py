@@ -52,10 +52,12 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
     SIGINT and SIGTERM go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends. A
     second SIGINT kills them. The failure that came first is printed, and the others, which only lost a peer, are not.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _relayed_signals(folder) as received:
         config = LaunchConfig(
             min_nodes=1,
@@ -66,6 +68,7 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
             rdzv_endpoint=f"{folder}/agent",
             rdzv_configs={"store_type": "file"},
             max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),  # left out, torch makes a folder and leaves it behind
             start_method=method,
             local_addr="127.0.0.1",
             signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are ours
