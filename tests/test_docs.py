@@ -1,0 +1,98 @@
+"""The documentation: its tables are those of the code, its links lead somewhere, its snippets print what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]*`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+# A snippet to run, and what it prints in the block that follows it.
+_SNIPPET = re.compile(r"^```python run\n(.*?)^```\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_MARK = "```python run"
+
+
+class Snippet(NamedTuple):
+    """A piece of Python in a page, and what the page says that it prints."""
+
+    place: str
+    code: str
+    printed: str
+
+
+def snippets(page: Path) -> list[Snippet]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Snippet(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}", found[1], found[2])
+        for found in _SNIPPET.finditer(text)
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(text))
+    return {each.strip().replace(" ", "-") for each in words}
+
+
+def broken(page: Path) -> list[str]:
+    """Return the relative links of a page that lead nowhere."""
+    text = _CODE.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
+    found = []
+    for link in _LINK.findall(text):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        lost = not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target))
+        if lost and "://" not in link:
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken(page)
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One two\n[a](gone.md) [b](#one-two) [c](#three) [d](https://example.org/x) `[e](code.md)`\n")
+    assert broken(page) == ["gone.md", "#three"]
+
+
+def test_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} - {"README.md"}
+    assert pages <= set(_LINK.findall(index))
+
+
+def test_configuration_table_is_that_of_the_code() -> None:
+    script = ROOT / "scripts" / "configuration-table"
+    checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    "snippet", [each for page in PAGES for each in snippets(page)], ids=lambda snippet: snippet.place
+)
+def test_snippets_print_what_they_say(snippet: Snippet) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(snippet.code, snippet.place, "exec"), {"__name__": "__main__"})
+    assert printed.getvalue() == snippet.printed
+
+
+def test_every_marked_snippet_says_what_it_prints() -> None:
+    marked = sum(page.read_text(encoding="utf-8").count(_MARK) for page in PAGES)
+    assert marked == sum(len(snippets(page)) for page in PAGES) > 0
