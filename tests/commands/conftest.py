@@ -1,0 +1,63 @@
+"""Started commands for tests, ended with them; and runs that several tests look at."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import pytest
+from forked import Command, Server
+
+# An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping.
+DIGITS = ("digits", "recipe.epochs=1", "recipe.loss={name: \"held:cross_entropy\"}", "run.log_every=1", "run.tensorboard=false")
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Return a function that starts a command in the test's folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    numbers, started = count(), []
+
+    def start(*words: str, tty: str = "", **env: str) -> Command:
+        started.append(server.start(f"command-{next(numbers)}", words, tmp_path, env, tty))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.clear_away()
+
+
+@pytest.fixture
+def run(start: Start) -> Start:
+    """Return a function that runs a command to its end and expects an exit code."""
+
+    def run(*words: str, code: int = 0, **env: str) -> Command:
+        command = start(*words, **env)
+        found = command.wait()
+        assert found == code, f"exit code {found}\n{command.out}\n{command.err}"
+        return command
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Return a function that trains digits with these overrides, in the folder `run`, once in the session."""
+
+    @cache
+    def finished(*overrides: str) -> Command:
+        folder = tmp_path_factory.mktemp("finished")
+        command = server.start("command", ("train", *DIGITS, "run.dir=run", *overrides), folder, {})
+        assert command.wait() == 0, command.err
+        return command
+
+    return finished

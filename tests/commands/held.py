@@ -1,0 +1,60 @@
+"""What tests put into recipes: a loss that can be held at a step, and models and losses that fail on purpose."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep.reporting import jsonl
+
+HOLD = Path("hold")
+HELD = Path("held")  # there once a run has been held
+
+
+def hold(run: str, step: int) -> None:
+    """Let rank 0 of a run in this folder stand still once `step` is logged, and so all ranks, until `hold` is gone."""
+    HOLD.write_text(json.dumps([run, step]), encoding="utf-8")
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    checked = len(outputs) <= 2  # before a run a loss is tried on so few samples
+    if os.environ.get("RANK", "0") == "0" and not checked:
+        while _is_held():
+            HELD.touch()
+            time.sleep(0.005)
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def failing(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that fails on rank 1 once training has begun."""
+    if os.environ.get("RANK") == "1" and outputs.requires_grad:
+        raise ValueError("no such loss")
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def linear(num_classes: int, extra: int = 0) -> nn.Module:
+    """A model of one layer for digits; with `extra` outputs too many."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes + extra))
+
+
+def failing_on_rank_1(num_classes: int) -> nn.Module:
+    """A model whose code fails on one rank, while training."""
+    return nn.Sequential(_FailingOnRank1(), linear(num_classes))
+
+
+class _FailingOnRank1(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "1" and self.training:
+            raise ZeroDivisionError("no such layer")
+        return inputs
+
+
+def _is_held() -> bool:
+    try:
+        run, step = json.loads(HOLD.read_text(encoding="utf-8"))
+        return any(event["event"] == "step" and event["step"] == step for event in jsonl.read(Path(run) / jsonl.EVENTS))
+    except (FileNotFoundError, jsonl.UsageError):  # not held, or nothing logged so far
+        return False

@@ -1,0 +1,122 @@
+"""Runs that are told to stop, or killed: what they save, the code they end with, and that nothing of them is left."""
+
+import os
+import pty
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import DIGITS
+from forked import Command, events
+from held import HELD, HOLD, hold
+
+TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
+
+
+def held_at(start, step: int, *words: str, **env: str) -> Command:
+    """Start a run and return it standing still at a step."""
+    hold("run", step)
+    command = start(*words, **env)
+    command.until_step(step)
+    return command
+
+
+def assert_goes_on(run, finished, processes: int) -> None:
+    resumed = run(*TRAIN, f"placement.processes={processes}")
+    assert resumed.sha256 == finished("recipe.microbatches=4", "placement.processes=1").sha256
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder for temporary files, and see that it is empty in the end."""
+    (tmp_path / "tmp").mkdir()
+    yield tmp_path / "tmp"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_the_step_is_finished_and_saved(start, run, finished, temporary, processes, number, code):
+    command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(temporary))
+    command.signal_group(number)
+    HOLD.unlink()
+    assert command.wait() == code, command.err
+    (stopped,) = events(command.folder / "run", "stopped")
+    saved = events(command.folder / "run", "saved")[-1]
+    assert stopped["reason"] == number.name
+    assert 7 <= stopped["step"] <= 9  # ranks agree one step later
+    assert saved["step"] == stopped["step"]
+    assert f"stopped by {number.name} after step {saved['step']}; start again with run.dir=run to go on" in command.out
+    assert command.err == ""
+    assert command.left() == []
+    assert_goes_on(run, finished, 3 - processes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_ctrl_c_ends_at_once(start, run, finished, temporary, processes):
+    command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(temporary))
+    command.signal_group(signal.SIGINT)
+    command.until(lambda: not _pending(command.pid))  # two signals that wait are one
+    command.signal_group(signal.SIGINT)
+    assert command.wait() == 130
+    assert command.left() == []
+    HOLD.unlink()
+    assert events(command.folder / "run", "saved")[-1]["step"] == 5
+    assert_goes_on(run, finished, 3 - processes)
+
+
+def test_ctrl_c_in_a_terminal(start, run, finished):
+    master, terminal = pty.openpty()
+    command = held_at(start, 7, *TRAIN, "placement.processes=2", tty=os.ttyname(terminal))
+    os.write(master, b"\x03")
+    HOLD.unlink()
+    assert command.wait() == 130
+    os.close(terminal)
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "stopped by SIGINT after step" in shown
+    assert "Traceback" not in shown
+    assert command.left() == []
+    assert_goes_on(run, finished, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temporary, rank):
+    command = held_at(start, 7, *TRAIN, "placement.processes=3", TMPDIR=str(temporary))
+    os.kill(command.workers()[rank], signal.SIGKILL)
+    HOLD.unlink()
+    assert command.wait() == 1
+    (line,) = command.err.splitlines()
+    assert line.startswith(f"error: [rank {rank} of 3, ")
+    assert "] was killed by SIGKILL; the other ranks were stopped." in line
+    assert command.left() == []
+    assert_goes_on(run, finished, 2)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, processes):
+    command = held_at(start, 7, *TRAIN, f"placement.processes={processes}")
+    command.signal(signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL
+    assert command.left() == []
+    HOLD.unlink()
+    assert_goes_on(run, finished, 2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_evaluation_has_nothing_to_save_and_ends_at_once(start, run, temporary, number, code):
+    run(*TRAIN, "placement.processes=2")
+    hold("run", 23)
+    command = start("eval", "run", "placement.processes=2", TMPDIR=str(temporary))
+    command.until(HELD.exists)
+    command.signal(number)
+    assert command.wait() == code
+    assert command.err == f"ended by {number.name}\n"
+    assert command.left() == []
+
+
+def _pending(pid: int) -> bool:
+    """Say whether a signal to a process waits to be delivered."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))

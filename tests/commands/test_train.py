@@ -1,0 +1,153 @@
+"""One recipe on several placements: the same bits whoever computes them, and what a run leaves in its folder."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DIGITS
+from forked import Command, events, program
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lockstep.config.load import load
+from lockstep.training import checkpoint
+
+# Without convolutions, which take seconds a step in fp16 on processors that lack it.
+FP16 = ("recipe.precision=fp16", "recipe.model={name: \"held:linear\"}", "recipe.loss_scale.initial=1e9")
+LAST = "run/checkpoints/step-00000023"
+
+
+def assert_same_run(one: Command, other: Command) -> None:
+    """Compare all that two runs of one recipe share, down to the bytes of what they saved."""
+    assert one.sha256 == other.sha256
+    first, second = one.folder / LAST, other.folder / LAST
+    assert (first / checkpoint.MANIFEST).read_bytes() == (second / checkpoint.MANIFEST).read_bytes()
+    assert numbers(one) == numbers(other)
+
+
+def numbers(command: Command) -> list[tuple[object, ...]]:
+    """Return what each event says that is not of time or memory."""
+    names = ("event", "step", "loss", "norm", "lr", "top1", "correct1", "weights_sha256", "best")
+    logged = [*events(command.folder / "run", "step"), *events(command.folder / "run", "evaluated")]
+    return [tuple(event.get(name) for name in names) for event in logged]
+
+
+@pytest.mark.parametrize(("processes", "microbatches"), [(2, 4), (3, 4), (4, 4), (3, 8)])
+def test_the_bits_do_not_depend_on_the_number_of_processes(finished, processes, microbatches):
+    alone = finished(f"recipe.microbatches={microbatches}", "placement.processes=1")
+    shared = finished(f"recipe.microbatches={microbatches}", f"placement.processes={processes}")
+    assert_same_run(alone, shared)
+    assert len(events(shared.folder / "run", "step")) == 23
+    assert shared.err == ""
+    assert shared.left() == []
+
+
+def test_another_number_of_microbatches_is_another_recipe(finished):
+    assert (
+        finished("recipe.microbatches=8", "placement.processes=1").sha256
+        != finished("recipe.microbatches=4", "placement.processes=1").sha256
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("recipe.precision=bf16",),
+        FP16,
+        ("recipe.mix={mixup: 0.2, cutmix: 1.0}", "recipe.ema.decay=0.9", "recipe.optimizer={name: lamb, lr: 0.01}"),
+    ],
+    ids=["bf16", "fp16", "mixup, cutmix, ema, lamb"],
+)
+def test_the_same_holds_for_other_arithmetic(finished, overrides):
+    alone = finished(*overrides, "placement.processes=1")
+    shared = finished(*overrides, "placement.processes=2")
+    assert_same_run(alone, shared)
+    assert alone.sha256 != finished("recipe.microbatches=4", "placement.processes=1").sha256
+    assert shared.err == ""
+
+
+def test_fp16_logs_its_scale_and_the_steps_that_overflowed(finished):
+    run = finished(*FP16, "placement.processes=2").folder / "run"
+    first, last = events(run, "step")[0], events(run, "step")[-1]
+    assert first["loss_scale"] == 1e9
+    assert last["loss_scale"] == 1e9 / 2 ** last["skipped_steps"]
+    assert last["skipped_steps"] == events(run, "done")[0]["skipped_steps"] > 0
+
+
+def test_every_process_says_once_who_it_is(finished):
+    lines = finished("recipe.microbatches=4", "placement.processes=3").out.splitlines()
+    introductions = sorted(line for line in lines if line.startswith("rank "))
+    assert [line.split("  host ")[0] for line in introductions] == [
+        f"rank {rank} of 3  local rank {rank}" for rank in range(3)
+    ]
+    assert all(line.endswith("device cpu") for line in introductions)
+
+
+def test_evaluation_counts_every_sample_once_on_three_processes(finished):
+    command = finished("recipe.microbatches=4", "placement.processes=3")
+    (evaluated,) = events(command.folder / "run", "evaluated")
+    assert evaluated["evaluated"] == evaluated["of"] == 360
+    assert evaluated["top1"] == evaluated["correct1"] / 360
+    assert "evaluated 360 of 360" in command.out
+
+
+def test_the_event_log_has_units_and_the_same_frame_in_every_line(finished):
+    run = finished("recipe.microbatches=4", "placement.processes=2").folder / "run"
+    log = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [each["event"] for each in log if each["event"] != "step"] == ["started", "evaluated", "saved", "done"]
+    assert all({"event", "time", "epoch", "step", "samples"} <= set(each) for each in log)
+    assert set(log[0]["units"]) >= {"time", "loss", "lr", "images_per_s", "peak_bytes"}
+    assert {"loss", "lr", "norm", "images_per_s", "peak_bytes"} <= set(log[1])
+    assert log[-2]["samples"] == log[-1]["samples"] == log[0]["train_samples"] == 1437
+    assert log[-2]["weights_sha256"] == log[-1]["weights_sha256"]
+
+
+def test_a_run_folder_holds_what_was_resolved_and_what_it_ran_on(run):
+    command = run("train", *DIGITS, "run.dir=run", "placement.processes=2", "run.tensorboard=true")
+    folder = command.folder / "run"
+    names = {"config.yaml", "environment.json", "events.jsonl", "checkpoints", "tensorboard", "lock"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert command.err == ""
+
+    config = load(str(folder / "config.yaml")).config
+    assert (config.recipe.microbatches, config.placement.processes, config.run.dir) == (4, 2, "run")
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["argv"][1:3] == ["train", "digits"]
+    assert {"python", "packages", "host", "cpu", "gpus", "git"} <= set(environment)
+    curves = EventAccumulator(str(folder / "tensorboard"))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("loss/train")] == list(range(1, 24))
+
+
+def test_the_configuration_of_a_run_trains_the_same_again(run, finished):
+    before = finished("recipe.microbatches=4", "placement.processes=2")
+    again = run("train", str(before.folder / "run/config.yaml"), "run.dir=again", "placement.processes=1")
+    assert again.sha256 == before.sha256
+
+
+def test_the_newest_checkpoints_stay_and_those_that_links_point_to(run):
+    folder = run("train", *DIGITS, "run.dir=run", "run.save_every.steps=5", "run.keep=2").folder / "run/checkpoints"
+    kept = {"step-00000020", "step-00000023"}
+    assert {path.name for path in folder.iterdir()} == {*kept, "latest", "best"}
+    assert (folder / "latest").readlink() == (folder / "best").readlink() == Path("step-00000023")
+
+
+def test_without_words_it_is_digits_in_a_new_folder_each_time(run):
+    words = ("recipe.epochs=", "recipe.steps=2", "placement.processes=2", "run.tensorboard=false")
+    first, second = run("train", *words), run("train", *words)
+    folders = sorted(path.name for path in (first.folder / "runs").iterdir())
+    assert len(folders) == 2
+    assert all(name.startswith("digits-2") for name in folders)
+    assert first.sha256 == second.sha256
+
+
+def test_as_a_program_it_trains_the_same_and_leaves_no_temporary_files(tmp_path, finished):
+    (tmp_path / "tmp").mkdir()
+    words = [sys.executable, "-m", "lockstep", "train", *DIGITS, "run.dir=run", "placement.processes=2"]
+    command = program("program", words, tmp_path, {"TMPDIR": str(tmp_path / "tmp")})
+    assert command.wait() == 0, command.err
+    assert command.sha256 == finished("recipe.microbatches=4", "placement.processes=1").sha256
+    assert command.err == ""
+    assert command.left() == []
+    # torch makes the folder of its compiler's cache as soon as that is imported, one for each user.
+    assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
