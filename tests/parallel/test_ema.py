@@ -102,6 +102,17 @@ def test_a_state_of_another_model_is_refused() -> None:
         Ema(nn.Linear(2, 3), decay=0.5).load(Ema(_model(), decay=0.5).state())
 
 
+def test_shared_weights_have_all_their_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    ema = Ema(model, decay=0.5)
+    moved = model[0].weight.detach().add_(1.0)
+    ema.update()
+    assert ema.state().keys() == model.state_dict().keys()
+    torch.testing.assert_close(ema.state()["0.weight"], moved - 0.5)
+    assert torch.equal(ema.state()["1.weight"], ema.state()["0.weight"])
+
+
 def test_masks_that_are_not_saved_stay_out() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)

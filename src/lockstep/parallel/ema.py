@@ -62,9 +62,9 @@ class Ema:
 
 
 def _persistent(model: nn.Module) -> dict[str, Tensor]:
-    """Return each tensor of the model's state once; what is not saved is constant, as a mask of -inf is."""
+    """Return the tensors of the model's state, shared ones by each of their names; what is not saved is constant."""
     saved = model.state_dict().keys()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor for name, tensor in tensors if name in saved}
 
 

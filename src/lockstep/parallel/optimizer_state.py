@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_GROUP: Final = "group "  # no parameter's name has a space
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors, as `<parameter>/<slot>`, and what is not a tensor, ready for JSON.
 
-    The second part has `slots`, for state that is a number or None, and `groups`, for numbers that some optimizers
-    count in their parameter groups; the learning rate is left out, since it follows from the samples seen.
+    Some optimizers count in their parameter groups. There a tensor is `group <number>/<slot>`. The second part has
+    `slots`, for state that is a number or None, and `groups`; the learning rate is left out, since it follows from
+    the samples seen.
     """
     names = _names(model, optimizer)
     state = optimizer.state_dict()
@@ -22,25 +26,38 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
     for number, values in state["state"].items():
         for slot, value in values.items():
             (tensors if isinstance(value, Tensor) else slots)[f"{names[number]}/{slot}"] = value
-    groups = [
-        {key: value for key, value in group.items() if key != "lr" and isinstance(value, int | float | None)}
-        for group in state["param_groups"]
+    groups = [{slot: value for slot, value in group.items() if slot != "lr"} for group in state["param_groups"]]
+    for number, group in enumerate(groups):
+        tensors |= {f"{_GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
+    numbers = [
+        {slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in groups
     ]
-    return tensors, {"slots": slots, "groups": groups}
+    return tensors, {"slots": slots, "groups": numbers}
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> None:
     """Take over what `optimizer_state` returned."""
-    numbers = {name: number for number, name in _names(model, optimizer).items()}
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in {**tensors, **scalars["slots"]}.items():
-        parameter, _, slot = name.rpartition("/")
-        state.setdefault(numbers[parameter], {})[slot] = value
     whole = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(whole["param_groups"], scalars["groups"], strict=True)]
+    numbers = {name: number for number, name in _names(model, optimizer).items()}
+    parameters = dict(model.named_parameters())
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in {**tensors, **scalars["slots"]}.items():
+        owner, _, slot = name.rpartition("/")
+        if owner.startswith(_GROUP):
+            groups[int(owner.removeprefix(_GROUP))][slot] = value
+        else:
+            state.setdefault(numbers[owner], {})[slot] = _laid_out(value, parameters[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """Return a tensor of the parameter's shape in its memory format: LAMB's norms add up in the order of memory."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
