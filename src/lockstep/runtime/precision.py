@@ -21,9 +21,12 @@ def loss_scaler(
     precision: Precision, device: torch.device, initial: float, growth_interval: int
 ) -> torch.amp.GradScaler:
     """Return the dynamic loss scaler; for fp32 and bf16 it is disabled and does nothing."""
-    return torch.amp.GradScaler(
+    scaler = torch.amp.GradScaler(
         device.type, init_scale=initial, growth_interval=growth_interval, enabled=precision == "fp16"
     )
+    # It makes its tensors when it first scales; a rank without work in its first step would have none to update.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
 
 def fix_kernels(threads: int) -> None:
