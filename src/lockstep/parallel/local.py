@@ -165,7 +165,7 @@ class LocalEngine:
 
     def _statistics(self, loss: Tensor, samples: int) -> Tensor:
         if not self._running.size:
-            return loss.reshape(1)
+            return loss.reshape(1).clone()  # the tree adds in place, and the loss itself is kept
         return torch.cat([loss.reshape(1), self._running.observed(samples)])
 
     def _send(self, statistics: Counter[Tensor], leaves: int) -> Callable[[], Tensor]:
