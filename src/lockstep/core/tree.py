@@ -81,15 +81,17 @@ def total(pieces: Mapping[Block, T], leaves: int, add: Callable[[T, T], T]) -> T
     `add(left, right)` may reuse the memory of `left`.
     """
 
-    def value(block: Block) -> T:
-        if block in pieces:
-            return pieces[block]
-        if block.size == 1:
-            raise KeyError(f"no piece covers leaf {block.first}")
-        half = block.size // 2
-        left = value(Block(block.first, half))
-        if block.first + half >= leaves:
-            return left
-        return add(left, value(Block(block.first + half, half)))
+    return _value(Block(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
 
-    return value(Block(0, 1 << (leaves - 1).bit_length()))
+
+# Not a closure: one that calls itself is a cycle, and would keep the pieces alive until the garbage collector comes.
+def _value(block: Block, pieces: Mapping[Block, T], leaves: int, add: Callable[[T, T], T]) -> T:
+    if block in pieces:
+        return pieces[block]
+    if block.size == 1:
+        raise KeyError(f"no piece covers leaf {block.first}")
+    half = block.size // 2
+    left = _value(Block(block.first, half), pieces, leaves, add)
+    if block.first + half >= leaves:
+        return left
+    return add(left, _value(Block(block.first + half, half), pieces, leaves, add))
