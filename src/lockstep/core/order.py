@@ -7,7 +7,6 @@ processes needs no sampler state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,14 @@ def cut(length: int, parts: int) -> list[range]:
 
     With fewer elements than parts the last ranges are empty.
     """
+    return [part(length, parts, number) for number in range(parts)]
+
+
+def part(length: int, parts: int, number: int) -> range:
+    """Return range `number` of `cut(length, parts)`."""
     size, longer = divmod(length, parts)
-    firsts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(first, last) for first, last in pairwise(firsts)]
+    first = number * size + min(number, longer)
+    return range(first, first + size + (number < longer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,13 @@ class Step:
         A step with fewer samples than `count` has only as many micro-batches as samples: the others would add
         nothing, and a sum over them is the same tree without those leaves.
         """
-        cuts = cut(self.samples, min(count, self.samples))
-        return [range(self.first + part.start, self.first + part.stop) for part in cuts]
+        return [places for _, places in self.share(count, 0, 1)]
+
+    def share(self, count: int, rank: int, size: int) -> list[tuple[int, range]]:
+        """Return those of `microbatches(count)` that rank `rank` of `size` computes, each with its number."""
+        leaves = min(count, self.samples)
+        cuts = [(index, part(self.samples, leaves, index)) for index in part(leaves, size, rank)]
+        return [(index, range(self.first + cut.start, self.first + cut.stop)) for index, cut in cuts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import random
-from lockstep.core.order import Step, Steps, cut, permutation
+from lockstep.core.order import Step, Steps, permutation
 from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
 from lockstep.data.base import DataSet, Split
 from lockstep.errors import LockstepError, TrainingError
@@ -116,7 +116,7 @@ class Loader:
         self._rank = rank
         self._size = size
         self._workers = workers
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._epochs: dict[int, Request] = {}  # the last one planned, since a plan goes through them in order
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's contiguous share of its micro-batches."""
@@ -150,17 +150,17 @@ class Loader:
 
     def _plan(self, number: int) -> _Planned:
         step = self._steps[number]
-        draw = random.key(random.AUGMENT, self._finish.seed, step.epoch)
-        order = self._epoch_order(step.epoch)
-        cuts = step.microbatches(self._microbatches)
-        share = cut(len(cuts), self._size)[self._rank]
-        return _Planned(step, [(index, Request(order[cuts[index].start : cuts[index].stop], draw)) for index in share])
+        order, draw = self._epoch(step.epoch)
+        share = step.share(self._microbatches, self._rank, self._size)
+        return _Planned(step, [(index, Request(order[cut.start : cut.stop], draw)) for index, cut in share])
 
-    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._orders:
-            self._orders.pop(epoch - 2, None)
-            self._orders[epoch] = permutation(self._finish.seed, epoch, len(self._data.train))
-        return self._orders[epoch]
+    def _epoch(self, epoch: int) -> Request:
+        """Ask for all samples of an epoch, in its order."""
+        if epoch not in self._epochs:
+            seed = self._finish.seed
+            order = permutation(seed, epoch, len(self._data.train))
+            self._epochs = {epoch: Request(order, random.key(random.AUGMENT, seed, epoch))}
+        return self._epochs[epoch]
 
     def _counted(self, fetched: Fetched) -> Fetched:
         if not self._data.train.in_memory and not fetched[1].is_floating_point():

@@ -24,6 +24,6 @@ class TensorSplit:
         return len(self.targets)
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
-        # A copy of the few indices, because torch warns of a read-only array that it would share.
-        chosen = torch.tensor(indices)
+        # Copied only if read-only: torch warns of such an array, which it would share.
+        chosen = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
         return self.images.index_select(0, chosen), self.targets.index_select(0, chosen)
