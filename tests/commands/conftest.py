@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 from forked import Command, Server
+from PIL import Image
 
 # An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping.
 DIGITS = ("digits", "recipe.epochs=1", "recipe.loss={name: \"held:cross_entropy\"}", "run.log_every=1", "run.tensorboard=false")
+
+# The pictures of the fixture `images`: three steps.
+FOLDER = (
+    "recipe.data={name: folder, root: images, image_size: 8}",
+    "recipe.batch=6",
+    "recipe.model={name: digits_convnet, source: lockstep}",
+)
 
 Start = Callable[..., Command]
 
@@ -43,7 +51,7 @@ def run(start: Start) -> Start:
     def run(*words: str, code: int = 0, **env: str) -> Command:
         command = start(*words, **env)
         found = command.wait()
-        assert found == code, f"exit code {found}\n{command.out}\n{command.err}"
+        assert found == code, f"exit code {found}\n{command.out[-2000:]}\n{command.err}"
         return command
 
     return run
@@ -61,3 +69,15 @@ def finished(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Start:
         return command
 
     return finished
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Return a folder of two classes with eight small pictures each to train on, in the test's folder."""
+    for split, samples in (("train", 8), ("val", 2)):
+        for number, kind in enumerate(("cat", "dog")):
+            folder = tmp_path / "images" / split / kind
+            folder.mkdir(parents=True)
+            for index in range(samples):
+                Image.new("RGB", (12, 10), (100 * number, 20 * index, 50)).save(folder / f"{index}.jpg")
+    return tmp_path / "images"

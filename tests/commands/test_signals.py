@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DIGITS
+from conftest import DIGITS, FOLDER
 from forked import Command, events
 from held import HELD, HOLD, hold
 
@@ -64,6 +64,18 @@ def test_a_second_ctrl_c_ends_at_once(start, run, finished, temporary, processes
     HOLD.unlink()
     assert events(command.folder / "run", "saved")[-1]["step"] == 5
     assert_goes_on(run, finished, 3 - processes)
+
+
+@pytest.mark.usefixtures("images")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_loader_processes_leave_the_end_to_the_run(start, run, number, code):
+    words = (*TRAIN, *FOLDER, "recipe.epochs=4", "placement={processes: 1, workers: 2}")
+    command = held_at(start, 2, *words)
+    command.signal_group(number)
+    HOLD.unlink()
+    assert command.wait() == code, command.err
+    assert command.left() == []
+    assert run(*words).sha256 == run(*words, "run.dir=undisturbed").sha256
 
 
 def test_ctrl_c_in_a_terminal(start, run, finished):

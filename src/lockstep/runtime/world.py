@@ -185,8 +185,9 @@ def _check_port(info: RankInfo, rendezvous: str) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter where it is no port at all
+            reason = error.strerror if isinstance(error, OSError) else "ports go from 1 to 65535"
             raise UsageError(
-                f"rendezvous {address[0]}:{address[1]}: rank 0 cannot listen there: {error.strerror}; "
+                f"rendezvous {address[0]}:{address[1]}: rank 0 cannot listen there: {reason}; "
                 f"choose another port, or end what holds it"
             ) from error

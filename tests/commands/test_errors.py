@@ -1,0 +1,125 @@
+"""What a user gets wrong, or the data or the model does: one message, the right exit code, and no process left."""
+
+import pytest
+from conftest import DIGITS, FOLDER
+from forked import events
+
+TRAIN = ("train", *DIGITS, "run.dir=run")
+
+
+def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "recipe:\n"
+        "  model: {name: digits_convnet}\n"
+        "  data: {name: digits}\n"
+        "  batch: 2\n"
+        "  microbatches: 4\n"
+        "  epochs: 1\n"
+        "  optimizer: {lr: 0.1, momentun: 0.9}\n"
+    )
+    refused = run("train", "mine.yaml", "placement.processes=8", "recipe.seed=-1", "run.dir=run", code=2)
+    lines = refused.err.splitlines()
+    assert lines[0] == f"error: {len(lines) - 1} problems"
+    assert any(line.startswith("mine.yaml:7:24  recipe.optimizer.momentun: unknown key") for line in lines)
+    assert any(line.startswith("mine.yaml:4:3  recipe.batch: 2 samples cannot fill 4 micro-batches") for line in lines)
+    assert any("placement.processes: 8 processes but only 4 micro-batches; use at most 4" in line for line in lines)
+    assert any("recipe.seed" in line for line in lines)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("recipe.model={name: resnet19}",), "did you mean 'resnet1"),
+        (("recipe.model={name: \"held:linear\", options: {extra: 1}}",), "gives outputs of shape (2, 11) for 2 samples"),
+        (("recipe.model={name: \"held:nothing\"}",), "has no 'nothing'"),
+        (("recipe.optimizer={name: sdg, lr: 0.1}",), "did you mean 'sgd'"),
+        (("recipe.data={name: digit}",), "did you mean 'digits'"),
+        (("recipe.data={name: folder, root: nowhere}",), "nowhere"),
+        (("placement.device=cuda",), "placement.device: cuda asked for, but torch finds no CUDA device here"),
+        (("placement.strategy={name: ddp, bucket: 1}",), "strategy ddp has no such option; did you mean 'bucket_mib'"),
+        (("placement.strategy=single", "placement.processes=2"), "strategy single: 2 processes; use 1, or strategy ddp"),
+        (("recipe.microbatches=", "recipe.batch=2", "placement.processes=3"), "use at most 2 processes"),
+        (("run.dir=held.txt",), "run.dir held.txt: cannot be used: File exists; choose another run.dir"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0],
+)
+def test_a_mistake_is_told_before_a_run_begins(run, tmp_path, words, told):
+    (tmp_path / "held.txt").touch()
+    refused = run(*TRAIN, *words, code=2)
+    assert told in refused.err
+    assert refused.err.startswith("error: ")
+    assert refused.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_rank_and_rate(run):
+    failed = run(*TRAIN, "recipe.optimizer.lr=1e30", "recipe.clip_norm=", "placement.processes=2", code=1)
+    assert "error: loss is nan at step 2 (epoch 1), on rank 0, 1, at learning rate " in failed.err
+    assert failed.err.count("error: ") == 1
+    assert "Traceback" not in failed.err
+    assert failed.left() == []
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted_by_choice(run):
+    words = ("recipe.optimizer.lr=1e30", "recipe.clip_norm=", "recipe.nonfinite=skip")
+    alone = run(*TRAIN, *words)
+    shared = run(*TRAIN, *words, "run.dir=shared", "placement.processes=2")
+    assert alone.sha256 == shared.sha256
+    skipped = events(shared.folder / "shared", "done")[0]["skipped_steps"]
+    assert 20 <= skipped <= 22
+    assert f"skipped steps    {skipped}\n" in shared.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("recipe.model={name: \"held:failing_on_rank_1\"}", "ZeroDivisionError: no such layer"),
+        ("recipe.loss.name=held:failing", "ValueError: no such loss"),
+    ],
+)
+def test_an_exception_of_one_worker_is_shown_once_and_ends_all(run, words, told):
+    failed = run(*TRAIN, words, "placement.processes=3", code=1)
+    assert failed.err.startswith("[rank 1 of 3, ")
+    assert failed.err.count("Traceback") == 1
+    assert failed.err.splitlines()[-1] == told
+    assert failed.left() == []
+
+
+def test_a_failure_leaves_the_folder_to_a_run_that_goes_on(run):
+    run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=2", code=1)
+    assert run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=1").left() == []
+
+
+def test_folders_of_images_with_nothing_in_them(run, tmp_path):
+    (tmp_path / "images/train/cat").mkdir(parents=True)
+    refused = run(*TRAIN, *FOLDER, code=2)
+    assert "images" in refused.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_of_images_whose_classes_differ(run, images):
+    (images / "val/dog").rename(images / "val/dgo")
+    refused = run(*TRAIN, *FOLDER, code=2)
+    assert "dgo" in refused.err
+    assert "dog" in refused.err
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_image_is_named(run, images, workers):
+    (images / "train/cat/3.jpg").write_bytes((images / "train/cat/3.jpg").read_bytes()[:200])
+    failed = run(*TRAIN, *FOLDER, "placement={processes: 2, workers: %d}" % workers, code=1)
+    assert "train/cat/3.jpg" in failed.err
+    assert "Traceback" not in failed.err
+    assert failed.left() == []
+
+
+def test_corrupt_images_are_skipped_and_counted_by_choice(run, images):
+    for name in ("cat/3.jpg", "dog/5.jpg"):
+        (images / "train" / name).write_bytes(b"no picture")
+    words = (*TRAIN, *FOLDER, "recipe.data.on_error=skip")
+    alone = run(*words)
+    shared = run(*words, "run.dir=shared", "placement={processes: 2, workers: 1}")
+    assert alone.sha256 == shared.sha256
+    assert events(shared.folder / "shared", "done")[0]["skipped_samples"] == 2
+    assert "skipped samples  2\n" in shared.out

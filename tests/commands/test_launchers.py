@@ -1,0 +1,176 @@
+"""The same command under other launchers: the same bits, the same endings, and mistakes told before ranks meet."""
+
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import DIGITS
+from forked import Command, program, steps
+from held import HOLD, hold
+
+# One layer, because each process of these launchers imports for itself what its model needs.
+LINEAR = (*DIGITS, "recipe.model={name: \"held:linear\"}", "run.dir=run", "run.save_every.steps=5")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LAUNCH = ("torch.distributed.launch", "--nproc-per-node=2")
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
+    """Return a function that starts `lockstep train` by a module of torch."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def launch(*words: str) -> Command:
+        command = [sys.executable, "-m", *words, "-m", "lockstep", "train", *LINEAR]
+        started.append(program(f"launched-{len(started)}", command, tmp_path, {"OMP_NUM_THREADS": "1"}))
+        return started[-1]
+
+    yield launch
+    for command in started:
+        command.clear_away()
+
+
+@pytest.fixture
+def by_hand(start) -> Callable[..., list[Command]]:
+    """Return a function that starts each rank with its variables, as a user or an unknown launcher would."""
+
+    def by_hand(size: int, *words: str, **env: str) -> list[Command]:
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
+        return [start("train", *DIGITS, "run.dir=run", *words, WORLD_SIZE=str(size), **place, **env) for place in places]
+
+    return by_hand
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """Return a port that something listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def reference(finished) -> str:
+    """Return the hash of the run by one process."""
+    return finished("recipe.microbatches=4", "placement.processes=1").sha256
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [TORCHRUN, (*LAUNCH, "--master-port=PORT"), (*LAUNCH, "--use_env", "--master-port=PORT")],
+    ids=["torchrun", "launch", "launch --use_env"],
+)
+def test_launchers_of_torch(launch, finished, port, launcher):
+    command = launch(*(word.replace("PORT", str(port)) for word in launcher))
+    assert command.wait() == 0, command.err
+    assert command.sha256 == finished("recipe.model={name: \"held:linear\"}").sha256
+    assert "rank 1 of 2  local rank 1  host " in command.out
+    assert command.left() == []
+
+
+def test_sigterm_to_torchrun_saves(launch, run, finished):
+    hold("run", 7)
+    command = launch(*TORCHRUN)
+    command.until_step(7)
+    command.signal(signal.SIGTERM)
+    HOLD.unlink()
+    assert command.wait() != 0  # torchrun has a code of its own
+    assert "stopped by SIGTERM after step " in command.out
+    assert command.left() == []
+    assert run("train", *LINEAR).sha256 == finished("recipe.model={name: \"held:linear\"}").sha256
+    assert steps(command.folder / "run") == list(range(1, 24))
+
+
+def test_killed_torchrun_leaves_no_process(launch):
+    hold("run", 3)
+    command = launch(*TORCHRUN)
+    command.until_step(3)
+    command.signal(signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL
+    assert command.left() == []
+
+
+def test_variables_by_hand(by_hand, reference, port):
+    commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert [command.wait() for command in commands] == [0, 0]
+    assert commands[0].sha256 == reference
+    assert commands[1].out.splitlines()[0].startswith("rank 1 of 2  local rank 1  host ")
+    assert [command.err for command in commands] == ["", ""]
+
+
+def test_rendezvous_at_an_address(by_hand, reference, port):
+    commands = by_hand(3, f"placement.rendezvous=tcp://127.0.0.1:{port}")
+    assert [command.wait() for command in commands] == [0, 0, 0]
+    assert commands[0].sha256 == reference
+
+
+def test_rendezvous_at_a_file(by_hand, reference, tmp_path):
+    commands = by_hand(2, f"placement.rendezvous=file://{tmp_path}/meet")
+    assert [command.wait() for command in commands] == [0, 0]
+    assert commands[0].sha256 == reference
+
+
+def test_sigterm_to_one_rank_stops_all(by_hand, run, reference, port):
+    hold("run", 7)
+    commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands[0].until_step(7)
+    commands[1].signal(signal.SIGTERM)
+    HOLD.unlink()
+    assert [command.wait() for command in commands] == [75, 75]
+    assert run("train", *DIGITS, "run.dir=run").sha256 == reference
+
+
+def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
+    run("train", *DIGITS, "recipe.seed=1", "run.dir=run")
+    commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert [command.wait() for command in commands] == [2, 2]
+    assert all("seed: 1 in the run, 0 now" in command.err for command in commands)
+
+
+def test_ranks_with_different_recipes_do_not_train(start, port):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    commands = [start("train", *DIGITS, f"recipe.seed={rank}", "run.dir=run", RANK=str(rank), **env) for rank in (0, 1)]
+    assert [command.wait() for command in commands] == [2, 2]
+    assert all("recipe: rank 1 differs from rank 0; start all ranks with the same" in each.err for each in commands)
+
+
+@pytest.mark.parametrize("by", ["variables", "address"])
+def test_a_port_in_use_is_told_before_anything_starts(by_hand, busy_port, by):
+    words = [f"placement.rendezvous=tcp://127.0.0.1:{busy_port}"] if by == "address" else []
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)} if by == "variables" else {}
+    rank_0 = by_hand(2, *words, **env)[0]
+    assert rank_0.wait() == 2
+    assert f"rendezvous 127.0.0.1:{busy_port}: rank 0 cannot listen there: Address already in use" in rank_0.err
+    assert not (rank_0.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "told"),
+    [
+        ((), {"RANK": "0"}, "WORLD_SIZE is not set; set RANK and WORLD_SIZE"),
+        ((), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"),
+        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "env:// needs MASTER_ADDR and MASTER_PORT, and one is not set"),
+        (("placement.processes=4",), {"RANK": "0", "WORLD_SIZE": "2"}, "4 asked for, but the launcher says WORLD_SIZE=2"),
+        ((), {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "5 processes but only 4"),
+        (("placement.rendezvous=tcp://127.0.0.1:99999",), {"RANK": "0", "WORLD_SIZE": "2"}, "99999"),
+        (("placement.rendezvous=tcp://no.such.host.invalid:1",), {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 cannot listen"),
+        (("placement.rendezvous=udp://a:1",), {"RANK": "0", "WORLD_SIZE": "2"}, "expected env://, tcp://HOST:PORT or file"),
+    ],
+)
+def test_impossible_launches_are_told(run, words, env, told):
+    refused = run("train", *DIGITS, "run.dir=run", *words, code=2, **env)
+    assert told in refused.err
+    assert "Traceback" not in refused.err
+    assert not (refused.folder / "run").exists()
