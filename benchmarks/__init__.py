@@ -1,0 +1,1 @@
+"""Speed against peers: ratios measured side by side in one run on one machine."""
