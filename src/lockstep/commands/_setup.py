@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
@@ -121,7 +121,7 @@ def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
         name = "single" if processes == 1 else "ddp"
     kind = import_module(f"lockstep.strategies.{name}").Strategy
     options = dict(placement.strategy.model_extra or {})
-    valid = list(kind.__dataclass_fields__)
+    valid = [field.name for field in fields(kind)]
     for key in options:
         if key not in valid:
             raise UsageError(f"placement.strategy.{key}: strategy {name} has no such option{choices(key, valid)}")

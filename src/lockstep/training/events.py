@@ -18,7 +18,7 @@ UNITS = {
     "norm": "L2 norm of the gradient before clipping",
     "top": "fraction of samples",
     "images_per_s": "training samples/s, all processes",
-    "peak_bytes": "bytes, largest of the processes on this host",
+    "peak_bytes": "bytes, the most that rank 0 has had",
 }
 
 
