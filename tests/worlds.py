@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -182,7 +183,8 @@ def _nurse(requests: Connection) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
-    fix_kernels(threads=1)  # here, because it imports for seconds, and workers inherit it
+    fix_kernels(threads=1)  # here, as the line below, because it imports for seconds, and workers inherit it
+    import_module("timm.optim")
     while True:
         try:
             size, folder = requests.recv()

@@ -92,7 +92,6 @@ class Gradients:
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
             _give_gradients(bucket.parameters, _unflatten(wait(), bucket.parameters))
         self._waiting.clear()
-        self._armed = False
 
     def _watch(self) -> None:
         for bucket in self._buckets:

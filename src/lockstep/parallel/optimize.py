@@ -59,14 +59,21 @@ def check_optimizer(make: Callable[[Iterable[Named]], Optimizer], dims: Iterable
     """Raise UsageError where `make` does, or where the optimizer it returns cannot take a plain step.
 
     It steps over tiny parameters of so many `dims`, before any process is started, and so finds an optimizer
-    that wants a closure, second derivatives, sparse gradients or none but matrices.
+    that wants a closure, second derivatives, sparse gradients or none but matrices, or that keeps what no
+    checkpoint holds.
     """
     optimizer = make([(f"parameter{dim}", _tiny(dim)) for dim in sorted(set(dims))])
+    name = type(optimizer).__name__
     try:
         cast(Callable[[], object], optimizer.step)()
     except Exception as error:  # whatever it is, it would come at the first step of training too
-        name = type(optimizer).__name__
         raise UsageError(f"optimizer {name}: it cannot take a plain step: {error}; use another") from error
+    for slot, value in ((slot, value) for values in optimizer.state.values() for slot, value in values.items()):
+        if not isinstance(value, torch.Tensor | int | float | None):
+            found = type(value).__name__
+            raise UsageError(
+                f"optimizer {name}: it keeps a {found} as '{slot}', which no checkpoint holds; use another"
+            )
 
 
 def _find(name: str) -> Factory:

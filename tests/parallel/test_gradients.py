@@ -1,0 +1,150 @@
+"""Gradients go out in buckets, in one order, as soon as they are made; what comes back is their tree's sum."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lockstep.parallel.gradients import Gradients, _flatten, _partition, _unflatten
+from lockstep.runtime.canonical import CanonicalSum
+
+T = TypeVar("T")
+
+
+class Noted:
+    """A lane that does things at once and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+        self.count += 1
+        result = function()
+        return lambda: result
+
+    def close(self) -> None: ...
+
+
+def _gradients(parameters: Sequence[Parameter], lane: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
+    return Gradients(parameters, CanonicalSum(0, 1, None), lane, alone, bucket_bytes)
+
+
+def _sizes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    return [Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+
+
+def test_buckets_run_from_the_last_parameter_to_the_first() -> None:
+    a, b, c, d = _sizes((10,), (2,), (3,), (4,))  # 40, 8, 12 and 16 bytes
+    assert _partition([a, b, c, d], 28) == [[d, c], [b], [a]]
+    assert _partition([a, b, c, d], 1) == [[d], [c], [b], [a]]
+    assert _partition([a, b, c, d], None) == [[d, c, b, a]]
+
+
+def test_a_bucket_has_one_dtype() -> None:
+    [single], [double] = _sizes((2,)), _sizes((2,), dtype=torch.float64)
+    assert [[each.dtype for each in bucket] for bucket in _partition([single, double, double], None)] == [
+        [torch.float64, torch.float64],
+        [torch.float32],
+    ]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 200))
+def test_every_parameter_is_in_one_bucket_and_none_is_too_large(lengths: list[int], limit: int) -> None:
+    parameters = _sizes(*((length,) for length in lengths))
+    buckets = _partition(parameters, limit)
+    assert [id(each) for bucket in buckets for each in bucket] == [id(each) for each in reversed(parameters)]
+    assert all(len(bucket) == 1 or sum(each.nbytes for each in bucket) <= limit for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last),
+        torch.randn(4, 1, 1, 1).contiguous(memory_format=torch.channels_last),
+        torch.randn(5, 7).t(),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.randn(()),
+        torch.randn(1),
+        torch.randn(0, 3),
+    ],
+    ids=lambda each: f"{tuple(each.shape)} {each.stride()}",
+)
+def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None:
+    parameters = [Parameter(parameter), Parameter(torch.zeros(2))]
+    parts = [torch.randn(each.shape) for each in parameters]  # contiguous, as a user's function may give them
+    back = _unflatten(_flatten(parts, parameters), parameters)
+    for part, returned, each in zip(parts, back, parameters, strict=True):
+        assert torch.equal(returned, part)
+        moved = [(size, stride) for size, stride in zip(each.shape, each.stride(), strict=True) if size > 1]
+        assert moved == [(s, t) for s, t in zip(returned.shape, returned.stride(), strict=True) if s > 1]
+
+
+def test_a_gradient_that_lies_as_its_parameter_is_not_moved() -> None:
+    parameter = Parameter(torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last))
+    gradient = torch.randn_like(parameter)
+    assert torch.equal(_flatten([gradient], [parameter]), gradient.permute(0, 2, 3, 1).flatten())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_sum_of_all_micro_batches_is_left(alone: bool) -> None:
+    used, unused = Parameter(torch.tensor([2.0])), Parameter(torch.tensor([5.0]))
+    gradients = _gradients([used, unused], Noted(), alone)
+    for _ in range(2):
+        gradients.begin(3, 2)
+        for leaf, factor in enumerate((1.0, 10.0, 100.0)):
+            gradients.before_backward(leaf)
+            (used * factor).sum().backward()
+            gradients.after_backward(leaf)
+        gradients.finish()
+        assert used.grad is not None
+        assert unused.grad is not None
+        assert (used.grad.item(), unused.grad.item()) == (111.0, 0.0)
+        used.grad = unused.grad = None
+
+
+def test_buckets_leave_while_the_last_backward_runs_and_not_before() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    lane = Noted()
+    gradients = _gradients(parameters, lane, alone=False)
+    counts: list[int] = []
+    layers[0].weight.register_hook(lambda _: counts.append(lane.count))
+    gradients.begin(2, 1)
+    for leaf in range(2):
+        gradients.before_backward(leaf)
+        nn.Sequential(*layers)(torch.ones(1, 4)).sum().backward()
+        gradients.after_backward(leaf)
+    assert counts == [0, 5]  # all but the one whose gradient is only now there
+    gradients.finish()
+    assert lane.count == 6
+
+
+def test_an_unused_parameter_holds_back_only_what_comes_after_it() -> None:
+    """All ranks send in one order, and only some may have used it."""
+    first, unused, last = _sizes((1,), (1,), (1,))
+    lane = Noted()
+    gradients = _gradients([first, unused, last], lane, alone=False)
+    gradients.begin(1, 0)
+    gradients.before_backward(0)
+    (first + last).sum().backward()
+    gradients.after_backward(0)
+    assert lane.count == 1
+    gradients.finish()
+    assert lane.count == 3
+
+
+def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:
+    shared = Parameter(torch.tensor([3.0]))
+    gradients = _gradients([shared], Noted(), alone=False)
+    gradients.begin(1, 0)
+    gradients.before_backward(0)
+    (shared * 2 + (shared * 5).sin()).sum().backward()
+    gradients.after_backward(0)
+    gradients.finish()
+    assert shared.grad is not None
+    assert shared.grad.item() == pytest.approx(2 + 5 * torch.tensor(15.0).cos().item())

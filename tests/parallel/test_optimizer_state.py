@@ -1,0 +1,153 @@
+"""The state of an optimizer goes through names and JSON and back without the loss of a bit."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lockstep.errors import UsageError
+from lockstep.parallel.optimize import check_optimizer, make_optimizer
+from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+
+NAMES = [
+    *("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "rprop", "asgd", "adafactor"),
+    *("lamb", "lars", "madgrad", "adopt", "lion"),
+]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def _make(name: str, model: nn.Module, decay_bias_and_norm: bool = False) -> Optimizer:
+    options = {"momentum": 0.9} if name in ("sgd", "lars") else {}
+    decays = name != "rprop"
+    return make_optimizer(
+        model.named_parameters(),
+        name=name,
+        lr=0.01,
+        weight_decay=0.1 if decays else None,
+        decay_bias_and_norm=decay_bias_and_norm or not decays,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def _train(model: nn.Module, optimizer: Optimizer, numbers: range) -> None:
+    for number in numbers:
+        torch.manual_seed(number)
+        model(torch.randn(5, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_going_on_from_a_state_is_going_on(name: str) -> None:
+    whole, half, rest = _model(), _model(), _model()
+    _train(whole, _make(name, whole), range(6))
+    first = _make(name, half)
+    _train(half, first, range(3))
+    tensors, scalars = optimizer_state(half, first)
+    assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    copied = {key: tensor.clone() for key, tensor in tensors.items()}
+    rest.load_state_dict(half.state_dict())
+    second = _make(name, rest)
+    load_optimizer_state(rest, second, copied, json.loads(json.dumps(scalars)))
+    _train(rest, second, range(3, 6))
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), rest.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_names_are_the_models_whatever_the_groups(name: str) -> None:
+    """With groups, torch numbers matrices before vectors; a name stays with its parameter."""
+    models = _model(), _model()
+    states = []
+    for model, together in zip(models, (True, False), strict=True):
+        optimizer = _make(name, model, decay_bias_and_norm=together)
+        _train(model, optimizer, range(1))
+        states.append(optimizer_state(model, optimizer)[0])
+    assert states[0].keys() == states[1].keys()
+    shapes = {key: parameter.shape for key, parameter in models[0].named_parameters()}
+    for key, tensor in states[1].items():
+        parameter, _, slot = key.rpartition("/")
+        assert slot == "step" or tensor.shape == shapes[parameter]
+
+
+def test_golden_names() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = make_optimizer(model.named_parameters(), name="adamw", lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tensors, scalars = optimizer_state(model, optimizer)
+    assert sorted(tensors) == [
+        f"{name}/{slot}" for name in ("bias", "weight") for slot in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    assert scalars["slots"] == {}
+    assert scalars["groups"][0]["weight_decay"] == 0.01
+    assert "lr" not in scalars["groups"][0]
+
+
+def test_what_lamb_counts_for_a_group_is_kept() -> None:
+    model = _model()
+    optimizer = _make("lamb", model)
+    _train(model, optimizer, range(3))
+    tensors, _ = optimizer_state(model, optimizer)
+    assert [tensors[f"group {number}/step"].item() for number in range(2)] == [3, 3]
+
+
+def test_the_learning_rate_is_not_the_states() -> None:
+    model = _model()
+    optimizer = _make("sgd", model)
+    _train(model, optimizer, range(1))
+    state = optimizer_state(model, optimizer)
+    other = make_optimizer(model.named_parameters(), name="sgd", lr=3.0, momentum=0.9, decay_bias_and_norm=False)
+    load_optimizer_state(model, other, *state)
+    assert [group["lr"] for group in other.param_groups] == [3.0, 3.0]
+    assert other.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_moments_lie_as_their_parameters_do() -> None:
+    """A file's tensors are contiguous; LAMB's norms would add up in another order."""
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = _make("lamb", model)
+    model(torch.ones(1, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    tensors, scalars = optimizer_state(model, optimizer)
+    moment = tensors["weight/exp_avg"]
+    assert moment.stride() == model.weight.stride() != moment.contiguous().stride()
+    load_optimizer_state(model, optimizer, {key: tensor.contiguous() for key, tensor in tensors.items()}, scalars)
+    loaded = optimizer_state(model, optimizer)[0]["weight/exp_avg"]
+    assert loaded.stride() == model.weight.stride()
+    assert torch.equal(loaded, moment)
+
+
+def test_an_untrained_optimizer_has_a_state() -> None:
+    model = _model()
+    optimizer = _make("adamw", model)
+    tensors, scalars = optimizer_state(model, optimizer)
+    assert tensors == {}
+    load_optimizer_state(model, optimizer, tensors, scalars)
+
+
+class Hoarder(Optimizer):
+    """Keeps a list for each parameter."""
+
+    def __init__(self, params: Iterable[tuple[str, Parameter]]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = [parameter.grad]
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused_before_training() -> None:
+    with pytest.raises(UsageError, match=re.escape("Hoarder: it keeps a list as 'seen', which no checkpoint holds")):
+        check_optimizer(Hoarder)
+    check_optimizer(partial(make_optimizer, name="adamw", lr=0.1))

@@ -1,0 +1,175 @@
+"""A small model with every trap in it, and steps of training whose every bit can be compared."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.order import Step, cut
+from lockstep.parallel.engine import Engine, State
+from lockstep.parallel.local import LocalEngine, Numerics
+from lockstep.parallel.optimize import make_optimizer
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.classification import Classification
+
+CLASSES = 5
+BUCKET_BYTES = 1500  # several buckets for a model of about 8 kB
+
+Trace = dict[str, str]
+
+
+class Toy(nn.Module):
+    """Convolutions, BatchNorm, dropout; shared, unused and frozen parameters; layers left out, always or at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.first = nn.BatchNorm2d(8)
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+        self.second = nn.BatchNorm2d(8, momentum=None)
+        self.left_out = nn.BatchNorm2d(8)
+        self.sometimes = nn.BatchNorm2d(8)
+        self.into = nn.Linear(8, 8)
+        self.back = nn.Linear(8, 8)
+        self.back.weight = self.into.weight
+        self.dropout = nn.Dropout(0.3)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.head = nn.Linear(8, CLASSES)
+        nn.init.uniform_(self.left_out.running_mean)  # so that a drift would show
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(self.stem(images)).relu()
+        if images[0, 0, 0, 0] > 0:
+            x = self.sometimes(x)
+        x = self.second(self.frozen(x)).mean((2, 3))
+        x = self.back(self.into(self.dropout(x)).relu())
+        head: Tensor = self.head(x)
+        return head
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe and its placement, small: `samples` are the sizes of the steps."""
+
+    microbatches: int = 4
+    samples: tuple[int, ...] = (12, 12, 7, 3)
+    optimizer: str = "sgd"
+    precision: Precision = "fp32"
+    clip: float | None = None
+    ema: bool = False
+    channels_last: bool = False
+    initial_scale: float = 1024.0
+    skip_nonfinite: bool = False
+    poisoned: int | None = None  # the step whose last image is not finite
+    bucket_bytes: int = BUCKET_BYTES
+
+    def numerics(self) -> Numerics:
+        return Numerics(
+            microbatches=self.microbatches,
+            seed=7,
+            precision=self.precision,
+            initial_scale=self.initial_scale,
+            skip_nonfinite=self.skip_nonfinite,
+            ema_decay=0.9 if self.ema else None,
+            channels_last=self.channels_last,
+        )
+
+
+def build() -> nn.Module:
+    """Build the toy with the same weights each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Toy()
+
+
+def task() -> Classification:
+    return Classification(build, topk=(1,))
+
+
+def engine(world: World, case: Case) -> LocalEngine:
+    options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {})
+    optimizer = partial(make_optimizer, name=case.optimizer, lr=0.1, weight_decay=0.01, **options)
+    return LocalEngine(
+        task(), lambda model: optimizer(model.named_parameters()), world, case.numerics(), case.bucket_bytes
+    )
+
+
+def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    """Yield each step with all its samples."""
+    generator = torch.Generator().manual_seed(3)
+    seen = 0
+    for number, samples in enumerate(case.samples):
+        images = torch.randn(samples, 3, 6, 6, generator=generator)
+        targets = torch.randint(CLASSES, (samples,), generator=generator)
+        if number == case.poisoned:
+            images[-1] = torch.inf
+        yield Step(number, 0, seen, samples, seen, False), images, targets
+        seen += samples
+
+
+def share(world: World, case: Case, step: Step, images: Tensor, targets: Tensor) -> list[MicroBatch]:
+    """Return this rank's micro-batches of a step."""
+    cuts = cut(step.samples, min(case.microbatches, step.samples))
+    mine = cut(len(cuts), world.size)[world.rank]
+    return [MicroBatch(index, images[list(cuts[index])], targets[list(cuts[index])]) for index in mine]
+
+
+def rate(step: Step) -> float:
+    return 0.1 / (1 + step.number)
+
+
+def trained(world: World, case: Case, first: int = 0, state: State | None = None) -> tuple[Engine, Trace]:
+    """Train from step `first`, from `state` where given; return the engine and what every step said, to the bit."""
+    training = engine(world, case)
+    if state is not None:
+        training.load(state)
+    trace: Trace = {}
+    for step, images, targets in list(steps(case))[first:]:
+        sums = training.forward_backward(share(world, case, step, images, targets), step)
+        update = training.update(rate(step), case.clip)
+        norm = None if update.norm is None else update.norm.item().hex()
+        trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale}"
+    return training, trace
+
+
+def fingerprint(training: Engine) -> Trace:
+    """Return a hash for each tensor of the state, and what is not a tensor."""
+    state = training.state()
+    tensors = {
+        **{f"model {name}": tensor for name, tensor in state.model.items()},
+        **{f"optimizer {name}": tensor for name, tensor in state.optimizer.items()},
+        **{f"ema {name}": tensor for name, tensor in (state.ema or {}).items()},
+    }
+    return {"scalars": str(state.scalars), **{name: _hash(tensor) for name, tensor in tensors.items()}}
+
+
+def whole_trace(world: World, case: Case) -> Trace:
+    """Train and return all there is to compare."""
+    training, trace = trained(world, case)
+    training.close()
+    return {**trace, **fingerprint(training)}
+
+
+def as_from_disk(state: State) -> State:
+    """Return a copy whose tensors lie as a file's do: contiguous, whatever the model's memory format."""
+    ema = None if state.ema is None else {name: _contiguous(tensor) for name, tensor in state.ema.items()}
+    return replace(
+        state,
+        model={name: _contiguous(tensor) for name, tensor in state.model.items()},
+        optimizer={name: _contiguous(tensor) for name, tensor in state.optimizer.items()},
+        ema=ema,
+    )
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _hash(tensor: Tensor) -> str:
+    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{hashlib.sha256(content).hexdigest()[:16]} {tensor.dtype} {tuple(tensor.shape)}"
