@@ -10,7 +10,13 @@ from forked import Command, Server
 from PIL import Image
 
 # An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping.
-DIGITS = ("digits", "recipe.epochs=1", "recipe.loss={name: \"held:cross_entropy\"}", "run.log_every=1", "run.tensorboard=false")
+DIGITS = (
+    "digits",
+    "recipe.epochs=1",
+    'recipe.loss={name: "held:cross_entropy"}',
+    "run.log_every=1",
+    "run.tensorboard=false",
+)
 
 # The pictures of the fixture `images`: three steps.
 FOLDER = (

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 
 from lockstep.reporting import jsonl
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 MARK = "LOCKSTEP_TEST"  # in the environment of a program and all it starts, whatever session they are in
 
 
@@ -143,11 +144,12 @@ class Server:
 def program(name: str, words: list[str], folder: Path, env: Mapping[str, str]) -> Command:
     """Start any program, in a session of its own and marked."""
     mark = f"{folder}/{name}"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as err:
         process = subprocess.Popen(
             words,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), MARK: mark, **env},
+            env={**os.environ, "PYTHONPATH": path, MARK: mark, **env},
             stdout=out,
             stderr=err,
             start_new_session=True,
@@ -209,7 +211,7 @@ def _import_what_commands_import() -> None:
     import torch
     import torch.distributed.elastic.multiprocessing.errors
     import torch.distributed.launcher.api
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
 
     from lockstep.commands import _training  # noqa: F401
     from lockstep.commands._setup import setup
@@ -228,6 +230,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # found anew, by the variables above
     _redirect(request)
     sys.argv = ["lockstep", *request["words"]]
     try:
@@ -244,7 +247,11 @@ def _run(request: dict[str, Any]) -> NoReturn:
 
 def _redirect(request: dict[str, Any]) -> None:
     # The first terminal that the leader of a session opens becomes the terminal of the session.
-    names = [request["tty"]] * 3 if request["tty"] else ["/dev/null", *(f"{request['name']}.{end}" for end in ("out", "err"))]
+    names = (
+        [request["tty"]] * 3
+        if request["tty"]
+        else ["/dev/null", *(f"{request['name']}.{end}" for end in ("out", "err"))]
+    )
     for number, name in enumerate(names):
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(descriptor, number)

@@ -31,14 +31,17 @@ def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_pa
     ("words", "told"),
     [
         (("recipe.model={name: resnet19}",), "did you mean 'resnet1"),
-        (("recipe.model={name: \"held:linear\", options: {extra: 1}}",), "gives outputs of shape (2, 11) for 2 samples"),
-        (("recipe.model={name: \"held:nothing\"}",), "has no 'nothing'"),
+        (('recipe.model={name: "held:linear", options: {extra: 1}}',), "gives outputs of shape (2, 11) for 2 samples"),
+        (('recipe.model={name: "held:nothing"}',), "has no 'nothing'"),
         (("recipe.optimizer={name: sdg, lr: 0.1}",), "did you mean 'sgd'"),
         (("recipe.data={name: digit}",), "did you mean 'digits'"),
         (("recipe.data={name: folder, root: nowhere}",), "nowhere"),
         (("placement.device=cuda",), "placement.device: cuda asked for, but torch finds no CUDA device here"),
         (("placement.strategy={name: ddp, bucket: 1}",), "strategy ddp has no such option; did you mean 'bucket_mib'"),
-        (("placement.strategy=single", "placement.processes=2"), "strategy single: 2 processes; use 1, or strategy ddp"),
+        (
+            ("placement.strategy=single", "placement.processes=2"),
+            "strategy single: 2 processes; use 1, or strategy ddp",
+        ),
         (("recipe.microbatches=", "recipe.batch=2", "placement.processes=3"), "use at most 2 processes"),
         (("run.dir=held.txt",), "run.dir held.txt: cannot be used: File exists; choose another run.dir"),
     ],
@@ -74,7 +77,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_by_choice(run):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("recipe.model={name: \"held:failing_on_rank_1\"}", "ZeroDivisionError: no such layer"),
+        ('recipe.model={name: "held:failing_on_rank_1"}', "ZeroDivisionError: no such layer"),
         ("recipe.loss.name=held:failing", "ValueError: no such loss"),
     ],
 )
@@ -108,7 +111,7 @@ def test_folders_of_images_whose_classes_differ(run, images):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_corrupt_image_is_named(run, images, workers):
     (images / "train/cat/3.jpg").write_bytes((images / "train/cat/3.jpg").read_bytes()[:200])
-    failed = run(*TRAIN, *FOLDER, "placement={processes: 2, workers: %d}" % workers, code=1)
+    failed = run(*TRAIN, *FOLDER, "placement.processes=2", f"placement.workers={workers}", code=1)
     assert "train/cat/3.jpg" in failed.err
     assert "Traceback" not in failed.err
     assert failed.left() == []

@@ -12,7 +12,7 @@ from forked import Command, program, steps
 from held import HOLD, hold
 
 # One layer, because each process of these launchers imports for itself what its model needs.
-LINEAR = (*DIGITS, "recipe.model={name: \"held:linear\"}", "run.dir=run", "run.save_every.steps=5")
+LINEAR = (*DIGITS, 'recipe.model={name: "held:linear"}', "run.dir=run", "run.save_every.steps=5")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LAUNCH = ("torch.distributed.launch", "--nproc-per-node=2")
 
@@ -39,7 +39,9 @@ def by_hand(start) -> Callable[..., list[Command]]:
 
     def by_hand(size: int, *words: str, **env: str) -> list[Command]:
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
-        return [start("train", *DIGITS, "run.dir=run", *words, WORLD_SIZE=str(size), **place, **env) for place in places]
+        return [
+            start("train", *DIGITS, "run.dir=run", *words, WORLD_SIZE=str(size), **place, **env) for place in places
+        ]
 
     return by_hand
 
@@ -75,7 +77,7 @@ def reference(finished) -> str:
 def test_launchers_of_torch(launch, finished, port, launcher):
     command = launch(*(word.replace("PORT", str(port)) for word in launcher))
     assert command.wait() == 0, command.err
-    assert command.sha256 == finished("recipe.model={name: \"held:linear\"}").sha256
+    assert command.sha256 == finished('recipe.model={name: "held:linear"}').sha256
     assert "rank 1 of 2  local rank 1  host " in command.out
     assert command.left() == []
 
@@ -89,7 +91,7 @@ def test_sigterm_to_torchrun_saves(launch, run, finished):
     assert command.wait() != 0  # torchrun has a code of its own
     assert "stopped by SIGTERM after step " in command.out
     assert command.left() == []
-    assert run("train", *LINEAR).sha256 == finished("recipe.model={name: \"held:linear\"}").sha256
+    assert run("train", *LINEAR).sha256 == finished('recipe.model={name: "held:linear"}').sha256
     assert steps(command.folder / "run") == list(range(1, 24))
 
 
@@ -162,11 +164,27 @@ def test_a_port_in_use_is_told_before_anything_starts(by_hand, busy_port, by):
         ((), {"RANK": "0"}, "WORLD_SIZE is not set; set RANK and WORLD_SIZE"),
         ((), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"),
         ((), {"RANK": "0", "WORLD_SIZE": "2"}, "env:// needs MASTER_ADDR and MASTER_PORT, and one is not set"),
-        (("placement.processes=4",), {"RANK": "0", "WORLD_SIZE": "2"}, "4 asked for, but the launcher says WORLD_SIZE=2"),
-        ((), {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "5 processes but only 4"),
+        (
+            ("placement.processes=4",),
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "4 asked for, but the launcher says WORLD_SIZE=2",
+        ),
+        (
+            (),
+            {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "5 processes but only 4",
+        ),
         (("placement.rendezvous=tcp://127.0.0.1:99999",), {"RANK": "0", "WORLD_SIZE": "2"}, "99999"),
-        (("placement.rendezvous=tcp://no.such.host.invalid:1",), {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 cannot listen"),
-        (("placement.rendezvous=udp://a:1",), {"RANK": "0", "WORLD_SIZE": "2"}, "expected env://, tcp://HOST:PORT or file"),
+        (
+            ("placement.rendezvous=tcp://no.such.host.invalid:1",),
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "rank 0 cannot listen",
+        ),
+        (
+            ("placement.rendezvous=udp://a:1",),
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "expected env://, tcp://HOST:PORT or file",
+        ),
     ],
 )
 def test_impossible_launches_are_told(run, words, env, told):

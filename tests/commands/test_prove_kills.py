@@ -1,5 +1,6 @@
 """The script that proves what a kill costs, on a run of two trials."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-kills"
 
 
 def prove(tmp_path, monkeypatch, *words):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     # One layer: what takes the time is to import what a model needs, in every process.
     words = [sys.executable, str(SCRIPT), *words, 'recipe.model={name: "held:linear"}']
     return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110)
@@ -19,7 +20,7 @@ def test_two_trials(tmp_path, monkeypatch):
     assert proof.returncode == 0, proof.stdout + proof.stderr
     lines = proof.stdout.splitlines()
     expected = lines[0].split()[-1]
-    assert lines[2].split() == "seed W before rank killed step W after steps done again sha256".split()
+    assert " ".join(lines[2].split()) == "seed W before rank killed step W after steps done again sha256"
     trials = [line.split() for line in lines[3:5]]
     assert [(trial[0], trial[-1]) for trial in trials] == [("0", expected), ("1", expected)]
     assert lines[-1] == "2 of 2 with the weights of the undisturbed run"

@@ -13,7 +13,7 @@ from lockstep.config.load import load
 from lockstep.training import checkpoint
 
 # Without convolutions, which take seconds a step in fp16 on processors that lack it.
-FP16 = ("recipe.precision=fp16", "recipe.model={name: \"held:linear\"}", "recipe.loss_scale.initial=1e9")
+FP16 = ("recipe.precision=fp16", 'recipe.model={name: "held:linear"}', "recipe.loss_scale.initial=1e9")
 LAST = "run/checkpoints/step-00000023"
 
 

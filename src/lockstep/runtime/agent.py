@@ -101,14 +101,12 @@ def _begin(worker: Worker, folder: str) -> int:
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
     os.setpgid(0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the agent's own way with them came along in the fork
+    for number in (signal.SIGINT, signal.SIGTERM):  # a fork brought the agent's way with them, a spawn Python's
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     rank = int(os.environ["RANK"])
     try:
         return worker(f"file://{folder}/workers")
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BaseException as error:
         code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
         failure = Failure(rank, time.time(), describe(error), code, isinstance(error, PeerLostError))
