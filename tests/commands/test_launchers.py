@@ -25,7 +25,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     def launch(*words: str) -> Command:
         command = [sys.executable, "-m", *words, "-m", "lockstep", "train", *LINEAR]
-        started.append(program(f"launched-{len(started)}", command, tmp_path, {"OMP_NUM_THREADS": "1"}))
+        started.append(program(f"launched-{len(started)}", command, tmp_path, {"TMPDIR": str(tmp_path)}))
         return started[-1]
 
     yield launch

@@ -107,8 +107,8 @@ def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temp
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, processes):
-    command = held_at(start, 7, *TRAIN, f"placement.processes={processes}")
+def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp_path, processes):
+    command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(tmp_path))
     command.signal(signal.SIGKILL)
     assert command.wait() == -signal.SIGKILL
     assert command.left() == []
