@@ -7,6 +7,8 @@ processes needs no sampler state.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from lockstep.core import random
 def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
     """Return the order in which `epoch` visits the samples: int64 of shape [length]."""
     keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
-    return np.argsort(keys, kind="stable")
+    return np.argsort(keys)
 
 
 def cut(length: int, parts: int) -> list[range]:
@@ -35,8 +37,13 @@ def part(length: int, parts: int, number: int) -> range:
     return range(first, first + size + (number < longer))
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+def share(samples: int, count: int, rank: int, size: int) -> list[tuple[int, range]]:
+    """Return which of `count` micro-batches of a step rank `rank` of `size` computes: their numbers and positions."""
+    leaves = min(count, samples)
+    return [(index, part(samples, leaves, index)) for index in part(leaves, size, rank)]
+
+
+class Step(NamedTuple):
     """One update: what it takes from the epoch's order, and what has gone before it."""
 
     number: int  # of the run, from 0
@@ -52,16 +59,11 @@ class Step:
         A step with fewer samples than `count` has only as many micro-batches as samples: the others would add
         nothing, and a sum over them is the same tree without those leaves.
         """
-        return [places for _, places in self.share(count, 0, 1)]
-
-    def share(self, count: int, rank: int, size: int) -> list[tuple[int, range]]:
-        """Return those of `microbatches(count)` that rank `rank` of `size` computes, each with its number."""
-        leaves = min(count, self.samples)
-        cuts = [(index, part(self.samples, leaves, index)) for index in part(leaves, size, rank)]
-        return [(index, range(self.first + cut.start, self.first + cut.stop)) for index, cut in cuts]
+        cuts = share(self.samples, count, 0, 1)
+        return [range(self.first + places.start, self.first + places.stop) for _, places in cuts]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Steps:
     """All steps of a run, addressed by number in O(1).
 
@@ -74,17 +76,17 @@ class Steps:
     epochs: int | None = None
     steps: int | None = None
 
-    @property
+    @cached_property
     def per_epoch(self) -> int:
         """Updates in one epoch."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
-    @property
+    @cached_property
     def samples_per_epoch(self) -> int:
         """Samples visited in one epoch."""
         return self.per_epoch * self.batch if self.drop_last else self.length
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Updates in the whole run."""
         if self.steps is not None:

@@ -29,10 +29,14 @@ _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 def key(*words: int) -> int:
     """Fold integers (a stream, a seed, an epoch, a step, ...) into one 64-bit key; their order matters."""
-    state = 0
+    return extended(0, *words)
+
+
+def extended(key: int, *words: int) -> int:
+    """Fold further integers into a key: extended(key(a), b) is key(a, b)."""
     for word in words:
-        state = _mix((state + _WEYL + word) & _MASK)
-    return state
+        key = _mix((key + _WEYL + word) & _MASK)
+    return key
 
 
 def bits(key: int, counters: UInt64) -> UInt64:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import random
-from lockstep.core.order import Step, Steps, permutation
+from lockstep.core.order import Step, Steps, permutation, share
 from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
 from lockstep.data.base import DataSet, Split
 from lockstep.errors import LockstepError, TrainingError
@@ -116,6 +116,7 @@ class Loader:
         self._rank = rank
         self._size = size
         self._workers = workers
+        self._shares: dict[int, list[tuple[int, range]]] = {}  # by a step's samples
         self._epochs: dict[int, Request] = {}  # the last one planned, since a plan goes through them in order
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
@@ -151,8 +152,14 @@ class Loader:
     def _plan(self, number: int) -> _Planned:
         step = self._steps[number]
         order, draw = self._epoch(step.epoch)
-        share = step.share(self._microbatches, self._rank, self._size)
-        return _Planned(step, [(index, Request(order[cut.start : cut.stop], draw)) for index, cut in share])
+        here = order[step.first : step.first + step.samples]
+        share = self._share(step.samples)
+        return _Planned(step, [(index, Request(here[cut.start : cut.stop], draw)) for index, cut in share])
+
+    def _share(self, samples: int) -> list[tuple[int, range]]:
+        if samples not in self._shares:
+            self._shares[samples] = share(samples, self._microbatches, self._rank, self._size)
+        return self._shares[samples]
 
     def _epoch(self, epoch: int) -> Request:
         """Ask for all samples of an epoch, in its order."""

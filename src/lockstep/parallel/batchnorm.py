@@ -33,7 +33,8 @@ class RunningStatistics:
 
     def before_forward(self) -> None:
         """Call before each training forward: a layer that the forward leaves out then observes what it had."""
-        self._scratch.copy_(self._running)
+        if self.size:
+            self._scratch.copy_(self._running)
 
     def observed(self, samples: int) -> Tensor:
         """Return what the last forward observed, times its number of samples: float64 of shape [size]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,17 +13,21 @@ from lockstep.core.order import Step
 from lockstep.tasks.base import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """The losses of a step, float64 and 0-dim: `loss` is the mean over all its samples, the same on every rank;
-    `own_losses` are the sums over each of this rank's micro-batches."""
+class Sums(NamedTuple):
+    """The losses of a step, 0-dim: `total` over all its samples, the same on every rank, and `own_losses` over each
+    of this rank's micro-batches, as the task gave them."""
 
-    loss: Tensor
+    total: Tensor
+    samples: int
     own_losses: Sequence[Tensor]
 
+    @property
+    def loss(self) -> Tensor:
+        """The mean over all samples, in float64; worked out only when asked for."""
+        return self.total.double() / self.samples
 
-@dataclass(frozen=True, slots=True)
-class Update:
+
+class Update(NamedTuple):
     """What an update did: the gradient's norm before clipping, if it was asked for, and whether weights moved."""
 
     norm: Tensor | None

@@ -51,6 +51,7 @@ class Gradients:
         alone: bool,
         bucket_bytes: int,
     ) -> None:
+        self._parameters = parameters
         self._canonical = canonical
         self._lane = lane
         self._alone = alone
@@ -66,6 +67,12 @@ class Gradients:
         """Start a step of `leaves` micro-batches, of which `last_leaf` is this rank's last one, if it has any."""
         self._leaves = leaves
         self._last_leaf = last_leaf
+
+    def complete(self) -> None:
+        """Call instead of all others after a backward that leaves the sum itself: of one micro-batch on one rank."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def before_backward(self, leaf: int) -> None:
         """Call before the backward of micro-batch `leaf`."""

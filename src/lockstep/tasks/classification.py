@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
@@ -97,11 +96,11 @@ def check_loss(loss: Loss, classes: int) -> None:
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross entropy added over samples, in float32 at least."""
-    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    cross_entropy = partial(F.cross_entropy, outputs, reduction="sum")
+    if outputs.dtype in (torch.float16, torch.bfloat16):
+        outputs = outputs.float()
     if targets.is_floating_point():
-        return cross_entropy(_smooth(targets.to(outputs.dtype), label_smoothing))
-    return cross_entropy(targets, label_smoothing=label_smoothing, ignore_index=SKIPPED)
+        return F.cross_entropy(outputs, _smooth(targets.to(outputs.dtype), label_smoothing), reduction="sum")
+    return F.cross_entropy(outputs, targets, ignore_index=SKIPPED, reduction="sum", label_smoothing=label_smoothing)
 
 
 def _smooth(targets: Tensor, smoothing: float) -> Tensor:

@@ -36,7 +36,8 @@ class LossWatch:
         the first one, with the ranks whose own micro-batches it came from.
         """
         if self._seen:
-            losses = torch.stack([sums.loss for _, _, sums in self._seen]).tolist()
+            totals = torch.stack([sums.total for _, _, sums in self._seen]).tolist()
+            losses = [total / sums.samples for total, (_, _, sums) in zip(totals, self._seen, strict=True)]
             self._last = losses[-1]
             if self._stop:
                 for loss, (step, lr, sums) in zip(losses, self._seen, strict=True):
