@@ -120,6 +120,7 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
     chosen = choose_device(device, info)
     if info.size == 1:
         return World(info, chosen)
+    _check_address(info, rendezvous)
     if info.rank == 0:
         _check_port(info, rendezvous)
     timeout = timedelta(seconds=timeout_s)
@@ -171,6 +172,14 @@ class _StopAgreement:
         self._work.wait()
         self._work = None
         return int(self._sent)
+
+
+def _check_address(info: RankInfo, rendezvous: str) -> None:
+    if rendezvous == "env://" and not (info.master and info.port):
+        raise UsageError(
+            "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them, or placement.rendezvous to "
+            "tcp://HOST:PORT or file:///PATH"
+        )
 
 
 def _check_port(info: RankInfo, rendezvous: str) -> None:
