@@ -163,7 +163,7 @@ def test_a_port_in_use_is_told_before_anything_starts(by_hand, busy_port, by):
     [
         ((), {"RANK": "0"}, "WORLD_SIZE is not set; set RANK and WORLD_SIZE"),
         ((), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "env:// needs MASTER_ADDR and MASTER_PORT, and one is not set"),
+        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set"),
         (
             ("placement.processes=4",),
             {"RANK": "0", "WORLD_SIZE": "2"},

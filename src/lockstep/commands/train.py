@@ -55,11 +55,6 @@ def _check_launch(placement: Placement, info: RankInfo) -> None:
             f"placement.processes: {placement.processes} asked for, but the launcher says WORLD_SIZE={info.size}; "
             f"start as many, or leave placement.processes out"
         )
-    if info.size > 1 and placement.rendezvous == "env://" and not (info.master and info.port):
-        raise UsageError(
-            "placement.rendezvous: env:// needs MASTER_ADDR and MASTER_PORT, and one is not set; "
-            "set both, or use tcp://HOST:PORT or file:///PATH"
-        )
 
 
 def _here(loaded: Loaded) -> int:
