@@ -40,9 +40,7 @@ class ThreadLane:
     """One thread."""
 
     def __init__(self) -> None:
-        # torch counts intra-op threads for each thread of the program; another count would give other bits.
-        threads = torch.get_num_threads()
-        self._executor = ThreadPoolExecutor(1, "lane", initializer=lambda: torch.set_num_threads(threads))
+        self._executor = ThreadPoolExecutor(1, "lane")
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
         return self._executor.submit(function).result
