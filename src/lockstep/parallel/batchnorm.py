@@ -23,11 +23,15 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and _tracks(m)]
-        self._momentums = [layer.momentum for layer in self._layers]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         self._scratch = torch.cat([buffer.flatten().float() for buffer in buffers]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
-        self._counts = [int(_counter(layer)) for layer in self._layers]
+        self._counted = torch.tensor([int(_counter(layer)) for layer in self._layers], device=self._scratch.device)
+        self._counts = self._counted.clone()
+        # How far each statistic moves in a step. Without a momentum a layer averages over all steps so far.
+        self._rates = torch.cat([_rates(layer) for layer in self._layers]) if buffers else torch.empty(0)
+        self._averaging = [number for number, layer in enumerate(self._layers) if layer.momentum is None]
+        self._places: list[slice] = []
         self._lie_in_scratch()
         self.size = len(self._scratch)
 
@@ -42,37 +46,33 @@ class RunningStatistics:
 
     def move(self, mean: Tensor) -> None:
         """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample."""
-        mean = mean.float()
-        start = 0
-        for number, layer in enumerate(self._layers):
-            stop = start + 2 * layer.num_features
-            self._counts[number] += 1
-            momentum = self._momentums[number]
-            rate = 1.0 / self._counts[number] if momentum is None else momentum
-            # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
-            self._running[start:stop].lerp_(mean[start:stop], rate)
-            start = stop
+        self._counts += 1
+        for number in self._averaging:
+            self._rates[self._places[number]] = 1.0 / self._counts[number]
+        # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
+        self._running.lerp_(mean.float(), self._rates)
         self.restore()
 
     def restore(self) -> None:
         """Give the layers their running statistics back, instead of what the last forward observed."""
         self._scratch.copy_(self._running)
-        for layer, count in zip(self._layers, self._counts, strict=True):
-            _counter(layer).fill_(count)
+        self._counted.copy_(self._counts)
 
     def reload(self) -> None:
         """Take over the buffers after somebody loaded other values into them."""
         self._running.copy_(self._scratch)
-        self._counts = [int(_counter(layer)) for layer in self._layers]
+        self._counts.copy_(self._counted)
 
     def _lie_in_scratch(self) -> None:
         start = 0
-        for layer in self._layers:
-            layer.momentum = 1.0
+        for layer, count in zip(self._layers, self._counted, strict=True):
             width = layer.num_features
-            layer.running_mean = self._scratch[start : start + width]
-            layer.running_var = self._scratch[start + width : start + 2 * width]
-            start += 2 * width
+            middle, stop = start + width, start + 2 * width
+            layer.momentum = 1.0
+            layer.running_mean, layer.running_var = self._scratch[start:middle], self._scratch[middle:stop]
+            layer.num_batches_tracked = count
+            self._places.append(slice(start, stop))
+            start = stop
 
 
 def _tracks(layer: nn.modules.batchnorm._BatchNorm) -> bool:
@@ -88,3 +88,8 @@ def _buffers(layer: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
 def _counter(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
     assert layer.num_batches_tracked is not None
     return layer.num_batches_tracked
+
+
+def _rates(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
+    mean, _ = _buffers(layer)
+    return mean.new_full((2 * layer.num_features,), layer.momentum or 0.0, dtype=torch.float32)
