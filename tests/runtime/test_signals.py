@@ -13,7 +13,9 @@ from lockstep.runtime.signals import EXIT_CODES, WISHES, StopRequest
 
 TRAINER = """
 import time
+from lockstep.parent import die_with_parent
 from lockstep.runtime.signals import StopRequest
+die_with_parent()
 stop = StopRequest()
 print("ready", flush=True)
 before = 0

@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 @click.command("eval")
 @click.argument("checkpoint")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch without --use_env
-def command(checkpoint: str, overrides: tuple[str, ...], local_rank: int | None) -> None:
+def command(checkpoint: str, overrides: tuple[str, ...]) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
 
     The recipe is the one it was trained by. Overrides are dotted: placement.processes=4 recipe.data.root=/data
     """
     info = detect(os.environ)
-    raise SystemExit(_evaluate_as(info, checkpoint, overrides) if info else _here(checkpoint, overrides))
+    raise SystemExit(_as_rank(info, checkpoint, overrides) if info else _here(checkpoint, overrides))
+
+
+def _as_rank(info: RankInfo, path: str, overrides: tuple[str, ...]) -> int:
+    """Evaluate as one rank of those that another launcher started."""
+    from lockstep.runtime.agent import die_with_launcher
+
+    die_with_launcher(info.launcher)
+    return _evaluate_as(info, path, overrides)
 
 
 def _here(path: str, overrides: tuple[str, ...]) -> int:
