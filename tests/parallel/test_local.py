@@ -5,7 +5,7 @@ rounding allows.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,8 +21,6 @@ from lockstep.core import random
 from lockstep.core.order import Step
 from lockstep.parallel.engine import State
 from lockstep.runtime.world import ALONE, World
-
-Steps = Callable[[Case], Iterator[tuple[Step, Tensor, Tensor]]]
 
 SIZES = (1, 2, 3, 4)
 
@@ -40,6 +38,10 @@ CASES = {
     "one bucket": Case(clip=0.1, bucket_bytes=2**20),
     "a bucket for each parameter": Case(clip=0.1, bucket_bytes=1),
     "not finite, skipped": Case(poisoned=1, skip_nonfinite=True, ema=True),
+    "one micro-batch, clipped": Case(1, clip=0.1, ema=True, model=toys.Plain),
+    "one micro-batch, fp16, skipping": Case(1, precision="fp16", initial_scale=2.0**19, model=toys.Plain),
+    "one micro-batch, not finite, skipped": Case(1, poisoned=1, skip_nonfinite=True, model=toys.Plain),
+    "without BatchNorm": Case(3, precision="bf16", optimizer="adamw", model=toys.Plain),
     "not finite, clipped": Case(poisoned=1, clip=1.0, skip_nonfinite=True),
 }
 
@@ -71,11 +73,12 @@ def test_what_must_happen_in_the_cases_happens() -> None:
     """The cases above are worth nothing where the model does not move, or no step is skipped."""
     world = World(ALONE, torch.device("cpu"))
     applied = {name: [" True " in text for text in steps_of(world, CASES[name])] for name in CASES}
-    assert applied["fp16, skipping"][0] is False
-    assert any(applied["fp16, skipping"])
+    for name in ("fp16, skipping", "one micro-batch, fp16, skipping"):
+        assert applied[name][0] is False
+        assert any(applied[name])
     assert all(applied["fp16"])
     assert applied["not finite, skipped"] == applied["not finite, clipped"] == [True, False, True, True]
-    initial = toys.build().state_dict()
+    initial = toys.build(CASES["clipped"]).state_dict()
     engine, _ = toys.trained(world, CASES["clipped"])
     moved = {name for name, tensor in engine.state().model.items() if not torch.equal(tensor, initial[name])}
     left_out = {"left_out.running_mean", "left_out.running_var", "left_out.bias"}
@@ -105,37 +108,17 @@ def test_going_on_elsewhere_gives_the_same_bits(name: str, sizes: tuple[int, int
         assert {**before[1], **trace} == uninterrupted
 
 
-class Plain(nn.Module):
-    """Without BatchNorm, so that float64 can be used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-        self.norm = nn.GroupNorm(2, 8)
-        self.dropout = nn.Dropout(0.3)
-        self.head = nn.Linear(8, toys.CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        head: Tensor = self.head(self.dropout(self.norm(self.stem(images)).relu().mean((2, 3))))
-        return head
-
-
-def build_plain() -> nn.Module:
-    torch.manual_seed(1)
-    return Plain().double()
-
-
-def by_hand(model: nn.Module, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+def by_hand(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """Train with nothing but PyTorch: accumulate gradients in one process."""
+    model = toys.build(case)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True)
-    dtype = next(model.parameters()).dtype
     losses = []
     for step, images, targets in toys.steps(case):
         optimizer.zero_grad()
         loss = 0.0
         for index, part in enumerate(torch.arange(step.samples).tensor_split(min(case.microbatches, step.samples))):
             torch.manual_seed(random.torch_seed(random.key(random.FORWARD, 7, step.number, index)))
-            each = F.cross_entropy(model(images[part].to(dtype)), targets[part], reduction="sum") / step.samples
+            each = F.cross_entropy(model(images[part]), targets[part], reduction="sum") / step.samples
             each.backward()  # type: ignore[no-untyped-call]
             loss += each.item()
         zeros_for_missing(model)
@@ -167,47 +150,41 @@ def move(optimizer: torch.optim.Optimizer, step: Step) -> None:
     optimizer.step()
 
 
-def by_engine(world: World, case: Case, double: bool) -> tuple[dict[str, Tensor], list[float]]:
-    with pytest.MonkeyPatch.context() as patch:
-        if double:
-            patch.setattr(toys, "build", build_plain)
-            patch.setattr(toys, "steps", steps_in_double(toys.steps))
-        engine, trace = toys.trained(world, case)
-        engine.close()
+def by_engine(world: World, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    engine, trace = toys.trained(world, case)
+    engine.close()
     losses = [float.fromhex(text.split()[0]) for text in trace.values()]
     return {name: tensor.clone() for name, tensor in engine.state().model.items()}, losses
 
 
-def steps_in_double(single: Steps) -> Steps:
-    return lambda case: ((step, images.double(), targets) for step, images, targets in single(case))
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("case", [Case(1), Case(2), Case(4), Case(6, clip=0.1)], ids=str)
-def test_the_numbers_are_those_of_plain_pytorch(case: Case, size: int) -> None:
-    """In float64, where a wrong factor cannot hide behind rounding."""
-    weights, losses = worlds.run(size, by_engine, case, True)[0]
-    expected, expected_losses = by_hand(build_plain(), case)
-    tolerance = 1e-6 if case.clip else 1e-12  # the factor of clipping is in float32
+@pytest.mark.parametrize(("microbatches", "limit"), [(1, None), (2, None), (4, None), (6, 0.1)])
+def test_the_numbers_are_those_of_plain_pytorch(microbatches: int, limit: float | None, size: int) -> None:
+    """In float64, where a wrong factor cannot hide behind rounding, and so without BatchNorm, which is in float32."""
+    case = Case(microbatches, clip=limit, model=toys.Plain, dtype=torch.float64)
+    weights, losses = worlds.run(size, by_engine, case)[0]
+    expected, expected_losses = by_hand(case)
+    tolerance = 1e-6 if limit else 1e-12  # the factor of clipping is in float32
     assert weights.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=tolerance, atol=tolerance)
     assert losses == pytest.approx(expected_losses, rel=tolerance)
 
 
-def test_one_micro_batch_has_the_very_bits_of_plain_pytorch() -> None:
-    case = Case(1)
-    weights, losses = by_engine(World(ALONE, torch.device("cpu")), case, double=False)
-    expected, expected_losses = by_hand(toys.build(), case)
-    for name, _ in toys.build().named_parameters():
+@pytest.mark.parametrize("model", [toys.Toy, toys.Plain])
+def test_one_micro_batch_has_the_very_bits_of_plain_pytorch(model: type[nn.Module]) -> None:
+    case = Case(1, model=model)
+    weights, losses = by_engine(World(ALONE, torch.device("cpu")), case)
+    expected, expected_losses = by_hand(case)
+    for name, _ in toys.build(case).named_parameters():
         assert torch.equal(weights[name], expected[name]), name
     assert losses == pytest.approx(expected_losses, rel=1e-6)  # ours are sums, divided in float64
 
 
 def by_ddp(world: World, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train with torch's DDP, a mean loss on each rank, as everybody does; beside it the engine."""
-    model = toys.build()
+    model = toys.build(case)
     replicated = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
     for step, images, targets in toys.steps(case):
@@ -217,7 +194,7 @@ def by_ddp(world: World, case: Case) -> tuple[dict[str, Tensor], dict[str, Tenso
         F.cross_entropy(replicated(mine.inputs), mine.targets).backward()  # type: ignore[no-untyped-call]
         zeros_for_missing(model)
         move(optimizer, step)
-    return model.state_dict(), by_engine(world, case, double=False)[0]
+    return model.state_dict(), by_engine(world, case)[0]
 
 
 @pytest.mark.worlds
@@ -226,7 +203,7 @@ def test_the_numbers_are_those_of_ddp(size: int) -> None:
     """With equal micro-batches the mean of their means is the mean of all samples."""
     case = Case(size, samples=(12, 12, 8, 12))
     for expected, found in worlds.run(size, by_ddp, case):
-        for name, _ in toys.build().named_parameters():
+        for name, _ in toys.build(case).named_parameters():
             # Four steps of momentum over sums of a few hundred roundings in float32.
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
 
@@ -257,7 +234,7 @@ def test_evaluation_predicts_with_the_average_and_gives_the_weights_back() -> No
     engine, _ = toys.trained(world, Case(ema=True))
     before = toys.fingerprint(engine)
     images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    averaged = toys.build()
+    averaged = toys.build(Case())
     averaged.load_state_dict(engine.state().ema or {})
     with engine.evaluation() as predict:
         predicted = predict(images)

@@ -52,6 +52,22 @@ class Toy(nn.Module):
         return head
 
 
+class Plain(nn.Module):
+    """Without BatchNorm: what one process does with one micro-batch is then the whole step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.GroupNorm(2, 8)
+        self.dropout = nn.Dropout(0.3)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        head: Tensor = self.head(self.dropout(self.norm(self.stem(images)).relu().mean((2, 3))))
+        return head
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe and its placement, small: `samples` are the sizes of the steps."""
@@ -67,6 +83,8 @@ class Case:
     skip_nonfinite: bool = False
     poisoned: int | None = None  # the step whose last image is not finite
     bucket_bytes: int = BUCKET_BYTES
+    model: type[nn.Module] = Toy
+    dtype: torch.dtype = torch.float32
 
     def numerics(self) -> Numerics:
         return Numerics(
@@ -80,22 +98,19 @@ class Case:
         )
 
 
-def build() -> nn.Module:
-    """Build the toy with the same weights each time."""
+def build(case: Case) -> nn.Module:
+    """Build the model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Toy()
-
-
-def task() -> Classification:
-    return Classification(build, topk=(1,))
+        return case.model().to(case.dtype)
 
 
 def engine(world: World, case: Case) -> LocalEngine:
     options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {})
     optimizer = partial(make_optimizer, name=case.optimizer, lr=0.1, weight_decay=0.01, **options)
+    task = Classification(partial(build, case), topk=(1,))
     return LocalEngine(
-        task(), lambda model: optimizer(model.named_parameters()), world, case.numerics(), case.bucket_bytes
+        task, lambda model: optimizer(model.named_parameters()), world, case.numerics(), case.bucket_bytes
     )
 
 
@@ -104,7 +119,7 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     seen = 0
     for number, samples in enumerate(case.samples):
-        images = torch.randn(samples, 3, 6, 6, generator=generator)
+        images = torch.randn(samples, 3, 6, 6, generator=generator).to(case.dtype)
         targets = torch.randint(CLASSES, (samples,), generator=generator)
         if number == case.poisoned:
             images[-1] = torch.inf
