@@ -214,7 +214,7 @@ def test_channels_last_reaches_weights_and_inputs(monkeypatch: pytest.MonkeyPatc
     engine, _ = toys.trained(World(ALONE, torch.device("cpu")), Case(samples=(12,), channels_last=True))
     with engine.evaluation() as predict:
         predict(torch.randn(2, 3, 6, 6))
-    assert len(seen) == 5
+    assert len(seen) == 6  # four micro-batches, and two evaluations
     assert all(images.is_contiguous(memory_format=torch.channels_last) for images in seen)
     weight = engine.state().model["stem.weight"]
     assert weight.is_contiguous(memory_format=torch.channels_last)

@@ -147,6 +147,8 @@ def trained(world: World, case: Case, first: int = 0, state: State | None = None
     for step, images, targets in list(steps(case))[first:]:
         sums = training.forward_backward(share(world, case, step, images, targets), step)
         update = training.update(rate(step), case.clip)
+        with training.evaluation() as predict:  # which must leave no trace
+            predict(images[:2])
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale}"
     return training, trace
