@@ -62,9 +62,7 @@ def results(quick: bool) -> list[Result]:
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES)
-    )
+    return nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES))
 
 
 def _data() -> tuple[Tensor, Tensor]:
