@@ -1,0 +1,211 @@
+"""The loop says what happens in one order, at the steps the plan says, and goes on where it left off."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import worlds
+from fakes import FakeEngine, batches, evaluated, plan, saved, shortly
+
+from lockstep.core.order import Step, Steps
+from lockstep.errors import TrainingError
+from lockstep.runtime.world import ALONE, World
+from lockstep.training.events import Event, Stepped, Stopped
+from lockstep.training.loop import Every, Plan, Progress, train
+
+
+class Wish:
+    """A stop request that comes during a step."""
+
+    def __init__(self, wish: int = 0) -> None:
+        self.wish = wish
+
+
+STEPS = Steps(10, 4, epochs=3)  # 4, 4 and 2 samples in an epoch
+ALONE_WORLD = World(ALONE, torch.device("cpu"))
+
+
+def run(
+    engine: FakeEngine,
+    following: Plan,
+    progress: Progress | None = None,
+    stop_at: int | None = None,
+    wish: int = 1,
+    world: World = ALONE_WORLD,
+) -> list[Event]:
+    """Train; a request to stop comes while step number `stop_at` computes."""
+    stop = Wish()
+
+    def ask(step: Step) -> None:
+        if step.number == stop_at:
+            stop.wish = wish
+
+    following_batches = batches(following.steps, ask)
+    return list(
+        train(engine, world, following_batches, following, progress or Progress(), evaluated(), saved, stop)  # type: ignore[arg-type]
+    )
+
+
+def test_events_come_in_order_at_their_rhythms() -> None:
+    events = run(FakeEngine(), plan(STEPS, log=Every(steps=2)))
+    assert shortly(events) == [
+        "step 2",
+        "evaluated 3",
+        "saved 3",
+        "step 4",
+        "step 6",
+        "evaluated 6",
+        "saved 6",
+        "step 8",
+        "step 9",
+        "evaluated 9",
+        "saved 9",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "save", "expected"),
+    [
+        (Every(epochs=2), Every(steps=4), "saved 4, evaluated 6, saved 8, step 9, evaluated 9, saved 9"),
+        (Every(steps=5), Every(epochs=3), "evaluated 5, step 9, evaluated 9, saved 9"),
+        (Every(), Every(), "step 9, evaluated 9, saved 9"),
+    ],
+)
+def test_rhythms_count_steps_or_epochs_and_the_last_step_has_all(evaluate: Every, save: Every, expected: str) -> None:
+    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100), evaluate=evaluate, save=save))
+    assert ", ".join(shortly(events)) == expected
+
+
+def test_every_step_is_one_forward_backward_and_one_update_at_its_rate() -> None:
+    engine = FakeEngine()
+    run(engine, plan(STEPS, clip_norm=2.5))
+    assert [call[1] for call in engine.calls if call[0] == "forward_backward"] == list(range(9))
+    rates = [call[1:] for call in engine.calls if call[0] == "update"]
+    assert rates == [(plan(STEPS).rate.at(STEPS[number].samples_seen), 2.5) for number in range(9)]
+    assert len(set(rates)) == 9
+    assert [call[0] for call in engine.calls] == ["forward_backward", "update"] * 9
+
+
+def test_a_report_tells_of_its_own_step() -> None:
+    engine = FakeEngine(losses={4: 7.0}, skipped=frozenset({1}))
+    events = run(engine, plan(STEPS, log=Every(steps=5), clip_norm=2.5))
+    [report] = [event for event in events if isinstance(event, Stepped) and event.step == 5]
+    assert (report.epoch, report.samples, report.loss, report.norm) == (1, 18, 7.0, 3.0)
+    assert report.lr == plan(STEPS).rate.at(14)
+    assert (report.loss_scale, report.skipped_steps) == (8.0, 1)
+    assert report.images_per_s > 0
+    assert report.peak_bytes > 0
+
+
+@pytest.mark.parametrize(("wish", "reason"), [(1, "SIGTERM"), (2, "SIGINT")])
+def test_a_request_to_stop_ends_with_the_step_and_saves(wish: int, reason: str) -> None:
+    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=4, wish=wish)
+    assert shortly(events) == ["evaluated 3", "saved 3", "saved 5", "stopped 5"]
+    stopped = events[-1]
+    assert isinstance(stopped, Stopped)
+    assert (stopped.reason, stopped.epoch, stopped.samples) == (reason, 1, 18)
+
+
+def test_a_request_in_the_last_step_comes_too_late() -> None:
+    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=8)
+    assert shortly(events)[-3:] == ["step 9", "evaluated 9", "saved 9"]
+
+
+@pytest.mark.parametrize("stop_at", range(8))
+def test_going_on_gives_the_events_of_a_run_that_was_not_stopped(stop_at: int) -> None:
+    following = plan(STEPS, log=Every(steps=2))
+    whole = shortly(run(FakeEngine(), following))
+    progress = Progress()
+    before = shortly(run(FakeEngine(), following, progress, stop_at))
+    kept = Progress(**json.loads(json.dumps(progress.kept())))
+    after = shortly(run(FakeEngine(), following, kept))
+    stopping = [f"saved {stop_at + 1}", f"stopped {stop_at + 1}"]
+    assert before[-2:] == stopping
+    usual = before[:-1] if stopping[0] in whole else before[:-2]
+    assert usual + after == whole
+
+
+def test_a_run_that_is_complete_has_nothing_left_to_do() -> None:
+    engine = FakeEngine()
+    assert run(engine, plan(STEPS), Progress(step=9)) == []
+    assert engine.calls == []
+
+
+def test_progress_counts_steps_samples_and_skips() -> None:
+    progress = Progress()
+    run(FakeEngine(skipped=frozenset({2, 5})), plan(STEPS), progress)
+    assert (progress.step, progress.epoch, progress.samples, progress.skipped_steps) == (9, 2, 30, 2)
+
+
+def test_the_best_evaluation_is_the_first_top_k_then_the_lower_loss() -> None:
+    progress = Progress()
+    judged = []
+    for step, (top1, loss) in enumerate([(0.5, 2.0), (0.4, 1.0), (0.5, 1.5), (0.5, 1.5), (0.6, 9.0)], 1):
+        progress.step = step
+        progress.judge(evaluated(top1, loss)(progress))
+        judged.append(progress.best_at)
+    assert judged == [1, 1, 3, 3, 5]
+    assert (progress.best, progress.best_loss, progress.top) == ({"top1": 0.6}, 9.0, {"top1": 0.6})
+
+
+def test_the_first_evaluation_is_the_best_even_if_nothing_was_right() -> None:
+    progress = Progress(step=3)
+    progress.judge(evaluated(0.0, 5.0)(progress))
+    assert progress.best_at == 3
+
+
+def test_a_loss_that_is_not_finite_stops_before_anything_is_saved() -> None:
+    engine = FakeEngine(losses={1: math.nan})
+    events: list[Event] = []
+    following = plan(STEPS, log=Every(steps=100))
+    training = train(engine, ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish())  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
+        events.extend(training)
+    assert events == []
+    assert [call[1] for call in engine.calls if call[0] == "forward_backward"] == [0, 1, 2]
+
+
+def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:
+    engine = FakeEngine(losses={1: math.nan, 4: math.inf}, skipped=frozenset({1, 4}))
+    progress = Progress()
+    events = run(engine, plan(STEPS, stop_on_nonfinite=False, log=Every(steps=1)), progress)
+    assert progress.skipped_steps == 2
+    assert math.isnan([event for event in events if isinstance(event, Stepped)][1].loss)
+
+
+def stopping(world: World, stop_at: list[int]) -> list[str]:
+    following = plan(STEPS, log=Every(steps=100))
+    events = run(FakeEngine(), following, stop_at=stop_at[world.rank], wish=1 + world.rank, world=world)
+    world.agree_to_stop(0)  # takes the last wish out of the world, which other tests use after this one
+    return shortly(events)
+
+
+@pytest.mark.worlds
+def test_all_ranks_stop_at_one_step() -> None:
+    """Whoever is asked first, all stop together: one step later, since they exchange while they compute."""
+    assert worlds.run(3, stopping, [100, 3, 100]) == [["evaluated 3", "saved 3", "saved 5", "stopped 5"]] * 3
+
+
+def failing(world: World, guilty: list[int]) -> str:
+    own = {4: [1.0, math.inf if world.rank in guilty else 1.0]}
+    engine = FakeEngine(losses={4: math.inf}, own_losses=own)
+    try:
+        run(engine, plan(STEPS, log=Every(steps=100)), world=world)
+    except TrainingError as error:
+        return str(error).partition(";")[0]
+    return "nothing was raised"
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(("guilty", "where"), [([1], "rank 1"), ([0, 2], "rank 0, 2"), ([], "the sum over all ranks")])
+def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) -> None:
+    rate = plan(STEPS).rate.at(14)
+    text = f"loss is inf at step 5 (epoch 2), on {where}, at learning rate {rate:.6g}"
+    assert worlds.run(3, failing, guilty) == [text] * 3
+
+
+def test_a_plan_is_a_value() -> None:
+    assert plan(STEPS) == copy.deepcopy(plan(STEPS))
+    assert plan(STEPS).log == Every(steps=10)

@@ -1,0 +1,46 @@
+"""The watch waits for the device only when asked, and names the first loss that is not finite."""
+
+import math
+
+import pytest
+import torch
+
+from lockstep.core.order import Steps
+from lockstep.errors import TrainingError
+from lockstep.parallel.engine import Sums
+from lockstep.runtime.world import ALONE, World
+from lockstep.training.watch import LossWatch
+
+STEPS = Steps(8, 2, epochs=3)
+
+
+def _watch(losses: list[float], stop: bool = True) -> LossWatch:
+    watch = LossWatch(World(ALONE, torch.device("cpu")), stop)
+    for number, loss in enumerate(losses):
+        total = torch.tensor(2 * loss, dtype=torch.float64)
+        watch.add(STEPS[number], 0.1 * (number + 1), Sums(total, 2, [total]))
+    return watch
+
+
+def test_the_last_loss_is_kept_until_the_next() -> None:
+    watch = _watch([3.0, 2.0])
+    assert (watch.check(), watch.check()) == (2.0, 2.0)
+
+
+def test_nothing_seen_is_no_loss() -> None:
+    assert math.isnan(_watch([]).check())
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
+    watch = _watch([1.0, 1.0, 1.0, 1.0, loss, 1.0, math.nan])
+    with pytest.raises(TrainingError) as caught:
+        watch.check()
+    assert str(caught.value) == (
+        f"loss is {loss} at step 5 (epoch 2), on rank 0, at learning rate 0.5; "
+        "lower the rate, set recipe.clip_norm, or go on over such steps with recipe.nonfinite=skip"
+    )
+
+
+def test_a_recipe_that_skips_goes_on() -> None:
+    assert _watch([math.nan, 4.0], stop=False).check() == 4.0
