@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -165,6 +166,35 @@ def test_a_loss_that_is_not_finite_stops_before_anything_is_saved() -> None:
         events.extend(training)
     assert events == []
     assert [call[1] for call in engine.calls if call[0] == "forward_backward"] == [0, 1, 2]
+
+
+def test_a_loss_that_is_not_finite_is_never_saved() -> None:
+    following = plan(STEPS, log=Every(steps=100), evaluate=Every(), save=Every(steps=2))
+    with pytest.raises(TrainingError, match="at step 2 "):
+        run(FakeEngine(losses={1: math.nan}), following)
+
+
+def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second here, an evaluation 100 and a save 1000."""
+    now = 0.0
+
+    def passes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    following = plan(STEPS, log=Every(steps=1), evaluate=Every(steps=2), save=Every(steps=3))
+    training = train(
+        FakeEngine(),
+        ALONE_WORLD,
+        batches(STEPS, lambda _: passes(1.0)),
+        following,
+        Progress(),
+        lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
+        lambda progress: passes(1000.0) or saved(progress),  # type: ignore[func-returns-value]
+        Wish(),  # type: ignore[arg-type]
+    )
+    assert [event.images_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3
 
 
 def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:

@@ -1,6 +1,7 @@
 """The watch waits for the device only when asked, and names the first loss that is not finite."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -44,3 +45,14 @@ def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
 
 def test_a_recipe_that_skips_goes_on() -> None:
     assert _watch([math.nan, 4.0], stop=False).check() == 4.0
+
+
+def test_what_was_checked_is_let_go() -> None:
+    watch = _watch([])
+    total = torch.ones((), dtype=torch.float64)
+    alive = weakref.ref(total)
+    watch.add(STEPS[0], 0.1, Sums(total, 2, [total]))
+    del total
+    assert alive() is not None
+    watch.check()
+    assert alive() is None
