@@ -26,6 +26,7 @@ from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
 from lockstep.runtime import machine
+from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
 from lockstep.runtime.world import World, open_world
@@ -52,6 +53,7 @@ def run_rank(loaded: Loaded, info: RankInfo, start: Start | None, rendezvous: st
     """
     placement, recipe = loaded.config.placement, loaded.config.recipe
     fix_kernels(recipe.threads)
+    keep_freed_memory()
     stop = StopRequest()
     microbatches = recipe.microbatches or info.size
     check_placement(loaded.config, info.size, microbatches)

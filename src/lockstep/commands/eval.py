@@ -106,6 +106,7 @@ def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendez
     from lockstep.commands._setup import evaluation_batch, strategy
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
+    from lockstep.runtime.memory import keep_freed_memory
     from lockstep.runtime.precision import fix_kernels
     from lockstep.runtime.world import open_world
     from lockstep.training import checkpoint
@@ -113,6 +114,7 @@ def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendez
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
     fix_kernels(recipe.threads)
+    keep_freed_memory()
     world = open_world(info, placement.device, rendezvous, placement.timeout_s)
     microbatches = _microbatches(found)
     loader = ready.loader(world, microbatches, placement.workers)
