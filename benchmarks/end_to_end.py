@@ -1,8 +1,9 @@
 """A whole training, input pipeline included: images/s of ResNet-18 at 32x32 on the CPU against the tutorial's scripts.
 
 The tutorial's loop: PIL images, torchvision transforms, a DataLoader, cross entropy, SGD with momentum; on two
-processes DistributedSampler and DistributedDataParallel. Ours: the loader, engine and loop that `lockstep train` runs, with the
-same global batch, one micro-batch for each process (and the same work cut into 4 for comparison). One thread each.
+processes DistributedSampler and DistributedDataParallel. Ours: the loader, engine and loop that `lockstep train` runs,
+with the same global batch, one micro-batch for each process (and the same work cut into 4 for comparison). One thread
+each.
 """
 
 from __future__ import annotations

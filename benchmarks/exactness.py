@@ -1,8 +1,8 @@
 """What the same bits cost: a whole step of data parallelism with the canonical sum against torch's own all-reduce.
 
 Both train torchvision's ResNet-18 on 32x32 images with the same micro-batches on the same ranks, one thread each:
-forward, backward, sum of the gradients, SGD with momentum. Torch's DistributedDataParallel accumulates under no_sync when a rank
-has more than one micro-batch. Both lie in the same processes and take turns step by step.
+forward, backward, sum of the gradients, SGD with momentum. Torch's DistributedDataParallel accumulates under no_sync
+when a rank has more than one micro-batch. Both lie in the same processes and take turns step by step.
 """
 
 from __future__ import annotations
