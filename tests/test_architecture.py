@@ -1,0 +1,286 @@
+"""The shape of the code: who may import whom, what is forbidden everywhere, and how long functions are."""
+
+import ast
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(lockstep.__file__).parent
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+
+# What each folder may import of ours, beside itself: folders, or single modules.
+ALLOWED = {
+    "core": [],
+    "config": ["core"],
+    "runtime": ["core"],
+    "tasks": ["core"],
+    "data": ["core", "tasks"],
+    "models": ["core", "tasks"],
+    "parallel": ["core", "runtime", "tasks"],
+    "strategies": ["core", "runtime", "tasks", "parallel"],
+    "training": ["core", "runtime", "tasks", "data", "parallel/engine"],
+    "launchers": ["core"],
+    "reporting": ["core", "training/events"],
+}
+FREE = ["errors", "importing", "locking", "parent", "__init__"]  # for all, and themselves using only core
+WITHOUT_TORCH = ["cli", "errors", "importing", "locking", "parent", "config", "launchers", "training/events"]
+FORBIDDEN_WORDS = ["manager", "helper", "util", "misc", "handler"]
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imported(module: str, only_at_import: bool = False) -> set[str]:
+    """Return all modules that a module imports, anywhere in it, by their dotted names."""
+    found: set[str] = set()
+    nodes = _run_at_import(tree(module)) if only_at_import else ast.walk(tree(module))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def ours(module: str) -> set[str]:
+    """Return those of our modules that a module imports, as paths below the package."""
+    names = {name.removeprefix("lockstep").removeprefix(".") for name in imported(module) if _inside(name, "lockstep")}
+    return {_path(name) for name in names} - {module}
+
+
+def _path(name: str) -> str:
+    path = name.replace(".", "/")
+    while path and path not in MODULES and f"{path}/__init__" not in MODULES:
+        path = path.rpartition("/")[0]
+    return path if path in MODULES else f"{path}/__init__".lstrip("/")
+
+
+def _inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _within(module: str, place: str) -> bool:
+    return module == place or module.startswith(f"{place}/")
+
+
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes that are executed when the module is imported; `if TYPE_CHECKING:` is not."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:
+            continue
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield from _run_at_import(child)
+
+
+def in_folder(folder: str) -> list[str]:
+    return [module for module in MODULES if _within(module, folder)]
+
+
+def test_the_modules_are_found() -> None:
+    """Otherwise every test below would hold."""
+    assert len(MODULES) > 50
+    assert {module.partition("/")[0] for module in MODULES if "/" in module} - {"commands"} <= ALLOWED.keys()
+    assert {"core/tree", "core/order"} <= ours("runtime/canonical")
+    assert "torch.distributed" in imported("runtime/canonical")
+    assert "lockstep.config.load.load" in imported("commands/train")
+    assert "lockstep.config.load.load" not in imported("commands/train", only_at_import=True)
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_imports_run_one_way(folder: str) -> None:
+    allowed = [folder, *ALLOWED[folder], *FREE]
+    wrong = {
+        module: others
+        for module in in_folder(folder)
+        if (others := {each for each in ours(module) if not any(_within(each, place) for place in allowed)})
+    }
+    assert not wrong
+
+
+def test_what_all_may_import_imports_little() -> None:
+    for module in FREE:
+        assert all(_within(each, "core/names") or each in FREE for each in ours(module)), module
+
+
+def test_strategies_know_no_siblings_and_launchers_only_what_they_share() -> None:
+    for module in in_folder("strategies"):
+        assert not any(_within(each, "strategies") for each in ours(module)), module
+    for module in in_folder("launchers"):
+        if not module.endswith("__init__"):
+            assert {each for each in ours(module) if _within(each, "launchers")} <= {"launchers/environment"}, module
+
+
+def test_no_two_modules_import_each_other() -> None:
+    pairs = [(one, other) for one in MODULES for other in ours(one) if one < other and one in ours(other)]
+    assert not pairs
+
+
+@pytest.mark.parametrize("place", WITHOUT_TORCH)
+def test_what_must_be_light_imports_no_torch(place: str) -> None:
+    heavy = ("torch", "torchvision", "timm", "tensorboard")
+    for module in in_folder(place):
+        reached = {module, *_reached_at_import(module)}
+        for each in reached:
+            names = imported(each, only_at_import=True)
+            assert not [name for name in names if any(_inside(name, package) for package in heavy)], (module, each)
+
+
+def _reached_at_import(module: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        names = imported(waiting.pop(), only_at_import=True)
+        below = {_path(name.removeprefix("lockstep").removeprefix(".")) for name in names if _inside(name, "lockstep")}
+        waiting += below - found
+        found |= below
+    return found
+
+
+def test_commands_are_listed_without_torch() -> None:
+    """`lockstep --help` imports every command."""
+    for module in in_folder("commands"):
+        name = module.rpartition("/")[2]
+        if not name.startswith("_") or name == "__init__":
+            names = imported(module, only_at_import=True)
+            assert not [each for each in names if _inside(each, "torch") or _inside(each, "timm")], module
+
+
+def test_torch_distributed_is_behind_one_door() -> None:
+    users = {module for module in MODULES for name in imported(module) if _inside(name, "torch.distributed")}
+    users |= {
+        module for module in MODULES if any("torch.distributed" in ast.unparse(each) for each in _attributes(module))
+    }
+    assert users
+    assert all(_within(module, "runtime") for module in users)
+
+
+def test_core_is_arithmetic() -> None:
+    """No files, clocks, processes or logging; torch only where a tensor is computed with."""
+    forbidden = ("os", "io", "pathlib", "time", "datetime", "logging", "subprocess", "socket", "threading", "random")
+    for module in in_folder("core"):
+        assert not [name for name in imported(module) if any(_inside(name, each) for each in forbidden)], module
+        assert "open" not in {_callee(call) for call in _calls(module)}, module
+
+
+def test_only_commands_and_sinks_print() -> None:
+    allowed = ("commands", "reporting", "cli", "runtime/agent")  # the agent explains why it ends all workers
+    printers = {module for module in MODULES if "print" in {_callee(call) for call in _calls(module)}}
+    assert printers
+    assert all(any(_within(module, place) for place in allowed) for module in printers)
+
+
+def test_only_commands_read_the_configuration() -> None:
+    users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
+    assert all(_within(module, "commands") or _within(module, "config") for module in users)
+
+
+def test_nothing_loads_code_from_files() -> None:
+    for module in MODULES:
+        names = imported(module)
+        assert not [name for name in names if _inside(name.partition(".")[0], "pickle") or _inside(name, "shelve")], (
+            module
+        )
+        for call in _calls(module):
+            name = ast.unparse(call.func)
+            assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"), module
+            if name in ("torch.load", "torch.hub.load_state_dict_from_url", "load_state_dict_from_url"):
+                keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
+                assert keywords.get("weights_only") == "True", f"{module}:{call.lineno}"
+
+
+def test_names_say_what_a_thing_is() -> None:
+    for module in MODULES:
+        names = {module.lower(), *(name.lower() for name in _defined(module))}
+        assert not [(name, word) for name in names for word in FORBIDDEN_WORDS if word in name], module
+
+
+def test_our_code_is_not_inherited() -> None:
+    """Nobody reads two classes to know what one does; errors have no code, and sections only refuse unknown keys."""
+    classes = [node for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)]
+    names = {node.name for node in classes}
+    assert len(names) > 40
+    for node in classes:
+        inherited = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases} & names
+        assert all(base.endswith("Error") or base == "Section" for base in inherited), f"{node.name} of {inherited}"
+
+
+def test_attributes_are_known_not_asked_for() -> None:
+    for module in MODULES:
+        assert "hasattr" not in {_callee(call) for call in _calls(module)}, module
+
+
+def test_nothing_happens_on_import() -> None:
+    """Modules and classes only define, and name values: plain ones, or made by a class or by a pure function."""
+    pure = {"frozenset", "re.compile", "random.key", "field", "Path(__file__).with_name"}
+    for module in MODULES.keys() - {"__main__"}:
+        for node in _statements(tree(module)):
+            where = f"{module}:{node.lineno}: {ast.unparse(node)}"
+            assert not isinstance(node, ast.For | ast.While | ast.With | ast.Try), where
+            assert not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant), where
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                called = {ast.unparse(each.func) for each in _run_at_import(node.value) if isinstance(each, ast.Call)}
+                assert all(name in pure or _is_class(name) for name in called), where
+
+
+def _statements(node: ast.Module | ast.ClassDef) -> Iterator[ast.stmt]:
+    for each in node.body:
+        yield each
+        if isinstance(each, ast.ClassDef):
+            yield from _statements(each)
+
+
+def _is_class(name: str) -> bool:
+    return name.rpartition(".")[2].lstrip("_")[0].isupper()
+
+
+def test_modules_say_what_they_are() -> None:
+    assert not [module for module in MODULES if not ast.get_docstring(tree(module))]
+
+
+def test_options_have_names() -> None:
+    """Nothing is taken as **kwargs, and so nothing is passed on unseen."""
+    functions = [node for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)]
+    assert not [node.name for node in functions if node.args.kwarg is not None]
+
+
+def test_functions_are_short() -> None:
+    lengths = [
+        (node.end_lineno or 0) - node.lineno + 1
+        for module in MODULES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert statistics.median(lengths) <= 13
+    assert sum(length > 50 for length in lengths) <= 0.08 * len(lengths)
+
+
+def _calls(module: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+
+
+def _callee(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def _attributes(module: str) -> Iterator[ast.Attribute]:
+    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute))
+
+
+def _defined(module: str) -> Iterator[str]:
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
