@@ -1,19 +1,22 @@
 """A whole training, input pipeline included: images/s of ResNet-18 at 32x32 on the CPU against the tutorial's scripts.
 
 The tutorial's loop: PIL images, torchvision transforms, a DataLoader, cross entropy, SGD with momentum; on two
-processes DistributedSampler and DistributedDataParallel. Ours: the loader, engine and loop that `lockstep train` runs,
-with the same global batch, one micro-batch for each process (and the same work cut into 4 for comparison). One thread
-each.
+processes DistributedSampler and DistributedDataParallel. Ours: what `lockstep train` runs, its loader, engine and loop,
+with the same global batch. One micro-batch for each process is the tutorial's work; smaller ones, which let more
+processes share a step later, cost what smaller batches cost. One thread each, no loader processes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torchvision
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
-from benchmarks import processes
 from benchmarks.loop import no_evaluation, no_save
-from benchmarks.report import Result, compare
+from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.report import Result, Target, compare
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
@@ -31,67 +34,104 @@ from lockstep.data.loader import Finish, Loader
 from lockstep.data.tensors import TensorSplit
 from lockstep.parallel.local import Numerics
 from lockstep.parallel.optimize import make_optimizer
+from lockstep.runtime.memory import keep_freed_memory
+from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import StopRequest
 from lockstep.runtime.world import World
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.classification import Classification
 from lockstep.training.loop import Every, Plan, Progress, train
 
-BATCH, SAMPLES, CLASSES = 64, 5120, 10
+BATCH, SAMPLES, CLASSES = 256, 5120, 10  # the global batch of the tutorial and of the recipe cifar10-resnet18
 LR, MOMENTUM = 0.01, 0.9
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
-Batches = Callable[[], object]  # trains on one batch
+TUTORIAL = "tutorial"
 
 
 def results(quick: bool) -> list[Result]:
     """Measure one and two processes."""
-    turns, batches = (2, 2) if quick else (7, 10)
-    found = []
-    for size in (1, 2):
-        figures = processes.run(size, _measure, turns, batches)
-        tutorial, ours, cut = figures[::3], figures[1::3], figures[2::3]
-        found.append(
-            compare(
-                f"end to end: ResNet-18 at 32x32, batch {BATCH}, {size} process(es), 1 thread each",
-                "images/s",
-                {"tutorial": tutorial, f"lockstep, {size} micro-batch(es)": ours, "lockstep, 4 micro-batches": cut},
-                "tutorial",
-                "lockstep, with one micro-batch for each process, at least the tutorial's",
-                lambda ratios, size=size: ratios[f"lockstep, {size} micro-batch(es)"] >= 1.0,  # type: ignore[misc]
-            )
-        )
-    return found
+    return [_compared(size, steps=1 if quick else 3, turns=2 if quick else 9) for size in (1, 2)]
 
 
-def _measure(world: World, turns: int, batches: int) -> list[float]:
-    """Return images/s of the tutorial, of ours and of ours with 4 micro-batches, and again, over all ranks."""
-    contestants = _tutorial(world), _ours(world, world.size), _ours(world, 4)
-    for step in contestants:
-        next(step)
-    figures = []
-    for _ in range(turns):
-        for step in contestants:
-            world.barrier()
-            began = time.perf_counter()
-            for _ in range(batches):
-                next(step)
-            figures.append(batches * BATCH / processes.slowest(time.perf_counter() - began))
-    return figures
+def _compared(size: int, steps: int, turns: int) -> Result:
+    contestants = {TUTORIAL: Contestant(partial(_tutorial, steps), size)}
+    for microbatches in (size, 4):
+        contestants[_ours(microbatches)] = Contestant(partial(_lockstep, steps, microbatches), size)
+    seconds = take_turns(contestants, turns)
+    return compare(
+        f"end-to-end-{size}",
+        f"end to end: ResNet-18 at 32x32, global batch {BATCH}, {size} process{'es' * (size > 1)}, 1 thread each",
+        "images/s",
+        {name: [steps * BATCH / each for each in own] for name, own in seconds.items()},
+        TUTORIAL,
+        [Target(_ours(size), TUTORIAL, "at least", 1.0)],
+    )
 
 
-def _images() -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(0)
-    return generator.integers(0, 256, (SAMPLES, 32, 32, 3), np.uint8), generator.integers(0, CLASSES, SAMPLES)
+def _ours(microbatches: int) -> str:
+    return f"lockstep, {microbatches} micro-batch{'es' * (microbatches > 1)}"
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = torchvision.models.resnet18(num_classes=CLASSES)
-    return model
+def _tutorial(steps: int, world: World) -> Turn:
+    dataset = _Pictures()
+    alone = world.size == 1
+    sampler = None if alone else DistributedSampler(dataset)
+    loader: DataLoader[Any] = DataLoader(dataset, BATCH // world.size, shuffle=alone, sampler=sampler)
+    model = _model() if alone else DistributedDataParallel(_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    return _turn(steps, world, _tutorial_steps(loader, sampler, model, optimizer))
 
 
-class _Tutorial(Dataset[tuple[Tensor, int]]):
+def _tutorial_steps(
+    loader: DataLoader[Any], sampler: DistributedSampler[Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    epoch = 0
+    while True:
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            yield
+        epoch += 1
+
+
+def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
+    fix_kernels(threads=1)
+    keep_freed_memory()
+    images, targets = _images()
+    split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
+    data = DataSet(split, split, [str(each) for each in range(CLASSES)], (3, 32, 32), MEAN, STD)
+    endless = Steps(SAMPLES, BATCH, steps=10**6)
+    finish = Finish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
+    loader = Loader(data, endless, microbatches, finish, world.rank, world.size)
+    engine = Strategy().start(
+        Classification(_model),
+        lambda model: make_optimizer(model.named_parameters(), name="sgd", lr=LR, momentum=MOMENTUM),
+        world,
+        Numerics(microbatches=microbatches),
+    )
+    never = Every(steps=10**9)
+    plan = Plan(endless, Rate(LR, SAMPLES, 1.0), log=Every(steps=1), evaluate=never, save=never)
+    events = train(engine, world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
+    return _turn(steps, world, events)
+
+
+def _turn(steps: int, world: World, training: Iterator[object]) -> Turn:
+    """Return a turn of `steps` steps: `training` does one for each `next`."""
+
+    def turn() -> float:
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            next(training)
+        return time.perf_counter() - began
+
+    return turn
+
+
+class _Pictures(Dataset[tuple[Tensor, int]]):
     """What torchvision's CIFAR10 does: a PIL image through transforms."""
 
     def __init__(self) -> None:
@@ -112,37 +152,12 @@ class _Tutorial(Dataset[tuple[Tensor, int]]):
         return self._transform(Image.fromarray(self._images[index])), int(self._targets[index])
 
 
-def _tutorial(world: World) -> Iterator[None]:
-    """Train as the tutorials do; each `next` is one step."""
-    dataset = _Tutorial()
-    alone = world.size == 1
-    sampler: DistributedSampler[Dataset[tuple[Tensor, int]]] | None = None if alone else DistributedSampler(dataset)
-    loader = DataLoader(dataset, BATCH // world.size, shuffle=sampler is None, sampler=sampler)
-    model = _model() if alone else DistributedDataParallel(_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    model.train()
-    while True:
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            yield
+def _images() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    generator = np.random.default_rng(0)
+    return generator.integers(0, 256, (SAMPLES, 32, 32, 3), np.uint8), generator.integers(0, CLASSES, SAMPLES)
 
 
-def _ours(world: World, microbatches: int) -> Iterator[object]:
-    """Train as `lockstep train` does; each `next` is one step and its event."""
-    images, targets = _images()
-    split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
-    data = DataSet(split, split, [str(each) for each in range(CLASSES)], (3, 32, 32), MEAN, STD)
-    steps = Steps(SAMPLES, BATCH, steps=10**6)
-    finish = Finish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
-    loader = Loader(data, steps, microbatches, finish, world.rank, world.size)
-    engine = Strategy().start(
-        Classification(_model),
-        lambda model: make_optimizer(model.named_parameters(), name="sgd", lr=LR, momentum=MOMENTUM),
-        world,
-        Numerics(microbatches=microbatches),
-    )
-    never = Every(steps=10**9)
-    plan = Plan(steps, Rate(LR, SAMPLES, 1.0), log=Every(steps=1), evaluate=never, save=never)
-    return train(engine, world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = torchvision.models.resnet18(num_classes=CLASSES)
+    return model

@@ -1,49 +1,121 @@
-"""Worker processes for benchmarks: gloo over loopback, one thread each, and a time limit on everything."""
+"""Contestants in processes of their own, which wait while the others take their turn.
+
+So nobody pays for what another one imports, allocates or leaves in the caches of the interpreter. Gloo talks over the
+loopback interface, each process has one thread, and whatever happens, all of them end.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Final
 
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
 
 from lockstep.core.rank import RankInfo
+from lockstep.parent import die_with_parent
 from lockstep.runtime.world import World, open_world
 
-TIMEOUT_S = 300.0
+TIMEOUT_S: Final = 300.0
 
-Measure = Callable[..., list[float]]
-
-
-def run(size: int, measure: Measure, *arguments: Any) -> list[float]:
-    """Return what rank 0's `measure(world, *arguments)` returns; all ranks run it."""
-    with tempfile.TemporaryDirectory() as folder:
-        answers = multiprocessing.get_context("spawn").SimpleQueue()
-        multiprocessing.spawn(_work, (size, f"file://{folder}/store", answers, measure, arguments), nprocs=size)
-        figures: list[float] = answers.get()
-        return figures
+Turn = Callable[[], float]  # does the work once and returns the seconds it took
+Start = Callable[[World], Turn]  # a function of a module: it is sent to each process
 
 
-def slowest(seconds: float) -> float:
-    """Return the longest time that any rank took, on all ranks."""
-    if not dist.is_initialized():
-        return seconds
-    longest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
+@dataclass(frozen=True)
+class Contestant:
+    """What is measured: `start` is called once in each of `size` processes."""
+
+    start: Start
+    size: int = 1
 
 
-def _work(rank: int, size: int, store: str, answers: Any, measure: Measure, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+def take_turns(contestants: Mapping[str, Contestant], turns: int) -> dict[str, list[float]]:
+    """Let one after the other do its work, again and again, and return the seconds of the slowest process each time.
+
+    A first turn of each, all at once, does not count: it imports, allocates and warms up.
+    """
+    with ExitStack() as stack:
+        groups = {name: stack.enter_context(_Group(name, each)) for name, each in contestants.items()}
+        for group in groups.values():
+            group.ask()
+        for group in groups.values():
+            group.answer()
+        seconds: dict[str, list[float]] = {name: [] for name in groups}
+        for _ in range(turns):
+            for name, group in groups.items():
+                group.ask()
+                seconds[name].append(group.answer())
+    return seconds
+
+
+class _Group:
+    def __init__(self, name: str, contestant: Contestant) -> None:
+        self._name = name
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(contestant.size):
+            info = RankInfo(rank, contestant.size, rank, contestant.size, "benchmark")
+            ours, theirs = context.Pipe()
+            arguments = (contestant.start, info, f"file://{self._folder.name}/store", theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def ask(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+    def answer(self) -> float:
+        return max(self._one_answer(pipe) for pipe in self._pipes)
+
+    def _one_answer(self, pipe: Connection) -> float:
+        if not pipe.poll(TIMEOUT_S):
+            raise TimeoutError(f"{self._name}: no answer within {TIMEOUT_S:g} s")
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self._name}: a process ended before its turn did") from None
+        if isinstance(answer, str):
+            raise RuntimeError(f"{self._name}:\n{answer}")
+        return float(answer)
+
+
+def _serve(start: Start, info: RankInfo, rendezvous: str, pipe: Connection) -> None:
+    die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    info = RankInfo(rank, size, rank, size, "benchmark")
-    world: World = open_world(info, "cpu", store, timedelta(seconds=TIMEOUT_S).total_seconds())
-    figures = measure(world, *arguments)
-    if rank == 0:
-        answers.put(figures)
-    world.close()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # peers' advice about loaders and loggers
+    turn: Turn | None = None
+    while True:
+        try:
+            pipe.recv()
+            turn = turn or start(open_world(info, "cpu", rendezvous, TIMEOUT_S))
+            pipe.send(turn())
+        except EOFError:
+            return
+        except Exception:
+            pipe.send(traceback.format_exc())
