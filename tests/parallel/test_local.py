@@ -209,7 +209,7 @@ def test_the_numbers_are_those_of_ddp(size: int) -> None:
 
 
 def test_channels_last_reaches_weights_and_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen: list[Tensor] = []
     monkeypatch.setattr(toys.Toy, "forward", noting(seen, toys.Toy.forward))
     engine, _ = toys.trained(World(ALONE, torch.device("cpu")), Case(samples=(12,), channels_last=True))
     with engine.evaluation() as predict:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 from torch import Tensor
 
@@ -85,10 +86,10 @@ def _counted(world: World, leaves: int, length: int, patch: pytest.MonkeyPatch) 
     sent = received = 0
     waits = canonical._wait
 
-    def counting(operations: list[canonical.dist.P2POp]) -> None:
+    def counting(operations: list[dist.P2POp]) -> None:
         nonlocal sent, received
-        sent += sum(len(each.tensor) for each in operations if each.op is canonical.dist.isend)
-        received += sum(len(each.tensor) for each in operations if each.op is canonical.dist.irecv)
+        sent += sum(len(each.tensor) for each in operations if each.op is dist.isend)
+        received += sum(len(each.tensor) for each in operations if each.op is dist.irecv)
         waits(operations)
 
     patch.setattr(canonical, "_wait", counting)

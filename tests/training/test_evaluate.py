@@ -1,10 +1,12 @@
 """Evaluation counts every sample once, and its figures have the same bits in every world."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import worlds
 from fakes import FakeEngine
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
@@ -34,7 +36,7 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
     )
     seen = 0
 
-    def counted():  # type: ignore[no-untyped-def]
+    def counted() -> Iterator[tuple[int, Tensor, Tensor]]:
         nonlocal seen
         for number, inputs, labels in loader.validation(batch):
             seen += len(inputs)
