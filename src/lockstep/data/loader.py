@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import tee
+from itertools import starmap, tee
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -121,7 +121,7 @@ class Loader:
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's contiguous share of its micro-batches."""
-        ours, ahead = tee(self._plan(number) for number in range(first, self._steps.total))
+        ours, ahead = tee(map(self._plan, range(first, self._steps.total)))
         requests = (request for planned in ahead for _, request in planned.requests)
         with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetched:
             for step, planned in ours:
@@ -187,7 +187,7 @@ class _fetching:  # noqa: N801 - a context manager that reads as a verb
 
     def __enter__(self) -> Iterator[Fetched]:
         if not self._workers:
-            return (self._split.fetch(*request) for request in self._requests)
+            return starmap(self._split.fetch, self._requests)
         loader: DataLoader[Any] = DataLoader(
             _Fetches(self._split),
             batch_size=None,

@@ -80,6 +80,7 @@ class LocalEngine:
         self._alone = world.size == 1
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
+        self._shares: dict[tuple[int, torch.dtype], Tensor] = {}
         self._model.train()
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
@@ -176,7 +177,7 @@ class LocalEngine:
             return self._task.loss_sum(outputs, microbatch.targets)
 
     def _backward(self, loss: Tensor, step: Step) -> None:
-        share = torch.full_like(loss, 1.0 / step.samples)
+        share = self._share(step.samples, loss.dtype)
         loss.backward(self._scaler.scale(share) if self._scales else share)  # type: ignore[no-untyped-call]
 
     def _only(self, microbatch: MicroBatch, step: Step) -> Sums:
@@ -186,6 +187,12 @@ class LocalEngine:
         self._gradients.complete()
         self._loss = loss.detach()
         return Sums(self._loss, step.samples, [self._loss])
+
+    def _share(self, samples: int, dtype: torch.dtype) -> Tensor:
+        """Return what a sample's loss counts in a step of so many: it is the same in nearly every step."""
+        if (samples, dtype) not in self._shares:
+            self._shares[samples, dtype] = torch.full((), 1.0 / samples, dtype=dtype, device=self._device)
+        return self._shares[samples, dtype]
 
     def _statistics(self, loss: Tensor, samples: int) -> Tensor:
         value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
