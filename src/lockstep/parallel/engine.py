@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from lockstep.core.order import Step
+from lockstep.core.shard import Held
 from lockstep.tasks.base import MicroBatch
 
 
@@ -40,11 +41,12 @@ class State:
     """Everything a run needs to go on, under the names of a single process.
 
     `optimizer` has names such as `layer1.weight/momentum_buffer`; `scalars` is what is not a tensor, ready for JSON.
+    Where a strategy cuts tensors, each rank's state has a Shard (core/shard.py) under the name.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    ema: dict[str, Tensor] | None = None
+    model: Mapping[str, Held]
+    optimizer: Mapping[str, Held]
+    ema: Mapping[str, Held] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,6 +55,10 @@ class Engine(Protocol):
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
         """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none."""
+        ...
+
+    def gradients(self) -> dict[str, Held]:
+        """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
         ...
 
     def update(self, lr: float, max_norm: float | None) -> Update:
@@ -64,11 +70,11 @@ class Engine(Protocol):
         ...
 
     def state(self) -> State:
-        """Return the state; its tensors are the live ones."""
+        """Return the state; its tensors are the live ones, or shards of them."""
         ...
 
     def load(self, state: State) -> None:
-        """Take over a state; names that are missing or left over raise UsageError."""
+        """Take over a state whose tensors are whole; names that are missing or left over raise UsageError."""
         ...
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lockstep.core import random
 from lockstep.core.norm import clip_, total_norm
 from lockstep.core.order import Step
+from lockstep.core.shard import Held
 from lockstep.core.tree import Counter
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.ema import Ema
@@ -106,6 +107,10 @@ class LocalEngine:
         self._loss, self._observed = total[0], total[1:] / step.samples
         self._gradients.finish()
         return Sums(self._loss, step.samples, own_losses)
+
+    def gradients(self) -> dict[str, Held]:
+        """See Engine."""
+        return {name: _gradient(p) for name, p in self._model.named_parameters() if p.requires_grad}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
