@@ -24,6 +24,9 @@ class Strategy:
     """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on."""
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
+    cuts: ClassVar[str] = "the micro-batches of a step"
+    needs: ClassVar[str] = "at most as many processes as micro-batches; memory for the whole model in each"
+    communication: ClassVar[str] = "the sum of the gradients, once a step, while backward goes on"
 
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
 

@@ -18,6 +18,9 @@ class Strategy:
     """No other process takes part; more micro-batches than one are gradient accumulation."""
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
+    cuts: ClassVar[str] = "nothing"
+    needs: ClassVar[str] = "one process; memory for the whole model and its optimizer state"
+    communication: ClassVar[str] = "none"
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError for more than one process."""
