@@ -1,0 +1,323 @@
+"""Runs the contestants of a verification one after the other, and judges each against the reference.
+
+Each contestant has processes of its own, forked from this one, which has everything imported and the data open. The
+state that a contestant saves half way is carried on by the next one that agrees so far: fresh processes of another
+placement. What differs is run a second time, to see the values.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, final
+
+import torch
+
+from lockstep.commands import _setup, _verify_probe
+from lockstep.commands import _verify_trace as trace
+from lockstep.commands._setup import Setup
+from lockstep.commands._verify_causes import Facts, Suspicion, cause, findings
+from lockstep.commands._verify_compare import Difference, differences
+from lockstep.commands._verify_run import Job, checkpoint_of, prepared, work
+from lockstep.commands._verify_trace import Seen
+from lockstep.commands._verify_values import Values, largest, values, wanted
+from lockstep.config.load import Loaded
+from lockstep.config.placement import Strategy
+from lockstep.core.order import Steps
+from lockstep.core.tolerance import tolerance, unit_roundoff
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, TrainingError, UsageError
+from lockstep.reporting.verification import Departure, Row, Verdict, Verification
+from lockstep.runtime.agent import run_workers
+from lockstep.strategies import names
+
+_LARGEST: Final = 4  # processes, with --all
+_BATCHES: Final = 4  # of validation, and a short one
+_SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
+
+
+@dataclass(frozen=True)
+class Place:
+    """A placement to verify; `reason` says why it is not possible, where it is not."""
+
+    loaded: Loaded
+    strategy: str
+    processes: int
+    exactness: str = "bits"
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """The placement in words."""
+        return f"{self.strategy} on {self.processes}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a contestant: its folder and what its ranks saw, or how it failed."""
+
+    job: Job
+    code: int
+    seen: list[Seen]
+    said: str
+
+
+def verify(loaded: Loaded, everything: bool, steps: int) -> Verification:
+    """Compare the placement of `loaded`, or all that are possible, with one process over so many steps.
+
+    A mistake in recipe or placement raises UsageError before any process is started.
+    """
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    count = _setup.processes(loaded.config)
+    recipe = loaded.config.recipe
+    microbatches = recipe.microbatches or min(recipe.batch, max(2, _LARGEST if everything else count))
+    if not everything:
+        _setup.check_placement(loaded.config, count, microbatches)
+    ready = prepared(loaded, microbatches)
+    samples = len(ready.data.validation)
+    evaluated = min(samples, _validation(_setup.evaluation_batch(recipe, microbatches)))
+    places = _all(loaded, microbatches) if everything else _given(loaded, count)
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        numbers = chosen_steps(ready.steps, steps)
+        job = Job(loaded, microbatches, numbers, evaluated, Path(folder))
+        contest = _Contest(job, prepared(loaded, microbatches, evaluated))
+        facts = contest.look()
+        rows = [] if facts.refused else contest.rows(places)  # nothing of such a model would run
+        if not everything and (refused := [row for row in rows if row.verdict == "not possible"]):
+            raise UsageError(refused[0].reason)
+    return Verification(
+        recipe=loaded.name,
+        steps=tuple(number + 1 for number in numbers),
+        microbatches=microbatches,
+        evaluated=evaluated,
+        validation_samples=samples,
+        rows=tuple(rows),
+        findings=tuple(findings(facts)),
+    )
+
+
+def chosen_steps(steps: Steps, count: int) -> tuple[int, ...]:
+    """Return which steps of a run to compare: the first ones, and as the last the epoch's last, which may be short."""
+    count = min(count, steps.total)
+    last = min(steps.per_epoch, steps.total) - 1
+    return (*range(count - 1), max(count - 1, last))
+
+
+def _validation(batch: int) -> int:
+    return _BATCHES * batch + max(1, batch // 2)
+
+
+def _given(loaded: Loaded, count: int) -> list[Place]:
+    """Return one process, as a contestant of its own, and the placement that was asked for."""
+    places = [_place(loaded, "single", 1), _place(loaded, _setup.strategy(loaded.config.placement, count)[0], count)]
+    return places[:1] if (places[1].strategy, count) == ("single", 1) else places
+
+
+def _all(loaded: Loaded, microbatches: int) -> list[Place]:
+    """Return every strategy on every number of processes that the devices allow, possible or not."""
+    gpus = 0 if loaded.config.placement.device == "cpu" else torch.cuda.device_count()
+    sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
+    ordered = sorted(names(), key=lambda name: (name != "single", name))
+    return [_checked(_place(loaded, name, size), microbatches) for name in ordered for size in sizes]
+
+
+def _place(loaded: Loaded, name: str, processes: int) -> Place:
+    given = loaded.config.placement
+    strategy = given.strategy if given.strategy.name == name else Strategy.model_validate({"name": name})
+    placement = given.model_copy(update={"strategy": strategy, "processes": processes})
+    placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
+    return Place(placed, name, processes, _setup.strategy(placement, processes)[1].exactness)
+
+
+def _checked(place: Place, microbatches: int) -> Place:
+    try:
+        _setup.check_placement(place.loaded.config, place.processes, microbatches)
+    except UsageError as error:
+        return replace(place, reason=str(error))
+    return place
+
+
+@final
+class _Contest:
+    """The reference, and the contestants so far. `job` is what they have in common."""
+
+    def __init__(self, job: Job, ready: Setup) -> None:
+        self._job = job
+        self._ready = ready
+        self._launched = 0
+        self._half = len(job.numbers) // 2
+        self._single = _place(job.loaded, "single", 1)
+        self._facts = Facts()
+
+    def look(self) -> Facts:
+        """Probe data, model and loss in a process of their own."""
+        job = self._new(self._single, self._job)
+        code, said = self._launch(_verify_probe.probe, self._single, job)
+        self._demanded(Outcome(job, code, [], said))
+        self._facts = _verify_probe.read(job.folder)
+        return self._facts
+
+    def rows(self, places: Sequence[Place]) -> list[Row]:
+        """Run the reference and all contestants, and return a row for each of these."""
+        self._reference = self._demanded(self._run(self._single, self._job))
+        rows: list[Row] = []
+        waiting: tuple[int, Outcome] | None = None  # the last that agrees, and whose checkpoint is to be resumed
+        carriers = [self._single]
+        for number, place in enumerate(places):
+            row, outcome = self._contested(place)
+            rows.append(row)
+            if outcome is None:
+                continue
+            if waiting is not None:
+                rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], place)
+            waiting = number, outcome
+            carriers.append(place)
+        if waiting is not None:
+            others = [each for each in carriers if each.processes != places[waiting[0]].processes]
+            rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], (others or carriers)[0])
+        return rows
+
+    def _contested(self, place: Place) -> tuple[Row, Outcome | None]:
+        """Run a contestant from the beginning; give its outcome where it agrees with the reference."""
+        if place.reason:
+            return Row(place.strategy, place.processes, "not possible", place.reason, place.exactness), None
+        outcome = self._run(place, replace(self._job, save_after=self._half))
+        if outcome.code != EXIT_DONE:
+            return _failed(place, outcome), None
+        row = Row(
+            place.strategy,
+            place.processes,
+            "identical",
+            exactness=place.exactness,
+            seconds=max(seen.seconds for seen in outcome.seen),
+            peak_bytes=tuple(seen.peak_bytes for seen in outcome.seen),
+        )
+        row = self._judged(row, place, outcome, "")
+        if not row.good:
+            shutil.rmtree(outcome.job.folder)
+        return row, outcome if row.good else None
+
+    def _resumed(self, row: Row, saved: Outcome, carrier: Place) -> Row:
+        """Let `carrier` go on from what a contestant saved half way, and judge the end of it."""
+        path = checkpoint_of(saved.job.folder, self._half)
+        outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
+        row = replace(row, resumed_on=carrier.label)
+        if outcome.code != EXIT_DONE:
+            row = replace(row, verdict="failed", reason=f"resumed on {carrier.label}: {outcome.said}")
+        else:
+            row = self._judged(row, carrier, outcome, f" once {carrier.label} goes on from its checkpoint")
+        shutil.rmtree(saved.job.folder)
+        return row
+
+    def _judged(self, row: Row, place: Place, outcome: Outcome, after: str) -> Row:
+        """Compare an outcome with the reference, on its second run with the values of what differs."""
+        found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
+        if not found:
+            return row
+        pairs = self._valued(place, outcome, found)
+        first = found[0]
+        apart = largest([(difference, each) for difference, each in pairs if each is not None])
+        bound = self._tolerance() if row.exactness == "close" else None
+        measured = all(each is None or each.apart is not None for _, each in pairs)
+        near = bound is not None and apart is not None and measured and apart <= bound
+        verdict: Verdict = "within tolerance" if near else "differs"
+        departure = self._departure(place, first, dict(pairs)[first], after)
+        return replace(
+            row,
+            verdict=verdict,
+            largest=apart,
+            tolerance=bound,
+            departure=departure if verdict == "differs" else None,
+            differing=len(found),
+        )
+
+    def _valued(
+        self, place: Place, outcome: Outcome, found: Sequence[Difference]
+    ) -> list[tuple[Difference, Values | None]]:
+        """Run reference and contestant again for the tensors that differ, and return the values of all differences."""
+        chosen = wanted(found)
+        reference, again = self._reference, outcome
+        if chosen:
+            reference = self._demanded(self._run(self._single, replace(self._job, wanted=chosen)))
+            again = self._run(place, replace(outcome.job, wanted=chosen, save_after=None))
+        pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
+        for each in (reference, again) if chosen else ():
+            shutil.rmtree(each.job.folder)
+        return pairs
+
+    def _departure(self, place: Place, first: Difference, seen: Values | None, after: str) -> Departure:
+        again = seen is not None or first.wanted is None
+        suspicion = Suspicion(first, self._facts, place.label, place.processes, bool(after), again)
+        return Departure(
+            step=first.step,
+            what=suspicion.what,
+            name=suspicion.name,
+            microbatch=suspicion.microbatch,
+            ranks=first.ranks,
+            index=seen.index if seen else None,
+            reference=seen.reference if seen else first.reference,
+            found=seen.found if seen else first.found,
+            cause=cause(suspicion),
+            after=after,
+        )
+
+    def _tolerance(self) -> float:
+        """Return the tolerance for strategies that are only close; see core/tolerance.py."""
+        model, recipe = self._ready.task.build_model(), self._ready.recipe
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        positions = recipe.batch * max(1, torch.Size(self._ready.data.shape[1:]).numel())
+        length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
+        return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
+
+    def _run(self, place: Place, job: Job) -> Outcome:
+        """Run a contestant."""
+        job = self._new(place, job)
+        code, said = self._launch(work, place, job)
+        return Outcome(job, code, trace.read(job.folder, place.processes) if code == EXIT_DONE else [], said)
+
+    def _new(self, place: Place, job: Job) -> Job:
+        """Return the job for this placement, with a folder of its own."""
+        self._launched += 1
+        job = replace(job, loaded=place.loaded, folder=self._job.folder / str(self._launched))
+        job.folder.mkdir()
+        return job
+
+    def _launch(self, body: Callable[[Job, Setup | None, str], int], place: Place, job: Job) -> tuple[int, str]:
+        """Do a job in processes of its own; return the exit code and what was said of a failure."""
+        method = _setup.start_method(place.loaded.config.placement)
+        worker = partial(_with_own_streams, partial(body, job, self._ready if method == "fork" else None))
+        with redirect_stderr(io.StringIO()) as said:
+            try:
+                code = run_workers(worker, place.processes, method)
+            except SystemExit as end:  # a signal came before there were workers
+                code = int(end.code or 0)
+        if code > _SIGNALLED:
+            raise SystemExit(code)
+        text = said.getvalue().strip()
+        return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
+
+    def _demanded(self, outcome: Outcome) -> Outcome:
+        """Return an outcome without which there is nothing to compare with, or raise what it failed of."""
+        if outcome.code == EXIT_USAGE:
+            raise UsageError(f"the reference, one process: {outcome.said}")
+        if outcome.code != EXIT_DONE:
+            raise TrainingError(f"the reference, one process: {outcome.said}")
+        return outcome
+
+
+def _with_own_streams(body: Callable[[str], int], rendezvous: str) -> int:
+    """Run in a worker: what it says goes to the terminal, only what the agent says of its end is caught."""
+    sys.stderr = sys.__stderr__
+    return body(rendezvous)
+
+
+def _failed(place: Place, outcome: Outcome) -> Row:
+    """What the user cannot have here is not possible; anything else is a failure."""
+    verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
+    return Row(place.strategy, place.processes, verdict, outcome.said, place.exactness)

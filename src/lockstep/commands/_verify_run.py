@@ -1,0 +1,193 @@
+"""One contestant of a verification: a placement, in processes of its own, that writes down all it sees.
+
+Tensors are written as digests. Only those that are wanted, because they were found to differ, are written whole: a
+model of 25 million parameters would otherwise leave gigabytes behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.commands import _setup
+from lockstep.commands import _verify_trace as trace
+from lockstep.commands._setup import Setup
+from lockstep.commands._training import engine_state
+from lockstep.commands._verify_trace import Seen, StepSeen, Wanted
+from lockstep.config import plan as planning
+from lockstep.config.load import Loaded
+from lockstep.core.order import Step
+from lockstep.core.shard import Held, Shard
+from lockstep.data.base import Split
+from lockstep.data.loader import Loader
+from lockstep.errors import EXIT_DONE
+from lockstep.launchers import detect
+from lockstep.parallel.engine import Engine, Sums
+from lockstep.parallel.layout import gathered
+from lockstep.runtime.memory import keep_freed_memory
+from lockstep.runtime.meter import Meter
+from lockstep.runtime.precision import fix_kernels
+from lockstep.runtime.world import World, open_world
+from lockstep.tasks.base import MicroBatch
+from lockstep.training import checkpoint, shards
+from lockstep.training.evaluate import evaluate
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a contestant has to do; `numbers` are the steps of the run that it does, one after the other.
+
+    It begins at position `first` of them, with the state of the checkpoint `resume` if there is one, and saves a
+    checkpoint once `save_after` of them are done, if that is given.
+    """
+
+    loaded: Loaded
+    microbatches: int
+    numbers: tuple[int, ...]
+    validation: int  # samples to evaluate
+    folder: Path
+    first: int = 0
+    resume: Path | None = None
+    save_after: int | None = None
+    wanted: frozenset[Wanted] = frozenset()
+
+
+def prepared(loaded: Loaded, microbatches: int, validation: int | None = None) -> Setup:
+    """Open the data, check everything as training does, and leave only so many samples of the validation part."""
+    ready = _setup.setup(loaded.config.recipe, microbatches)
+    whole = ready.data.validation
+    count = len(whole) if validation is None else min(validation, len(whole))
+    return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
+
+
+def work(job: Job, ready: Setup | None, rendezvous: str) -> int:
+    """Be one rank of a contestant."""
+    info = detect(os.environ)
+    assert info is not None  # the agent set it
+    fix_kernels(job.loaded.config.recipe.threads)
+    keep_freed_memory()
+    ready = ready or prepared(job.loaded, job.microbatches, job.validation)
+    placement = job.loaded.config.placement
+    world = open_world(info, placement.device, rendezvous, placement.timeout_s)
+    trace.write(job.folder, _Contestant(job, ready, world).run())
+    world.close()
+    return EXIT_DONE
+
+
+@final
+class FirstSamples:
+    """The first `count` samples of a split."""
+
+    def __init__(self, split: Split, count: int) -> None:
+        self.in_memory = split.in_memory
+        self._split = split
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        return self._split.fetch(indices, draw)
+
+
+@final
+class _Contestant:
+    def __init__(self, job: Job, ready: Setup, world: World) -> None:
+        placement = job.loaded.config.placement
+        _, strategy = _setup.strategy(placement, world.size)
+        self._job = job
+        self._ready = ready
+        self._world = world
+        self._meter = Meter(world.device)
+        self._rate = planning.rate(ready.recipe, ready.steps)
+        place = strategy.place(world.rank, world.size)
+        self._loader: Loader = ready.loader(world, place, job.microbatches, placement.workers)
+        self._engine: Engine = strategy.start(ready.task, ready.optimizer, world, ready.numerics(job.microbatches))
+        self._seconds = 0.0
+
+    def run(self) -> Seen:
+        if self._job.resume is not None:
+            self._engine.load(engine_state(checkpoint.read(self._job.resume)))
+        steps = []
+        for position, (step, microbatches) in self._batches():
+            steps.append(self._step(position, step, microbatches))
+            if position + 1 == self._job.save_after:
+                self._save(position + 1)
+        peak_bytes = self._meter.peak_bytes()
+        evaluation = self._evaluate()
+        self._engine.close()
+        return Seen(self._world.rank, steps, evaluation, self._seconds, peak_bytes)
+
+    def _batches(self) -> Iterator[tuple[int, tuple[Step, Sequence[MicroBatch]]]]:
+        for position in range(self._job.first, len(self._job.numbers)):
+            with closing(self._loader.training(self._job.numbers[position])) as batches:  # type: ignore[type-var]
+                yield position, next(batches)
+
+    def _step(self, position: int, step: Step, microbatches: Sequence[MicroBatch]) -> StepSeen:
+        seen = StepSeen(step.number)
+        seen.data = {str(each.index): trace.digest([each.inputs, each.targets]) for each in microbatches}
+        began = time.perf_counter()
+        sums = self._engine.forward_backward(microbatches, step)
+        seen.loss = float(sums.total)  # waits for the device
+        self._seconds += time.perf_counter() - began
+        seen.own_losses = _own_losses(sums, microbatches)
+        self._note(seen, position, {trace.GRADIENT: self._engine.gradients()})
+        began = time.perf_counter()
+        update = self._engine.update(self._rate.at(step.samples_seen), self._ready.recipe.clip_norm)
+        seen.norm = None if update.norm is None else float(update.norm)
+        self._seconds += time.perf_counter() - began
+        state = self._engine.state()
+        kinds = {trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}}
+        self._note(seen, position, kinds)
+        if self._world.rank == 0:  # which speaks for all where they are cut
+            seen.scalars = json.dumps(state.scalars, sort_keys=True)
+        return seen
+
+    def _note(self, seen: StepSeen, position: int, kinds: Mapping[str, Mapping[str, Held]]) -> None:
+        """Add digests of tensors to `seen`. What is cut is gathered, one at a time, and noted by rank 0."""
+        for kind, tensors in kinds.items():
+            seen.tensors[kind] = {}
+            for name, held in tensors.items():
+                whole = gathered(self._world, {name: held})[name]
+                if self._world.rank == 0 or not isinstance(held, Shard):
+                    seen.tensors[kind][name] = trace.digest([whole])
+                    wanted = Wanted(position, kind, name)
+                    if wanted in self._job.wanted:
+                        trace.keep(self._job.folder, self._world.rank, wanted, whole)
+
+    def _save(self, done: int) -> None:
+        state, folder = self._engine.state(), self._job.folder / checkpoint.FOLDER
+        snapshot = checkpoint.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
+        if not snapshot.is_whole:
+            shards.save(self._world, folder, done, snapshot, keep=1, best=False)
+        elif self._world.rank == 0:
+            checkpoint.save(folder, done, snapshot, keep=1, best=False)
+
+    def _evaluate(self) -> dict[str, float]:
+        batch = _setup.evaluation_batch(self._ready.recipe, self._job.microbatches)
+        batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
+        figures = evaluate(self._engine, self._world, self._ready.task, batches, number)
+        return {name: value for name, value in figures.items() if name != "seconds"}
+
+
+def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the loss of each micro-batch, where this rank is one that computes losses: a pipeline's last stage is."""
+    own = [each for each in microbatches if not each.shadow]
+    if len(sums.own_losses) != len(own):
+        return {}
+    return {str(microbatch.index): float(loss) for microbatch, loss in zip(own, sums.own_losses, strict=True)}
+
+
+def checkpoint_of(folder: Path, done: int) -> Path:
+    """Return where a contestant saved after so many steps."""
+    return folder / checkpoint.FOLDER / checkpoint.step_name(done)

@@ -1,0 +1,58 @@
+"""List the strategies: what each cuts, what it needs and what it sends."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import click
+
+
+class Row(NamedTuple):
+    """A strategy, as text."""
+
+    name: str
+    cuts: str
+    exactness: str
+    needs: str
+    communication: str
+
+
+@click.command("strategies")
+def command() -> None:
+    """List the strategies of `placement.strategy`.
+
+    Exactness `bits` promises the bits of one process; `close` a difference within a computed tolerance.
+    """
+    from lockstep.strategies import names
+
+    rows = [row(name) for name in names()]
+    if sys.stdout.isatty():
+        draw(rows)
+    else:
+        click.echo("\n\n".join(_plain(each) for each in rows))
+
+
+def row(name: str) -> Row:
+    """Return what a strategy says of itself."""
+    from importlib import import_module
+
+    strategy = import_module(f"lockstep.strategies.{name}").Strategy
+    return Row(name, strategy.cuts, strategy.exactness, strategy.needs, strategy.communication)
+
+
+def _plain(row: Row) -> str:
+    lines = [f"  {label + ':':<14} {text}" for label, text in zip(row._fields[1:], row[1:], strict=True)]
+    return "\n".join([row.name, *lines])
+
+
+def draw(rows: list[Row]) -> None:
+    """Draw a table on the terminal."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    columns = [Column(name, no_wrap=name in ("name", "exactness")) for name in Row._fields]
+    table = Table(*columns, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

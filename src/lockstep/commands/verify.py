@@ -1,0 +1,42 @@
+"""Prove on your own recipe that placements give the same numbers: a few steps, compared to the bit.
+
+Exit code 0 only if all agree, 3 if not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("verify")
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@click.option("--all", "everything", is_flag=True, help="Every strategy on 1 to 4 processes, as this machine allows.")
+@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Steps to compare.")
+@click.option(
+    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was found to this file."
+)
+def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | None) -> None:
+    """Compare placements of RECIPE with one process: each step's loss, gradients, weights, optimizer state, buffers.
+
+    Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
+    shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
+    """
+    from lockstep.config.load import load, split
+
+    loaded = load(*split(words))
+
+    from rich.console import Console
+
+    from lockstep.commands._verify import verify
+    from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
+    from lockstep.reporting.verification import draw, to_json
+
+    if file is not None and not file.parent.is_dir():
+        raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
+    found = verify(loaded, everything, steps)
+    if file is not None:
+        file.write_text(to_json(found), encoding="utf-8")
+    draw(found, Console())
+    raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)

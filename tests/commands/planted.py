@@ -1,0 +1,189 @@
+"""Models, losses and data sets with a fault each, such as users bring along: what `lockstep verify` has to find."""
+
+import os
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep.data.base import DataSet
+
+_COUNTED = [0]
+
+
+def linear(num_classes: int) -> nn.Module:
+    """No fault."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+
+class Remembering(nn.Module):
+    """Keeps a running mean and a count in plain attributes, and normalises by it."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.forwards = 0
+        self.center = torch.zeros(64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        if self.training:
+            self.forwards += 1
+            self.center = 0.9 * self.center + 0.1 * flat.detach().mean(0)
+        outputs: Tensor = self.linear(flat - self.center)
+        return outputs
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a plain attribute, and makes no use of the count."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.forwards = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.forwards += 1
+        outputs: Tensor = self.linear(inputs.flatten(1))
+        return outputs
+
+
+class Centered(nn.Module):
+    """Moves a buffer in its forward pass."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.register_buffer("center", torch.zeros(64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        if self.training:
+            self.center.lerp_(flat.detach().mean(0), 0.1)
+        outputs: Tensor = self.linear(flat)
+        return outputs
+
+
+class MyNorm(nn.Module):
+    """A BatchNorm written by hand."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("running_var", torch.ones(features))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return (inputs - self.running_mean) / (self.running_var + 1e-5).sqrt()
+        mean, var = inputs.mean(0), inputs.var(0, unbiased=False)
+        self.running_mean.lerp_(mean.detach(), 0.1)
+        self.running_var.lerp_(var.detach(), 0.1)
+        return (inputs - mean) / (var + 1e-5).sqrt()
+
+
+def normed(num_classes: int) -> nn.Module:
+    """A model with a BatchNorm of its own."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), MyNorm(16), nn.Linear(16, num_classes))
+
+
+class TwoHeads(nn.Module):
+    """Uses one of its two heads."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head, self.other = nn.Linear(64, num_classes), nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(inputs.flatten(1))
+        return outputs
+
+
+class _Noise(nn.Module):
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return inputs
+        match self.source:
+            case "python":
+                return inputs * (1 + 0.1 * random.random())
+            case "numpy":
+                return inputs * (1 + 0.1 * float(np.random.rand()))
+            case "global":
+                _COUNTED[0] += 1
+                return inputs * (1 + 0.01 * _COUNTED[0])
+            case _:
+                return inputs * (1 + 0.1 * os.urandom(1)[0] / 256)
+
+
+def noisy(num_classes: int, source: str) -> nn.Module:
+    """Multiplies its inputs by noise from `source`, none of which is torch's."""
+    return nn.Sequential(nn.Flatten(), _Noise(source), nn.Linear(64, num_classes))
+
+
+class _Put(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training or inputs.is_meta:
+            return inputs
+        return inputs.clone().put_(torch.tensor([0]), inputs.new_zeros(1), accumulate=False)
+
+
+def without_kernel(num_classes: int) -> nn.Module:
+    """Uses an operation that torch has no deterministic kernel of."""
+    return nn.Sequential(nn.Flatten(), _Put(), nn.Linear(64, num_classes))
+
+
+def mean_of_parts(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss for each sample that has been divided by their number: what adds it up gets a mean."""
+    return functional.cross_entropy(outputs, targets, reduction="none") / len(targets)
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that is a mean, and does not hide it."""
+    return functional.cross_entropy(outputs, targets)
+
+
+class Jittering:
+    """Map-style data with noise from a generator of its own."""
+
+    def __init__(self, samples: int, noise: float) -> None:
+        self.targets = [index % 3 for index in range(samples)]
+        self._generator = np.random.default_rng(0)
+        self._noise = noise
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = self._noise * self._generator.standard_normal(64)
+        return torch.full((64,), float(index % 7)) + torch.from_numpy(noise).float(), self.targets[index]
+
+
+def jittering() -> tuple[Jittering, Jittering]:
+    """Training data that is random for each call, and validation data that is not."""
+    return Jittering(40, 0.1), Jittering(12, 0.0)
+
+
+class Relabelled:
+    """A split of Lockstep's own protocol that draws labels from NumPy's global generator."""
+
+    in_memory = True
+
+    def __len__(self) -> int:
+        return 40
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        """Return inputs that follow from the index, and targets that do not."""
+        targets: Sequence[int] = np.random.randint(0, 3, len(indices)).tolist()
+        return torch.from_numpy(indices).float()[:, None].expand(-1, 64).clone(), torch.tensor(targets)
+
+
+def relabelled() -> DataSet:
+    """A whole data set whose targets are random."""
+    return DataSet(Relabelled(), Relabelled(), ["0", "1", "2"], (64,))
