@@ -2,7 +2,9 @@
 
 import os
 import random
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -187,3 +189,61 @@ class Relabelled:
 def relabelled() -> DataSet:
     """A whole data set whose targets are random."""
     return DataSet(Relabelled(), Relabelled(), ["0", "1", "2"], (64,))
+
+
+class _Slow(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and not inputs.is_meta:
+            Path("begun").touch()
+            time.sleep(60)
+        return inputs
+
+
+def slow(num_classes: int) -> nn.Module:
+    """Leaves time for an interrupt."""
+    return nn.Sequential(nn.Flatten(), _Slow(), nn.Linear(64, num_classes))
+
+
+class Caching(nn.Module):
+    """Keeps a table in a buffer, which its first forward fills."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.register_buffer("table", torch.zeros(64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.table.copy_(torch.linspace(0.0, 1.0, 64))
+        outputs: Tensor = self.linear(inputs.flatten(1) + self.table)
+        return outputs
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own, which it made when it was built."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs.flatten(1) * (1 + 0.1 * float(self.generator.random())))
+        return outputs
+
+
+def contrasting(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that looks at pairs of samples."""
+    alone = functional.cross_entropy(outputs, targets, reduction="sum")
+    return alone + 0.1 * (outputs[:, None] - outputs[None]).square().mean((1, 2)).sum()
+
+
+class Seeded(Jittering):
+    """Map-style data with noise from NumPy's own generator, which Lockstep seeds for each sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(np.random.standard_normal(64)).float(), self.targets[index]
+
+
+def seeded() -> tuple[Seeded, Seeded]:
+    """Both parts of a data set that augments by the usual generators."""
+    return Seeded(40, 0.0), Seeded(12, 0.0)

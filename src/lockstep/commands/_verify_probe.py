@@ -46,9 +46,13 @@ def probe(job: Job, ready: Setup | None, _: str) -> int:
     fix_kernels(job.loaded.config.recipe.threads)
     ready = ready or prepared(job.loaded, job.microbatches, job.validation)
     world = open_world(ALONE, job.loaded.config.placement.device, "", 0.0)
-    facts = facts_of(ready, world, job.microbatches)
-    (job.folder / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+    write(job.folder, facts_of(ready, world, job.microbatches))
     return EXIT_DONE
+
+
+def write(folder: Path, facts: Facts) -> None:
+    """Write facts, for `read`."""
+    (folder / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
 
 def read(folder: Path) -> Facts:

@@ -182,7 +182,7 @@ def _conclusion(verification: Verification) -> str:
         )
     faults = sum(finding.fault for finding in verification.findings)
     found = f"; {_counted(faults, 'fault')} in the recipe's own code" if faults else ""
-    return f"not the same: {good} of {_counted(len(possible), 'placement')} agree{found}"
+    return f"not the same: {good} of {len(possible)} placements agree{found}"
 
 
 def _processes(count: int) -> str:

@@ -1,0 +1,38 @@
+"""`lockstep strategies`: a paragraph for each when piped, a table on a terminal, from the strategies' own words."""
+
+from importlib import import_module
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import main
+from lockstep.commands import strategies as listing
+from lockstep.strategies import names
+
+
+def test_piped_every_strategy_has_a_paragraph():
+    result = CliRunner().invoke(main, ["strategies"])
+    assert result.exit_code == 0
+    paragraphs = result.output.rstrip("\n").split("\n\n")
+    assert [each.splitlines()[0] for each in paragraphs] == names()
+    for each in paragraphs:
+        labels = [line.split(":")[0].strip() for line in each.splitlines()[1:]]
+        assert labels == ["cuts", "exactness", "needs", "communication"]
+        assert all(line.partition(":")[2].strip() for line in each.splitlines()[1:])
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_words_are_the_strategys_own(name):
+    kind = import_module(f"lockstep.strategies.{name}").Strategy
+    assert listing.row(name) == (name, kind.cuts, kind.exactness, kind.needs, kind.communication)
+    assert kind.exactness in ("bits", "close")
+
+
+def test_on_a_terminal_the_table_holds_the_same_names(capsys):
+    listing.draw([listing.row(name) for name in names()])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names())
+
+
+def test_a_word_too_many_is_a_mistake():
+    assert CliRunner().invoke(main, ["strategies", "ddp"]).exit_code == 2

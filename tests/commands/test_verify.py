@@ -1,0 +1,130 @@
+"""`lockstep verify` as users run it: what agrees, what departs first and why, and the exit codes."""
+
+import json
+from typing import Any
+
+import pytest
+from forked import Command
+
+from lockstep import strategies
+from lockstep.commands import _verify
+from lockstep.config.load import load
+from lockstep.core.order import Steps
+
+# A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
+PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
+
+
+def found(command: Command) -> dict[str, Any]:
+    """Return the JSON that a verification wrote."""
+    content: dict[str, Any] = json.loads((command.folder / "found").read_text(encoding="utf-8"))
+    return content
+
+
+def test_placements_that_agree(run):
+    command = run("verify", "digits", "placement.processes=2", "--json", "found")
+    content = found(command)
+    assert content["agree"] is True
+    assert content["steps"] == [1, 2, 3, 23]  # the last one of an epoch is short
+    assert (content["evaluated"], content["validation_samples"]) == (72, 360)
+    assert [(row["strategy"], row["processes"], row["verdict"]) for row in content["rows"]] == [
+        ("single", 1, "identical"),
+        ("ddp", 2, "identical"),
+    ]
+    assert [row["resumed_on"] for row in content["rows"]] == ["ddp on 2", "single on 1"]
+    assert [len(row["peak_bytes"]) for row in content["rows"]] == [1, 2]
+    assert command.out.splitlines()[-1].startswith("all agree: ")
+    assert command.err == ""
+    assert command.left() == []
+
+
+def test_state_in_attributes_departs_with_the_first_micro_batch_of_another_process(run):
+    command = run("verify", *PLAIN, 'recipe.model.name="planted:Remembering"', code=3)
+    single, shared = found(command)["rows"]
+    assert single["verdict"] == "differs"
+    assert single["departure"]["after"] == " once single on 1 goes on from its checkpoint"
+    departure = shared["departure"]
+    assert (departure["step"], departure["microbatch"], departure["ranks"]) == (1, 2, [1])
+    assert departure["what"] == "loss of a micro-batch"
+    assert float(departure["reference"]) != float(departure["found"])
+    assert "state in plain attributes" in departure["cause"]
+    assert "forwards (0 -> 2)" in departure["cause"]
+    assert "likely cause: state in plain attributes, see above" in command.out
+    assert command.out.splitlines()[-1] == "not the same: 0 of 2 placements agree; 1 fault in the recipe's own code"
+
+
+def test_a_buffer_outside_batchnorm_departs_by_name_with_both_values(run):
+    command = run("verify", *PLAIN, 'recipe.model.name="planted:normed"', code=3)
+    single, shared = found(command)["rows"]
+    assert single["verdict"] == "identical"
+    departure = shared["departure"]
+    assert (departure["what"], departure["name"], departure["step"]) == ("buffer", "2.running_mean", 1)
+    assert len(departure["index"]) == 1
+    assert float(departure["reference"]) != float(departure["found"])
+    assert departure["cause"].startswith("running_mean of 2 differs from step 1 on: MyNorm is a custom BatchNorm")
+    assert 0 < shared["largest"] < 10
+
+
+def test_a_placement_that_fails_is_told_with_what_failed(run):
+    command = run("verify", *PLAIN, 'recipe.model.name="held:failing_on_rank_1"', code=3)
+    single, shared = found(command)["rows"]
+    assert (single["verdict"], shared["verdict"]) == ("identical", "failed")
+    assert "[rank 1 of 2" in shared["reason"]
+    assert shared["reason"].endswith("ZeroDivisionError: no such layer")
+    assert "ZeroDivisionError: no such layer" in command.out
+
+
+def test_mistakes_are_told_before_anything_starts(run):
+    refused = {
+        "placement.strategy=single": "strategy single: 2 processes",
+        "recipe.batc=3": "batc: unknown key",
+        'recipe.loss={name: "planted:mean"}': "that is a mean",
+        "placement.processes=5": "5 processes but only 4 micro-batches",
+    }
+    for override, text in refused.items():
+        command = run("verify", "digits", "placement.processes=2", override, code=2)
+        assert text in command.err
+        assert command.out == ""
+    assert "no folder gone" in run("verify", "--json", "gone/found", code=2).err
+
+
+def test_an_interrupt_ends_everything(start):
+    command = start("verify", *PLAIN, 'recipe.model.name="planted:slow"')
+    command.until(lambda: (command.folder / "begun").exists())
+    command.signal(2)
+    assert command.wait() == 130
+    assert command.left() == []
+
+
+def test_all_means_every_strategy_on_one_to_four_processes_or_the_reason_why_not():
+    places = _verify._all(load("digits", ["placement.device=cpu"]), 4)
+    assert {(place.strategy, place.processes) for place in places} == {
+        (name, size) for name in strategies.names() for size in (1, 2, 3, 4)
+    }
+    reasons = {(place.strategy, place.processes): place.reason for place in places}
+    assert reasons["single", 1] == reasons["ddp", 4] == ""
+    assert "2 processes; use 1" in reasons["single", 2]
+    assert places[0].strategy == "single"
+
+
+def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
+    loaded = load("digits", ["placement.strategy={name: ddp, bucket_mib: 1.5}", "recipe.microbatches=2"])
+    places = {(place.strategy, place.processes): place for place in _verify._all(loaded, 2)}
+    assert places["ddp", 2].loaded.config.placement.strategy.model_extra == {"bucket_mib": 1.5}
+    assert places["single", 1].loaded.config.placement.strategy.model_extra == {}
+    assert "3 processes but only 2 micro-batches" in places["ddp", 3].reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "chosen"),
+    [
+        (Steps(100, 10, epochs=2), 4, (0, 1, 2, 9)),
+        (Steps(100, 10, steps=5), 4, (0, 1, 2, 4)),
+        (Steps(100, 10, steps=3), 4, (0, 1, 2)),
+        (Steps(30, 10, epochs=2), 4, (0, 1, 2, 3)),
+        (Steps(100, 10, steps=1), 2, (0,)),
+    ],
+)
+def test_the_first_steps_and_the_last_of_the_epoch_are_compared(steps, count, chosen):
+    assert _verify.chosen_steps(steps, count) == chosen
+    assert all(number < steps.total for number in chosen)
