@@ -8,6 +8,7 @@ placement. What differs is run a second time, to see the values.
 from __future__ import annotations
 
 import io
+import pkgutil
 import shutil
 import sys
 import tempfile
@@ -15,11 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Final, final
 
 import torch
 
+from lockstep import runtime
 from lockstep.commands import _setup, _verify_probe
 from lockstep.commands import _verify_trace as trace
 from lockstep.commands._setup import Setup
@@ -43,7 +46,7 @@ _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
 
 
 @dataclass(frozen=True)
-class Place:
+class Candidate:
     """A placement to verify; `reason` says why it is not possible, where it is not."""
 
     loaded: Loaded
@@ -83,6 +86,7 @@ def verify(loaded: Loaded, everything: bool, steps: int) -> Verification:
     samples = len(ready.data.validation)
     evaluated = min(samples, _validation(_setup.evaluation_batch(recipe, microbatches)))
     places = _all(loaded, microbatches) if everything else _given(loaded, count)
+    _import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = chosen_steps(ready.steps, steps)
         job = Job(loaded, microbatches, numbers, evaluated, Path(folder))
@@ -109,17 +113,23 @@ def chosen_steps(steps: Steps, count: int) -> tuple[int, ...]:
     return (*range(count - 1), max(count - 1, last))
 
 
+def _import_for_all() -> None:
+    """Import here, once, what strategies import when they start: FSDP alone takes each process half a second."""
+    for module in pkgutil.iter_modules(runtime.__path__):
+        import_module(f"{runtime.__name__}.{module.name}")
+
+
 def _validation(batch: int) -> int:
     return _BATCHES * batch + max(1, batch // 2)
 
 
-def _given(loaded: Loaded, count: int) -> list[Place]:
+def _given(loaded: Loaded, count: int) -> list[Candidate]:
     """Return one process, as a contestant of its own, and the placement that was asked for."""
     places = [_place(loaded, "single", 1), _place(loaded, _setup.strategy(loaded.config.placement, count)[0], count)]
     return places[:1] if (places[1].strategy, count) == ("single", 1) else places
 
 
-def _all(loaded: Loaded, microbatches: int) -> list[Place]:
+def _all(loaded: Loaded, microbatches: int) -> list[Candidate]:
     """Return every strategy on every number of processes that the devices allow, possible or not."""
     gpus = 0 if loaded.config.placement.device == "cpu" else torch.cuda.device_count()
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
@@ -127,15 +137,15 @@ def _all(loaded: Loaded, microbatches: int) -> list[Place]:
     return [_checked(_place(loaded, name, size), microbatches) for name in ordered for size in sizes]
 
 
-def _place(loaded: Loaded, name: str, processes: int) -> Place:
+def _place(loaded: Loaded, name: str, processes: int) -> Candidate:
     given = loaded.config.placement
     strategy = given.strategy if given.strategy.name == name else Strategy.model_validate({"name": name})
     placement = given.model_copy(update={"strategy": strategy, "processes": processes})
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
-    return Place(placed, name, processes, _setup.strategy(placement, processes)[1].exactness)
+    return Candidate(placed, name, processes, _setup.strategy(placement, processes)[1].exactness)
 
 
-def _checked(place: Place, microbatches: int) -> Place:
+def _checked(place: Candidate, microbatches: int) -> Candidate:
     try:
         _setup.check_placement(place.loaded.config, place.processes, microbatches)
     except UsageError as error:
@@ -163,7 +173,7 @@ class _Contest:
         self._facts = _verify_probe.read(job.folder)
         return self._facts
 
-    def rows(self, places: Sequence[Place]) -> list[Row]:
+    def rows(self, places: Sequence[Candidate]) -> list[Row]:
         """Run the reference and all contestants, and return a row for each of these."""
         self._reference = self._demanded(self._run(self._single, self._job))
         rows: list[Row] = []
@@ -183,7 +193,7 @@ class _Contest:
             rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], (others or carriers)[0])
         return rows
 
-    def _contested(self, place: Place) -> tuple[Row, Outcome | None]:
+    def _contested(self, place: Candidate) -> tuple[Row, Outcome | None]:
         """Run a contestant from the beginning; give its outcome where it agrees with the reference."""
         if place.reason:
             return Row(place.strategy, place.processes, "not possible", place.reason, place.exactness), None
@@ -203,7 +213,7 @@ class _Contest:
             shutil.rmtree(outcome.job.folder)
         return row, outcome if row.good else None
 
-    def _resumed(self, row: Row, saved: Outcome, carrier: Place) -> Row:
+    def _resumed(self, row: Row, saved: Outcome, carrier: Candidate) -> Row:
         """Let `carrier` go on from what a contestant saved half way, and judge the end of it."""
         path = checkpoint_of(saved.job.folder, self._half)
         outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
@@ -215,7 +225,7 @@ class _Contest:
         shutil.rmtree(saved.job.folder)
         return row
 
-    def _judged(self, row: Row, place: Place, outcome: Outcome, after: str) -> Row:
+    def _judged(self, row: Row, place: Candidate, outcome: Outcome, after: str) -> Row:
         """Compare an outcome with the reference, on its second run with the values of what differs."""
         found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
         if not found:
@@ -238,7 +248,7 @@ class _Contest:
         )
 
     def _valued(
-        self, place: Place, outcome: Outcome, found: Sequence[Difference]
+        self, place: Candidate, outcome: Outcome, found: Sequence[Difference]
     ) -> list[tuple[Difference, Values | None]]:
         """Run reference and contestant again for the tensors that differ, and return the values of all differences."""
         chosen = wanted(found)
@@ -251,7 +261,7 @@ class _Contest:
             shutil.rmtree(each.job.folder)
         return pairs
 
-    def _departure(self, place: Place, first: Difference, seen: Values | None, after: str) -> Departure:
+    def _departure(self, place: Candidate, first: Difference, seen: Values | None, after: str) -> Departure:
         again = seen is not None or first.wanted is None
         suspicion = Suspicion(first, self._facts, place.label, place.processes, bool(after), again)
         return Departure(
@@ -275,20 +285,20 @@ class _Contest:
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
 
-    def _run(self, place: Place, job: Job) -> Outcome:
+    def _run(self, place: Candidate, job: Job) -> Outcome:
         """Run a contestant."""
         job = self._new(place, job)
         code, said = self._launch(work, place, job)
         return Outcome(job, code, trace.read(job.folder, place.processes) if code == EXIT_DONE else [], said)
 
-    def _new(self, place: Place, job: Job) -> Job:
+    def _new(self, place: Candidate, job: Job) -> Job:
         """Return the job for this placement, with a folder of its own."""
         self._launched += 1
         job = replace(job, loaded=place.loaded, folder=self._job.folder / str(self._launched))
         job.folder.mkdir()
         return job
 
-    def _launch(self, body: Callable[[Job, Setup | None, str], int], place: Place, job: Job) -> tuple[int, str]:
+    def _launch(self, body: Callable[[Job, Setup | None, str], int], place: Candidate, job: Job) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         method = _setup.start_method(place.loaded.config.placement)
         worker = partial(_with_own_streams, partial(body, job, self._ready if method == "fork" else None))
@@ -317,7 +327,7 @@ def _with_own_streams(body: Callable[[str], int], rendezvous: str) -> int:
     return body(rendezvous)
 
 
-def _failed(place: Place, outcome: Outcome) -> Row:
+def _failed(place: Candidate, outcome: Outcome) -> Row:
     """What the user cannot have here is not possible; anything else is a failure."""
     verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
     return Row(place.strategy, place.processes, verdict, outcome.said, place.exactness)

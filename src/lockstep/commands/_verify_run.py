@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,7 +35,6 @@ from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE
 from lockstep.launchers import detect
 from lockstep.parallel.engine import Engine, Sums
-from lockstep.parallel.layout import gathered
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.meter import Meter
 from lockstep.runtime.precision import fix_kernels
@@ -41,6 +42,8 @@ from lockstep.runtime.world import World, open_world
 from lockstep.tasks.base import MicroBatch
 from lockstep.training import checkpoint, shards
 from lockstep.training.evaluate import evaluate
+
+_GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 
 @dataclass(frozen=True)
@@ -154,16 +157,15 @@ class _Contestant:
         return seen
 
     def _note(self, seen: StepSeen, position: int, kinds: Mapping[str, Mapping[str, Held]]) -> None:
-        """Add digests of tensors to `seen`. What is cut is gathered, one at a time, and noted by rank 0."""
+        """Add digests of tensors to `seen`. What is cut is gathered, some at a time, and noted by rank 0."""
         for kind, tensors in kinds.items():
-            seen.tensors[kind] = {}
-            for name, held in tensors.items():
-                whole = gathered(self._world, {name: held})[name]
-                if self._world.rank == 0 or not isinstance(held, Shard):
-                    seen.tensors[kind][name] = trace.digest([whole])
-                    wanted = Wanted(position, kind, name)
-                    if wanted in self._job.wanted:
-                        trace.keep(self._job.folder, self._world.rank, wanted, whole)
+            seen.tensors[kind] = dict.fromkeys(tensors, "")  # in the order of the state
+            for name, whole in wholes(self._world, tensors):
+                seen.tensors[kind][name] = trace.digest([whole])
+                wanted = Wanted(position, kind, name)
+                if wanted in self._job.wanted:
+                    trace.keep(self._job.folder, self._world.rank, wanted, whole)
+            seen.tensors[kind] = {name: digest for name, digest in seen.tensors[kind].items() if digest}
 
     def _save(self, done: int) -> None:
         state, folder = self._engine.state(), self._job.folder / checkpoint.FOLDER
@@ -178,6 +180,52 @@ class _Contestant:
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         figures = evaluate(self._engine, self._world, self._ready.task, batches, number)
         return {name: value for name, value in figures.items() if name != "seconds"}
+
+
+def wholes(world: World, tensors: Mapping[str, Held]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
+    yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
+    cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
+    for group in _groups(cut):
+        gathered = _gathered(world, group)
+        if world.rank == 0:
+            yield from gathered
+
+
+def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
+    """Cut into groups of about _GATHERED_BYTES: one exchange for each tensor would take most of the time."""
+    group: dict[str, Shard] = {}
+    size = 0
+    for name, shard in shards.items():
+        if group and size + _bytes(shard) > _GATHERED_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = shard
+        size += _bytes(shard)
+    if group:
+        yield group
+
+
+def _gathered(world: World, shards: Mapping[str, Shard]) -> list[tuple[str, Tensor]]:
+    """Return the whole tensors, on the CPU; bytes of one rank and zeros of the others add up to them."""
+    ends = list(accumulate(_bytes(shard) for shard in shards.values()))
+    table = torch.zeros(ends[-1], dtype=torch.uint8)
+    places = [table[end - _bytes(shard) : end] for end, shard in zip(ends, shards.values(), strict=True)]
+    for place, shard in zip(places, shards.values(), strict=True):
+        if shard.primary and shard.tensor.numel():
+            own = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            first = shard.first * shard.shape[1:].numel() * shard.tensor.element_size()
+            place[first : first + len(own)] = own
+    world.add_(table)
+    return [
+        (name, place[: shard.shape.numel() * shard.tensor.element_size()].view(shard.tensor.dtype).reshape(shard.shape))
+        for place, (name, shard) in zip(places, shards.items(), strict=True)
+    ]
+
+
+def _bytes(shard: Shard) -> int:
+    """Return the size of the whole, rounded up so that what lies behind it begins where any dtype may begin."""
+    return -(-shard.shape.numel() * shard.tensor.element_size() // 16) * 16
 
 
 def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
