@@ -1,0 +1,64 @@
+"""What a contestant of a verification puts together of tensors that are cut, and the samples it evaluates."""
+
+import pytest
+import torch
+import worlds
+from torch import Tensor
+
+from lockstep.commands import _verify_run
+from lockstep.commands._verify_run import FirstSamples, wholes
+from lockstep.core.order import part
+from lockstep.core.shard import Held, Shard
+from lockstep.data.tensors import TensorSplit
+from lockstep.runtime.world import World
+
+
+def tensors() -> dict[str, Tensor]:
+    """Tensors of sizes that no rank's number divides, with a -0.0, a NaN, one without rows and one of one row."""
+    first = torch.arange(15.0).reshape(5, 3)
+    first[0, 0], first[4, 2] = -0.0, torch.nan
+    return {
+        "first": first,
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "half": torch.linspace(0, 1, 6, dtype=torch.bfloat16).reshape(3, 2),
+        "empty": torch.empty(0, 4),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "last": torch.arange(9),
+    }
+
+
+def cut(tensor: Tensor, rank: int, size: int) -> Shard:
+    rows = part(len(tensor) if tensor.ndim else 1, size, rank)
+    own = tensor[rows.start : rows.stop] if tensor.ndim else (tensor if len(rows) else tensor.new_empty(0))
+    return Shard(own.clone(), rows.start, tensor.shape)
+
+
+def gather(world: World, group_bytes: int) -> dict[str, bytes]:
+    """Return the bytes of what a rank gets where all are cut but `bytes`."""
+    _verify_run._GATHERED_BYTES = group_bytes  # type: ignore[misc]
+    held: dict[str, Held] = {
+        name: tensor if name == "bytes" else cut(tensor, world.rank, world.size) for name, tensor in tensors().items()
+    }
+    return {
+        f"{name} {whole.dtype} {tuple(whole.shape)}": bytes(whole.contiguous().reshape(-1).view(torch.uint8).tolist())
+        for name, whole in wholes(world, held)
+    }
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("group_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_cut_comes_together_on_rank_0_bit_for_bit(size, group_bytes):
+    first, *others = worlds.run(size, gather, group_bytes)
+    assert first == {
+        f"{name} {whole.dtype} {tuple(whole.shape)}": bytes(whole.reshape(-1).view(torch.uint8).tolist())
+        for name, whole in tensors().items()
+    }
+    assert all([name.split()[0] for name in other] == ["bytes"] for other in others)
+
+
+def test_only_the_first_samples_are_there():
+    split = FirstSamples(TensorSplit(torch.arange(5, dtype=torch.uint8)[:, None], torch.arange(5)), 3)
+    assert len(split) == 3
+    assert split.in_memory
+    assert split.fetch(torch.arange(3).numpy(), None)[1].tolist() == [0, 1, 2]
