@@ -31,6 +31,7 @@ class Classification:
     loss: Loss | None = None
     label_smoothing: float = 0.0
     topk: tuple[int, ...] = (1, 5)
+    sample_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.loss is not None and self.label_smoothing:

@@ -1,0 +1,390 @@
+"""The engine for a model cut into stages: each rank holds some of them, and micro-batches pass through.
+
+The micro-batches are the recipe's, and each is computed as in one process, stage after stage:
+
+1. the first stage seeds the generators by (seed, step, micro-batch); each stage starts with the state that the one
+   before ended with, which travels along where anything was drawn;
+2. the last stage takes the loss; the gradient of what crossed a cut comes back the same way;
+3. each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
+
+In which order a rank does what is the schedule's business (core/pipeline_schedule.py) and changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core import random
+from lockstep.core.mesh import Place
+from lockstep.core.norm import clip_, norm_of_rows, row_norms
+from lockstep.core.order import Step
+from lockstep.core.pipeline_schedule import Action, Schedule, actions
+from lockstep.core.shard import Held, local
+from lockstep.core.tree import Counter, total
+from lockstep.errors import TrainingError, UsageError
+from lockstep.parallel.ema import Ema
+from lockstep.parallel.engine import State, Sums, Update
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layout import add_flags_, trained_parameters
+from lockstep.parallel.local import MakeOptimizer, Numerics
+from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
+from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
+from lockstep.parallel.pipeline_stage import Stage
+from lockstep.parallel.pipeline_state import OptimizerNames
+from lockstep.runtime.canonical import CanonicalSum, add_
+from lockstep.runtime.pipeline import Post, Values
+from lockstep.runtime.precision import autocast, loss_scaler
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch, Task
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """How a model lies on the ranks: in `replicas` pipelines of consecutive ranks, stage s on rank s mod ranks of each.
+
+    `cut` names the modules that begin the stages but the first; without, the stages are cut by cost.
+    """
+
+    schedule: Schedule = "1f1b"
+    replicas: int = 1
+    stages_per_rank: int = 1
+    cut: tuple[str, ...] = ()
+    recompute: bool = False
+
+
+@final
+class PipelineEngine:
+    """A model whose stages lie on the ranks of `world`; every rank is given all micro-batches of its pipeline.
+
+    `shape` is that of one sample, for which operations are counted; None: stages are cut by their parameters alone.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        numerics: Numerics,
+        pipe: Pipe,
+        shape: tuple[int, ...] | None,
+    ) -> None:
+        if numerics.compile:
+            raise UsageError("strategy pipeline: compile would not give the bits of a single process; set it to false")
+        self._task = task
+        self._numerics = numerics
+        self._world = world
+        self._pipe = pipe
+        self._ranks = world.size // pipe.replicas  # of one pipeline
+        self._replica, self._rank = divmod(world.rank, self._ranks)
+        self._last = self._ranks * pipe.stages_per_rank - 1
+        self._model = task.build_model()
+        cut = find_cut(self._model, self._last + 1, shape, pipe.cut)
+        owner = owners(self._model, cut)
+        trained = trained_parameters(self._model)
+        self._names = OptimizerNames(trained, make_optimizer(trained, whole_norms))
+        own = {name for name, stage in owner.items() if stage % self._ranks == self._rank}
+        layout = torch.channels_last if numerics.channels_last else torch.preserve_format
+        keep_only(self._model, own, world.device, layout)
+        self._part = part_of(self._model, own)
+        numbers = range(self._rank, self._last + 1, self._ranks)
+        self._stages = {
+            number: Stage(part_of(self._model, {name for name in own if owner[name] == number}), pipe.recompute)
+            for number in numbers
+        }
+        self._evaluating = {number: stage_module(self._model.eval(), cut, number) for number in numbers}
+        self._training = {number: stage_module(self._model.train(), cut, number) for number in numbers}
+        self._ema = Ema(self._part.state_dict(), numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._trained = trained_parameters(self._part)
+        self._optimizer = make_optimizer(self._trained, whole_norms)
+        self._scaler = loss_scaler(numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval)
+        self._scales = self._scaler.is_enabled()
+        self._autocast = autocast(numerics.precision, world.device)
+        self._generators = world.generators()
+        self._forward_key = random.key(random.FORWARD, numerics.seed)
+        self._across = self._sum_across()
+        self._post = Post(world.device)
+        self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
+        self._loss = torch.zeros((), dtype=torch.float64)
+        self._own_losses: list[Tensor] = []
+        self._losses: Counter[Tensor] = Counter(add_)
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+        """See Engine."""
+        self._own_losses = []
+        leaves = min(self._numerics.microbatches, step.samples)
+        pipe = self._pipe
+        for action in actions(pipe.schedule, self._rank, self._ranks, pipe.stages_per_rank, len(microbatches)):
+            self._act(action, microbatches[action.microbatch], step)
+        self._post.finish()
+        for stage in self._stages.values():
+            stage.finish(leaves, step.samples, self._across)
+        self._loss = self._total_loss(leaves)
+        return Sums(self._loss, step.samples, self._own_losses)
+
+    def gradients(self) -> dict[str, Held]:
+        """See Engine."""
+        named = trained_parameters(self._model)
+        return {name: shard(p if p.is_meta else _gradient(p), self._speaks) for name, p in named}
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        if self._scales:
+            self._scaler.unscale_(self._optimizer)
+            add_flags_(self._world, self._infinities())
+        norm = None
+        if max_norm is not None or self._numerics.skip_nonfinite:
+            norm = self._norm()
+        applied = not self._numerics.skip_nonfinite or self._is_finite(norm)
+        parameters = [parameter for _, parameter in self._trained]
+        if applied:
+            if max_norm is not None and norm is not None:
+                clip_([_gradient(parameter) for parameter in parameters], norm, max_norm)
+            applied = self._step_optimizer(lr)
+        scale = None
+        if self._scales:
+            scale = self._scaler.get_scale()
+            self._scaler.update()
+        for parameter in parameters:
+            parameter.grad = None
+        for stage in self._stages.values():
+            stage.move(applied)
+        if self._ema is not None and applied:
+            self._ema.update()
+        return Update(norm, applied, scale)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See Engine. All ranks predict the same inputs in the same order, and all get the outputs."""
+        self._model.eval()
+        try:
+            with self._ema.swapped() if self._ema is not None else nullcontext(), torch.no_grad():
+                yield self._predict
+        finally:
+            self._model.train()
+
+    def state(self) -> State:
+        """See Engine. All ranks call it."""
+        tensors, scalars = self._names.state(self._world, self._trained, self._optimizer, self._speaks)
+        return State(
+            model=shards(self._model.state_dict(), self._speaks),
+            optimizer=tensors,
+            ema=self._ema_state() if self._ema is not None else None,
+            scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
+        )
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        _check_names(state.model, self._model)
+        _take(state.model, self._part.state_dict())
+        for stage in self._stages.values():
+            stage.running.reload()
+        whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
+        self._names.load(self._trained, self._optimizer, whole, state.scalars["optimizer"])
+        self._scaler.load_state_dict(state.scalars["loss_scale"])
+        if self._ema is not None and state.ema is not None:
+            _check_names(state.ema, self._model)
+            _take(state.ema, self._ema.state())
+
+    def close(self) -> None:
+        """See Engine."""
+
+    def _act(self, action: Action, microbatch: MicroBatch, step: Step) -> None:
+        stage, index = self._stages[action.stage], microbatch.index
+        match action.kind:
+            case "forward":
+                self._forward(action.stage, microbatch, step)
+            case "backward_weight":
+                stage.backward_weight(index)
+            case "backward":
+                self._send_back(
+                    action.stage, index, stage.backward(index, self._gradients_of(action.stage, index, step))
+                )
+            case "backward_input":
+                self._send_back(
+                    action.stage, index, stage.backward_input(index, self._gradients_of(action.stage, index, step))
+                )
+
+    def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
+        index = microbatch.index
+        first, last = number == 0, number == self._last
+        states, *inputs = (
+            [None, self._laid_out(microbatch.inputs)] if first else self._arrived(number, number - 1, index)
+        )
+        before: list[Tensor] = []
+
+        def compute(values: Values) -> Sequence[Tensor]:
+            before[:] = self._seed(step, index, states)
+            with self._autocast:
+                outputs = _only_tensors(self._training[number](*values))
+                return [self._task.loss_sum(outputs[0], microbatch.targets)] if last else outputs
+
+        outputs = self._stages[number].forward(index, inputs, len(microbatch.inputs), compute)
+        if last:
+            self._own_losses.append(outputs[0].detach())
+            self._losses.push(index, outputs[0].detach().to(torch.float64, copy=True).reshape(1))
+        else:
+            drawn = self._drawn(before, states)
+            self._leave([drawn, *outputs], number + 1, number + 1, index)
+
+    def _gradients_of(self, number: int, index: int, step: Step) -> Values:
+        """Return the gradients of what the stage gave, those of the loss being what a sample counts in the step."""
+        if number != self._last:
+            return self._arrived(self._back(number), number + 1, index)
+        share = torch.full((), 1.0 / step.samples, dtype=self._own_losses[-1].dtype, device=self._world.device)
+        return [self._scaler.scale(share) if self._scales else share]
+
+    def _send_back(self, number: int, index: int, gradients: Values) -> None:
+        if number:
+            self._leave(gradients, self._back(number - 1), number - 1, index)
+
+    def _back(self, stage: int) -> int:
+        """Return the line on which gradients come to `stage`; the forward's line has the stage's own number."""
+        return self._last + 1 + stage
+
+    def _leave(self, values: Values, line: int, stage: int, index: int) -> None:
+        """Give values to `stage`, on its rank."""
+        if stage in self._stages:
+            self._inbox[line, index] = values
+        else:
+            self._post.send(values, self._rank_of(stage), line)
+
+    def _arrived(self, line: int, stage: int, index: int) -> Values:
+        """Return what `stage` gave."""
+        if stage in self._stages:
+            return self._inbox.pop((line, index))
+        return self._post.receive(self._rank_of(stage), line)
+
+    def _rank_of(self, stage: int) -> int:
+        return self._replica * self._ranks + stage % self._ranks
+
+    def _seed(self, step: Step, index: int, states: Tensor | None) -> list[Tensor]:
+        """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
+        if states is None:
+            seed = random.torch_seed(random.extended(self._forward_key, step.number, index))
+            for generator in self._generators:
+                generator.manual_seed(seed)
+        else:
+            lengths = [len(generator.get_state()) for generator in self._generators]
+            for generator, state in zip(self._generators, torch.split(states.cpu(), lengths), strict=True):
+                generator.set_state(state.clone())
+        return [generator.get_state() for generator in self._generators]
+
+    def _drawn(self, before: list[Tensor], states: Tensor | None) -> Tensor | None:
+        """Return the states for the next stage, unless nothing has been drawn for the micro-batch so far."""
+        now = [generator.get_state() for generator in self._generators]
+        unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
+        return None if states is None and unchanged else torch.cat(now)
+
+    def _sum_across(self) -> CanonicalSum | None:
+        """Return what adds over the ranks that have the same stages as this one, if there are any."""
+        if self._pipe.replicas == 1:
+            return None
+        places = [Place(replica, self._pipe.replicas) for replica in range(self._pipe.replicas)]
+        return CanonicalSum(self._replica, places, self._world.grid(self._ranks).across)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank's pipeline tells what all of them know."""
+        return self._replica == 0
+
+    def _total_loss(self, leaves: int) -> Tensor:
+        """Return the sum of all losses, which the last stages have, on every rank."""
+        loss = torch.zeros(1, dtype=torch.float64)
+        if self._last in self._stages:
+            pieces = self._losses.pieces()
+            like = loss.to(self._world.device)
+            added = total(pieces, leaves, add_) if self._across is None else self._across(pieces, leaves, like)
+            if self._speaks:
+                loss = added.cpu()
+        # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
+        return self._world.add_(loss.view(torch.int64)).view(torch.float64).to(self._world.device)[0]
+
+    def _norm(self) -> Tensor:
+        """Return the norm of the whole gradient: the rows of all ranks in the model's order (core/norm.py)."""
+        norms: list[Tensor] = []
+        for _, parameter in trained_parameters(self._model):
+            if parameter.is_meta or not self._speaks:
+                norms.append(torch.zeros(parameter.shape[0] if parameter.ndim else 1, dtype=torch.float64))
+            else:
+                norms.append(row_norms(_gradient(parameter)).cpu())
+        table = self._world.add_(torch.cat(norms).view(torch.int64)).view(torch.float64)
+        return norm_of_rows(table.to(self._world.device))
+
+    def _is_finite(self, norm: Tensor | None) -> bool:
+        return bool(torch.isfinite(self._loss)) and (norm is None or bool(torch.isfinite(norm)))
+
+    def _step_optimizer(self, lr: float) -> bool:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if not self._scales:
+            self._optimizer.step()
+            return True
+        found = self._infinities()
+        self._scaler.step(self._optimizer)
+        return not any(bool(infinity) for infinity in found)
+
+    def _infinities(self) -> list[Tensor]:
+        return list(self._scaler._found_inf_per_device(self._optimizer).values())
+
+    def _predict(self, inputs: Tensor) -> Tensor:
+        outputs: Values = []
+        for number, module in self._evaluating.items():
+            values = self._arrived(number, number - 1, 0) if number else [self._laid_out(inputs)]
+            with self._autocast:
+                outputs = list(_only_tensors(module(*values)))
+            if number != self._last:
+                self._leave(outputs, number + 1, number + 1, 0)
+        line = self._back(self._last)
+        if self._last not in self._stages:
+            outputs = self._post.receive(self._rank_of(self._last), line)
+        else:
+            for rank in range(self._ranks - 1):  # the last stage is on the last rank
+                self._post.send(outputs, self._rank_of(rank), line)
+        self._post.finish()
+        assert outputs[0] is not None
+        return outputs[0]
+
+    def _laid_out(self, inputs: Tensor) -> Tensor:
+        if self._numerics.channels_last and inputs.ndim == 4:
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs
+
+    def _ema_state(self) -> dict[str, Held]:
+        assert self._ema is not None
+        own, tensors = self._ema.state(), self._model.state_dict()
+        ordered = sorted(tensors, key=lambda name: not tensors[name].is_floating_point())
+        return {name: shard(own[name] if name in own else _widened(tensors[name]), self._speaks) for name in ordered}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _only_tensors(values: Sequence[Tensor]) -> Sequence[Tensor]:
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise TrainingError(f"pipeline: a {type(value).__name__} crosses between two stages; cut elsewhere")
+    return values
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
+
+
+def _check_names(given: Mapping[str, Held], model: nn.Module) -> None:
+    differing = sorted(given.keys() ^ model.state_dict().keys())
+    if differing:
+        raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
+
+
+@torch.no_grad()
+def _take(given: Mapping[str, Held], own: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        tensor.copy_(local(given[name]))

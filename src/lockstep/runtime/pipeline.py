@@ -1,0 +1,154 @@
+"""Tensors from one stage of a pipeline to another, without waiting for the other to be ready.
+
+A parcel is a message of whole numbers, always of the same length, that describes the tensors, then the tensors
+themselves, each as it lies in memory: where a kernel chooses its way by strides, the receiver's choice is then that of
+a single process. What is sent on one line between two ranks arrives in order; lines do not wait for each other.
+
+Everything goes through the memory of the host, by gloo. torch's own functions for split backwards are imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import Parameter
+
+from lockstep.errors import TrainingError
+from lockstep.runtime.peers import naming_lost_peers
+
+_NUMBERS: Final = 512
+_DTYPES: Final = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+Values = list[Tensor | None]
+
+
+class _Form(NamedTuple):
+    """How a tensor lies in memory, and whether it wants a gradient."""
+
+    dtype: torch.dtype
+    wanted: bool
+    shape: list[int]
+    strides: list[int]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """Elements of memory from its first to its last: fewer than its own where some are repeated."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps) if self.elements else 0
+
+
+@final
+class Post:
+    """Sends and receives parcels: lists of tensors, with None for what is not there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, values: Sequence[Tensor | None], peer: int, line: int) -> None:
+        """Start sending to rank `peer`. The tensors must not be written to before `finish`."""
+        numbers = [len(values), *(number for value in values for number in _described(value))]
+        if len(numbers) > _NUMBERS:
+            raise TrainingError(f"pipeline: {len(values)} tensors cross between two stages, too many; cut elsewhere")
+        with naming_lost_peers():
+            self._start(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer, line)
+            for value in values:
+                if value is not None and value.numel():
+                    self._start(_flat(value.detach()).cpu(), peer, line)
+
+    def receive(self, peer: int, line: int) -> Values:
+        """Wait for the next parcel of rank `peer` on this line; what wanted a gradient there is a leaf that does."""
+        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
+        with naming_lost_peers():
+            dist.recv(numbers, peer, tag=line)
+            return [None if form is None else self._value(form, peer, line) for form in _forms(numbers.tolist())]
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        with naming_lost_peers():
+            for work, _ in self._sent:
+                work.wait()
+        self._sent.clear()
+
+    def _start(self, tensor: Tensor, peer: int, line: int) -> None:
+        work = dist.isend(tensor, peer, tag=line)
+        assert work is not None
+        self._sent.append((work, tensor))
+
+    def _value(self, form: _Form, peer: int, line: int) -> Tensor:
+        flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype)
+        if len(flat):
+            dist.recv(flat, peer, tag=line)
+        flat = flat.to(self._device)
+        if form.extent > form.elements:  # with gaps, which did not travel
+            gaps = flat.new_empty(form.extent)
+            gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
+            flat = gaps
+        return flat.as_strided(form.shape, form.strides).requires_grad_(form.wanted)
+
+
+def backward_input(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
+) -> list[dict[str, Any]]:
+    """Do the part of a backward that leads to `inputs`, and return what `backward_weight` needs for the weights."""
+    from torch.distributed.pipelining import _backward as torch_backward  # here, because it takes half a second
+
+    _, groups = torch_backward.stage_backward_input(list(edges), list(gradients), list(inputs), iter(weights))
+    return groups
+
+
+def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
+    """Do the rest of a backward: leave the gradients of `weights` in their `grad`."""
+    from torch.distributed.pipelining import _backward as torch_backward
+
+    torch_backward.stage_backward_weight(iter(weights), groups)
+
+
+def _described(value: Tensor | None) -> list[int]:
+    if value is None:
+        return [-1]
+    kind = [_DTYPES.index(value.dtype), int(value.requires_grad), value.ndim]
+    return [*kind, *value.shape, *value.stride()]
+
+
+def _forms(numbers: list[int]) -> Iterator[_Form | None]:
+    """Read what `_described` wrote."""
+    count, *rest = numbers
+    for _ in range(count):
+        if rest[0] < 0:
+            yield None
+            rest = rest[1:]
+            continue
+        kind, wanted, ndim = rest[:3]
+        middle, stop = 3 + ndim, 3 + 2 * ndim
+        yield _Form(_DTYPES[kind], bool(wanted), rest[3:middle], rest[middle:stop])
+        rest = rest[stop:]
+
+
+def _flat(value: Tensor) -> Tensor:
+    form = _Form(value.dtype, False, list(value.shape), list(value.stride()))
+    if form.extent > form.elements:
+        return value.contiguous().view(-1)
+    return value.as_strided([form.extent], [1], value.storage_offset())

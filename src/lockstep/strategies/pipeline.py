@@ -1,0 +1,80 @@
+"""Pipeline parallelism: the model cut into stages, one or several for each process, which micro-batches pass through.
+
+Huang et al. 2019, "GPipe", has the idea and the first schedule; core/pipeline_schedule.py names those of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
+from lockstep.core.mesh import Place
+from lockstep.core.pipeline_schedule import Schedule
+from lockstep.errors import UsageError
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.local import MakeOptimizer, Numerics
+from lockstep.parallel.pipeline import Pipe, PipelineEngine
+from lockstep.runtime.world import World
+from lockstep.tasks.base import Task
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`schedule`: the order of the work. `replicate`: how many pipelines share the micro-batches. `stages_per_rank`:
+    how many stages each process has (interleaved: 2 unless said otherwise, else 1). `cut`: the modules that begin the stages but the first; left out, stages are cut by cost.
+    `recompute`: hold the inputs of a stage instead of its activations, and compute its forward again in its backward.
+    """
+
+    exactness: ClassVar[Literal["bits", "close"]] = "bits"
+    cuts: ClassVar[str] = "the model, into stages; with replicate the micro-batches of a step too"
+    needs: ClassVar[str] = "a model that calls at least as many modules one after the other as there are stages"
+    communication: ClassVar[str] = "what crosses from stage to stage, and its gradient, for each micro-batch"
+
+    schedule: Schedule = "1f1b"
+    replicate: Annotated[int, Field(ge=1)] = 1
+    stages_per_rank: Annotated[int, Field(ge=1)] | None = None
+    cut: tuple[str, ...] = ()
+    recompute: bool = False
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where the options do not fit each other or the number of processes."""
+        per_rank = self._per_rank()
+        if per_rank > 1 and self.schedule not in ("interleaved", "zero_bubble"):
+            raise UsageError(
+                f"strategy pipeline: schedule {self.schedule} has one stage for each process, not {per_rank}; use "
+                f"schedule interleaved or zero_bubble, or leave stages_per_rank out"
+            )
+        if per_rank == 1 and self.schedule == "interleaved":
+            raise UsageError("strategy pipeline: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
+        if processes % self.replicate:
+            raise UsageError(
+                f"strategy pipeline: replicate={self.replicate} does not divide {processes} processes; use "
+                f"{', '.join(str(each) for each in range(1, processes + 1) if processes % each == 0)}"
+            )
+        if self.replicate > microbatches:
+            raise UsageError(
+                f"strategy pipeline: replicate={self.replicate} but only {microbatches} micro-batches; use at most "
+                f"{microbatches}"
+            )
+        stages = processes // self.replicate * per_rank
+        if self.cut and len(self.cut) != stages - 1:
+            raise UsageError(
+                f"strategy pipeline: cut names {len(self.cut)} modules, but there are {stages} stages, {per_rank} for "
+                f"each process of a pipeline; name {stages - 1}, or leave cut out"
+            )
+
+    def place(self, rank: int, size: int) -> Place:
+        """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""
+        replica, number = divmod(rank, size // self.replicate)
+        return Place(replica, self.replicate, speaks=number == 0)
+
+    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        pipe = Pipe(self.schedule, self.replicate, self._per_rank(), self.cut, self.recompute)
+        return PipelineEngine(task, make_optimizer, world, numerics, pipe, task.sample_shape)
+
+    def _per_rank(self) -> int:
+        return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)

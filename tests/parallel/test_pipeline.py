@@ -1,0 +1,116 @@
+"""The contract for pipelines: every bit of training is that of one process, whatever the schedule and the cut."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pipeline_models
+import pytest
+import torch
+import worlds
+from pipeline_models import Case, going_on, own_trace
+from toys import Trace
+
+from lockstep.runtime.world import ALONE, World
+
+SAID = ("step", "outputs", "scalars", "names")  # by every rank
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
+
+# Recipes, and the number of processes and the options under which each is tried.
+CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
+    "adamw, averaged": (Case(optimizer="adamw", ema=True, clip=0.1), 3, {"schedule": "zero_bubble"}),
+    "lamb, uneven": (Case(microbatches=3, optimizer="lamb"), 2, {"schedule": "interleaved"}),
+    "two parameter groups": (Case("mlp", by_hand={"decay_bias_and_norm": False}), 4, {}),
+    "bf16": (Case("vit", precision="bf16", clip=0.5), 2, {"schedule": "zero_bubble"}),
+    "fp16, skipping": (Case(precision="fp16", initial_scale=2.0**20, ema=True), 2, {"schedule": "gpipe"}),
+    "not finite, skipped": (Case(poisoned=1, skip_nonfinite=True, ema=True, clip=0.1), 3, {}),
+    "channels last": (Case(channels_last=True, clip=0.5, optimizer="lars"), 3, {"schedule": "1f1b"}),
+    "one micro-batch": (Case("vit", microbatches=1), 3, {"schedule": "zero_bubble"}),
+    "more micro-batches": (Case(microbatches=8), 2, {"schedule": "zero_bubble", "stages_per_rank": 2}),
+    "cut by hand": (Case(clip=0.1), 2, {"cut": ("twice",)}),
+    "cut by cost": (Case(measured=True), 3, {}),
+    "recomputed": (Case(clip=0.1, optimizer="adamw"), 3, {"recompute": True}),
+    "recomputed, split": (Case("vit", precision="bf16"), 2, {"recompute": True, "schedule": "zero_bubble"}),
+    "two pipelines": (Case(clip=0.1, ema=True), 4, {"replicate": 2}),
+    "two pipelines, uneven": (Case(microbatches=3, samples=(11, 8, 1)), 4, {"replicate": 2, "schedule": "zero_bubble"}),
+    "three pipelines of one": (Case(clip=0.1), 3, {"replicate": 3}),
+    "resnet18": (Case("resnet18", samples=(7, 8), microbatches=3, size=32, clip=1.0), 2, {"schedule": "zero_bubble"}),
+}
+
+
+@cache
+def alone(case_name: str) -> Trace:
+    case = CASES[case_name][0] if case_name in CASES else Case(case_name, clip=0.1)
+    return own_trace(World(ALONE, torch.device("cpu")), case, None)
+
+
+def assert_same(expected: Trace, size: int, case: Case, options: dict[str, Any]) -> None:
+    told: Trace = {}
+    for rank, trace in enumerate(worlds.run(size, own_trace, case, options)):
+        differing = [name for name in trace if trace[name] != expected[name]]
+        assert not differing, f"rank {rank} of {size}"
+        assert {name for name in expected if name.startswith(SAID)} <= trace.keys()
+        told |= trace
+    assert told == expected
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("model", ["mlp", "skipping", "vit"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_bits_of_one_process(schedule: str, model: str) -> None:
+    most = 4 if schedule != "interleaved" else {"mlp": 4, "vit": 3, "skipping": 2}[model]  # twice as many stages
+    for size in range(1, most + 1):
+        assert_same(alone(model), size, Case(model, clip=0.1), {"schedule": schedule})
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", CASES)
+def test_any_recipe_gives_the_bits_of_one_process(name: str) -> None:
+    case, size, options = CASES[name]
+    assert_same(alone(name), size, case, options)
+
+
+def test_what_must_happen_in_the_cases_happens() -> None:
+    """The cases are worth nothing where no step is skipped, no gradient clipped, or the model does not move."""
+    assert " False " in alone("fp16, skipping")["step 0"]
+    assert " False " in alone("not finite, skipped")["step 1"]
+    for name in ("mlp", "skipping", "vit"):
+        norms = [float.fromhex(text.split()[1]) for step, text in alone(name).items() if step.startswith("step")]
+        assert all(norm > 0.1 for norm in norms)
+    initial = pipeline_models.build(Case()).state_dict()
+    _, state = going_on(World(ALONE, torch.device("cpu")), Case(), None, 0, None)
+    still = {name for name, tensor in state.model.items() if torch.equal(tensor, initial[name])}
+    assert still == {"twice.frozen", "twice.seen"}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_goes_on_elsewhere(optimizer: str) -> None:
+    """From a pipeline to one process, and back to another pipeline."""
+    case = Case(optimizer=optimizer, ema=True)
+    world = World(ALONE, torch.device("cpu"))
+    whole, _ = going_on(world, case, None, 0, None)
+    first, state = worlds.run(3, going_on, replace(case, samples=(11,)), {"schedule": "1f1b"}, 0, None)[1]
+    second, state = going_on(world, replace(case, samples=(11, 8)), None, 1, state)
+    for third, _ in worlds.run(2, going_on, case, {"schedule": "zero_bubble"}, 2, state):
+        assert {**first, **second, **third} == whole
+
+
+def lying(world: World, case: Case) -> tuple[int, int, list[str]]:
+    """Return how many elements lie here and in all, and which parameters have an optimizer's state here."""
+    training, _ = pipeline_models.trained(world, case, {})
+    state = training.state()
+    shards: list[Any] = [*state.model.values()]
+    here = [name for name, held in state.optimizer.items() if held.tensor.numel()]  # type: ignore[union-attr]
+    training.close()
+    return sum(s.tensor.numel() for s in shards), sum(s.shape.numel() for s in shards), here
+
+
+@pytest.mark.worlds
+def test_a_rank_holds_its_stages_alone() -> None:
+    case = Case("mlp", samples=(8,))
+    answers = worlds.run(3, lying, case)
+    assert sum(here for here, _, _ in answers) == answers[0][1]
+    assert all(0 < here < 0.8 * whole for here, whole, _ in answers)
+    held = [name for _, _, names in answers for name in names]
+    assert len(held) == len(set(held)) == len(pipeline_models.build(case).state_dict())
