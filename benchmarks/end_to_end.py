@@ -27,6 +27,7 @@ from torchvision import transforms
 from benchmarks.loop import no_evaluation, no_save
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
@@ -105,10 +106,10 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     data = DataSet(split, split, [str(each) for each in range(CLASSES)], (3, 32, 32), MEAN, STD)
     endless = Steps(SAMPLES, BATCH, steps=10**6)
     finish = Finish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
-    loader = Loader(data, endless, microbatches, finish, world.rank, world.size)
+    loader = Loader(data, endless, microbatches, finish, Place(world.rank, world.size))
     engine = Strategy().start(
         Classification(_model),
-        lambda model: make_optimizer(model.named_parameters(), name="sgd", lr=LR, momentum=MOMENTUM),
+        lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
         Numerics(microbatches=microbatches),
     )

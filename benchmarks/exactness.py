@@ -9,6 +9,7 @@ sum and what belongs to it: losses and BatchNorm statistics over all micro-batch
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 
@@ -59,7 +60,9 @@ def _compared(size: int, microbatches: int, turns: int) -> Result:
 def _lockstep(microbatches: int, world: World) -> Turn:
     fix_kernels(threads=1)
     keep_freed_memory()
-    engine = Strategy().start(Classification(_model), _optimizer, world, Numerics(microbatches=microbatches))
+    engine = Strategy().start(
+        Classification(_model), lambda trained, _: _optimizer(trained), world, Numerics(microbatches=microbatches)
+    )
     own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
     step = Step(0, 0, 0, microbatches * SAMPLES, 0, False)
 
@@ -76,7 +79,7 @@ def _lockstep(microbatches: int, world: World) -> Turn:
 def _torch(microbatches: int, world: World) -> Turn:
     keep_freed_memory()
     model = DistributedDataParallel(_model())
-    optimizer = _optimizer(model)
+    optimizer = _optimizer(model.named_parameters())
     own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
 
     def turn() -> float:
@@ -98,8 +101,8 @@ def _model() -> nn.Module:
     return model
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return make_optimizer(model.named_parameters(), name="sgd", lr=LR, momentum=MOMENTUM)
+def _optimizer(trained: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM)
 
 
 def _microbatch(index: int) -> MicroBatch:

@@ -138,7 +138,7 @@ def _lockstep(steps: int, world: World) -> Turn:
     loader = Loader(data, plan_steps, 1, Finish(world.device, CLASSES))
     engine = Strategy().start(
         Classification(_model),
-        lambda model: make_optimizer(model.named_parameters(), name="sgd", lr=LR, momentum=MOMENTUM),
+        lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
         Numerics(microbatches=1),
     )

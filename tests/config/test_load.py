@@ -200,12 +200,15 @@ def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):
-    assert {"single", "ddp"} <= set(across.strategies())
+    assert {"single", "ddp", "zero3"} <= set(across.strategies())
     monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
-    expected = "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single"
+    expected = (
+        "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single, fsdp"
+    )
     assert problems("digits", "placement.strategy=dpd") == [expected]
     assert problems("digits", "placement.strategy={name: dpd, extra: 1}") == [expected]
     assert load("digits", ["placement.strategy=ddp"]).config.placement.strategy.name == "ddp"
+    assert load("digits", ["placement.strategy=fsdp"]).config.placement.strategy.name == "zero3"
 
 
 def test_more_processes_than_micro_batches_are_told_with_the_rest():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.order import Step, Steps, cut, part, permutation, share
+from lockstep.core.order import Step, Steps, cut, part, permutation
 
 
 @given(st.integers(0, 2**32), st.integers(0, 1000), st.integers(0, 300))
@@ -52,15 +52,6 @@ def test_a_part_is_that_of_the_cut(length: int, parts: int, data: st.DataObject)
     number = data.draw(st.integers(0, parts - 1))
     sizes = [len(each) for each in np.array_split(np.arange(length), parts)]
     assert part(length, parts, number) == range(sum(sizes[:number]), sum(sizes[: number + 1]))
-
-
-@given(st.integers(1, 100), st.integers(1, 20), st.integers(1, 8))
-def test_ranks_share_the_micro_batches_of_a_step_in_order(samples: int, count: int, size: int) -> None:
-    shares = [share(samples, count, rank, size) for rank in range(size)]
-    numbered = [each for mine in shares for each in mine]
-    assert [number for number, _ in numbered] == list(range(min(count, samples)))
-    assert [places for _, places in numbered] == Step(0, 0, 0, samples, 0, False).microbatches(count)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_a_golden_cut() -> None:

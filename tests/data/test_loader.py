@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core import random
+from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, permutation
 from lockstep.data.base import DataSet, Split
 from lockstep.data.loader import Finish, Loader
@@ -50,7 +51,7 @@ def _finish() -> Finish:
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
     data = DataSet(split, split, ["only"], (3, 4, 4))
-    return Loader(data, Steps(len(split), batch, epochs=2), microbatches, _finish(), rank, size, workers)
+    return Loader(data, Steps(len(split), batch, epochs=2), microbatches, _finish(), Place(rank, size), workers)
 
 
 def _numbered(length: int) -> TensorSplit:

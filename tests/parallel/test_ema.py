@@ -28,7 +28,7 @@ def test_formula_over_two_updates() -> None:
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-        ema = Ema(model, decay=0.75)
+        ema = Ema(model.state_dict(), decay=0.75)
         for weight in (5.0, 9.0):
             model.weight.fill_(weight)
             ema.update()
@@ -39,7 +39,7 @@ def test_formula_over_two_updates() -> None:
 def test_buffers_are_averaged_and_counters_copied() -> None:
     model = _model()
     before = _copied(model)
-    ema = Ema(model, decay=0.5)
+    ema = Ema(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     ema.update()
     now, average = model.state_dict(), ema.state()
@@ -54,7 +54,7 @@ def test_the_average_of_low_precision_is_kept_in_float32() -> None:
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
-        ema = Ema(model, decay=0.999)
+        ema = Ema(model.state_dict(), decay=0.999)
         model.weight.fill_(2.0)
         ema.update()
     assert ema.state()["weight"].dtype == torch.float32
@@ -63,7 +63,7 @@ def test_the_average_of_low_precision_is_kept_in_float32() -> None:
 
 def test_swapped_and_back_in_the_same_tensors() -> None:
     model = _model()
-    ema = Ema(model, decay=0.5)
+    ema = Ema(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     ema.update()
     own, places = _copied(model), [parameter.data_ptr() for parameter in model.parameters()]
@@ -77,7 +77,7 @@ def test_swapped_and_back_in_the_same_tensors() -> None:
 
 def test_back_after_an_error() -> None:
     model = _model()
-    ema = Ema(model, decay=0.5)
+    ema = Ema(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     own = _copied(model)
     with pytest.raises(ValueError, match="inside"), ema.swapped():
@@ -87,10 +87,10 @@ def test_back_after_an_error() -> None:
 
 def test_a_state_goes_into_another_average() -> None:
     model = _model()
-    ema = Ema(model, decay=0.5)
+    ema = Ema(model.state_dict(), decay=0.5)
     saved = {name: tensor.clone() for name, tensor in ema.state().items()}
     _move(model, 1.0)
-    other = Ema(model, decay=0.5)
+    other = Ema(model.state_dict(), decay=0.5)
     other.load(saved)
     ema.update()
     other.update()
@@ -99,13 +99,13 @@ def test_a_state_goes_into_another_average() -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"another model; differing: 0\.bias"):
-        Ema(nn.Linear(2, 3), decay=0.5).load(Ema(_model(), decay=0.5).state())
+        Ema(nn.Linear(2, 3).state_dict(), decay=0.5).load(Ema(_model().state_dict(), decay=0.5).state())
 
 
 def test_shared_weights_have_all_their_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    ema = Ema(model, decay=0.5)
+    ema = Ema(model.state_dict(), decay=0.5)
     moved = model[0].weight.detach().add_(1.0)
     ema.update()
     assert ema.state().keys() == model.state_dict().keys()
@@ -116,6 +116,6 @@ def test_shared_weights_have_all_their_names() -> None:
 def test_masks_that_are_not_saved_stay_out() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)
-    ema = Ema(model, decay=0.5)
+    ema = Ema(model.state_dict(), decay=0.5)
     ema.update()
     assert set(ema.state()) == {"weight", "bias"}

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lockstep.core.mesh import Place
 from lockstep.parallel.gradients import Gradients, _flatten, _partition, _unflatten
 from lockstep.runtime.canonical import CanonicalSum
+from lockstep.tasks.base import MicroBatch
 
 T = TypeVar("T")
 
@@ -31,7 +33,11 @@ class Noted:
 
 
 def _gradients(parameters: Sequence[Parameter], lane: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
-    return Gradients(parameters, CanonicalSum(0, 1, None), lane, alone, bucket_bytes)
+    return Gradients(parameters, CanonicalSum(0, [Place()], None), lane, alone, bucket_bytes)
+
+
+def microbatches(count: int) -> list[MicroBatch]:
+    return [MicroBatch(index, torch.empty(1), torch.empty(1)) for index in range(count)]
 
 
 def _sizes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -95,11 +101,11 @@ def test_the_sum_of_all_micro_batches_is_left(alone: bool) -> None:
     used, unused = Parameter(torch.tensor([2.0])), Parameter(torch.tensor([5.0]))
     gradients = _gradients([used, unused], Noted(), alone)
     for _ in range(2):
-        gradients.begin(3, 2)
+        gradients.begin(3, microbatches(3))
         for leaf, factor in enumerate((1.0, 10.0, 100.0)):
-            gradients.before_backward(leaf)
+            gradients.before_backward(microbatches(3)[leaf])
             (used * factor).sum().backward()
-            gradients.after_backward(leaf)
+            gradients.after_backward(microbatches(3)[leaf])
         gradients.finish()
         assert used.grad is not None
         assert unused.grad is not None
@@ -114,11 +120,11 @@ def test_buckets_leave_while_the_last_backward_runs_and_not_before() -> None:
     gradients = _gradients(parameters, lane, alone=False)
     counts: list[int] = []
     layers[0].weight.register_hook(lambda _: counts.append(lane.count))
-    gradients.begin(2, 1)
+    gradients.begin(2, microbatches(2))
     for leaf in range(2):
-        gradients.before_backward(leaf)
+        gradients.before_backward(microbatches(3)[leaf])
         nn.Sequential(*layers)(torch.ones(1, 4)).sum().backward()
-        gradients.after_backward(leaf)
+        gradients.after_backward(microbatches(3)[leaf])
     assert counts == [0, 5]  # all but the one whose gradient is only now there
     gradients.finish()
     assert lane.count == 6
@@ -129,10 +135,10 @@ def test_an_unused_parameter_holds_back_only_what_comes_after_it() -> None:
     first, unused, last = _sizes((1,), (1,), (1,))
     lane = Noted()
     gradients = _gradients([first, unused, last], lane, alone=False)
-    gradients.begin(1, 0)
-    gradients.before_backward(0)
+    gradients.begin(1, microbatches(1))
+    gradients.before_backward(microbatches(1)[0])
     (first + last).sum().backward()
-    gradients.after_backward(0)
+    gradients.after_backward(microbatches(1)[0])
     assert lane.count == 1
     gradients.finish()
     assert lane.count == 3
@@ -141,10 +147,10 @@ def test_an_unused_parameter_holds_back_only_what_comes_after_it() -> None:
 def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:
     shared = Parameter(torch.tensor([3.0]))
     gradients = _gradients([shared], Noted(), alone=False)
-    gradients.begin(1, 0)
-    gradients.before_backward(0)
+    gradients.begin(1, microbatches(1))
+    gradients.before_backward(microbatches(1)[0])
     (shared * 2 + (shared * 5).sin()).sum().backward()
-    gradients.after_backward(0)
+    gradients.after_backward(microbatches(1)[0])
     gradients.finish()
     assert shared.grad is not None
     assert shared.grad.item() == pytest.approx(2 + 5 * torch.tensor(15.0).cos().item())

@@ -92,8 +92,9 @@ def steps_of(world: World, case: Case) -> list[str]:
 
 def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
     engine, trace = toys.trained(world, case, first, state)
+    state = toys.whole_state(world, engine)
     engine.close()
-    return toys.as_from_disk(engine.state()), {**trace, **toys.fingerprint(engine)}
+    return toys.as_from_disk(state), {**trace, **toys.fingerprint(state)}
 
 
 @pytest.mark.worlds
@@ -232,7 +233,7 @@ def noting(seen: list[Tensor], forward: Callable[[nn.Module, Tensor], Tensor]) -
 def test_evaluation_predicts_with_the_average_and_gives_the_weights_back() -> None:
     world = World(ALONE, torch.device("cpu"))
     engine, _ = toys.trained(world, Case(ema=True))
-    before = toys.fingerprint(engine)
+    before = toys.fingerprint(engine.state())
     images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     averaged = toys.build(Case())
     averaged.load_state_dict(engine.state().ema or {})
@@ -240,7 +241,7 @@ def test_evaluation_predicts_with_the_average_and_gives_the_weights_back() -> No
         predicted = predict(images)
     assert not predicted.requires_grad
     assert torch.equal(predicted, averaged.eval()(images))
-    assert toys.fingerprint(engine) == before
+    assert toys.fingerprint(engine.state()) == before
 
 
 def test_a_loss_that_is_not_finite_leaves_no_trace_when_skipped() -> None:
@@ -250,4 +251,4 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_when_skipped() -> None:
     engine, trace = toys.trained(world, poisoned)
     clean, _ = toys.trained(world, replace(poisoned, samples=(12,), poisoned=None))
     assert "nan" in trace["step 1"]
-    assert toys.fingerprint(engine) == toys.fingerprint(clean)
+    assert toys.fingerprint(engine.state()) == toys.fingerprint(clean.state())

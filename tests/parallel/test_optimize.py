@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lockstep.errors import UsageError
-from lockstep.parallel.optimize import check_optimizer, make_optimizer
+from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 
 
 def _parameters() -> list[tuple[str, Parameter]]:
@@ -59,8 +59,8 @@ def test_lars_golden() -> None:
         ("sgd", "torch.optim.sgd", "SGD"),
         ("AdamW", "torch.optim.adamw", "AdamW"),
         ("RMSprop", "torch.optim.rmsprop", "RMSprop"),
-        ("lars", "timm.optim.lars", "Lars"),
-        ("LAMB", "timm.optim.lamb", "Lamb"),
+        ("lars", "lockstep.parallel.layerwise", "Lars"),
+        ("LAMB", "lockstep.parallel.layerwise", "Lamb"),
         ("lion", "timm.optim.lion", "Lion"),
     ],
 )
@@ -172,3 +172,23 @@ def test_torchs_optimizers_do_not_import_timm() -> None:
         "assert 'timm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adam", "nadam", "rmsprop", "adagrad", "lion", "lars", "lamb"])
+def test_what_works_element_by_element_may_be_cut(name: str) -> None:
+    check_rows(partial(make_optimizer, name=name, lr=0.1), "zero1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adafactor", {}),
+        ("lambc", {}),
+        ("larc", {"weight_decay": 0.1}),
+        ("sgd", {"fused": True, "momentum": 0.9}),
+        ("muon", {}),
+    ],
+)
+def test_what_looks_at_whole_tensors_may_not(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"strategy zero1: optimizer .* use strategy ddp"):
+        check_rows(partial(make_optimizer, name=name, lr=0.1, options=options), "zero1")

@@ -1,17 +1,24 @@
 """A small model with every trap in it, and steps of training whose every bit can be compared."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.mesh import Place
 from lockstep.core.order import Step, cut
+from lockstep.core.shard import Held, local
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.local import LocalEngine, Numerics
+from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layout import gathered
+from lockstep.parallel.local import Numerics
 from lockstep.parallel.optimize import make_optimizer
+from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -82,6 +89,8 @@ class Case:
     initial_scale: float = 1024.0
     skip_nonfinite: bool = False
     poisoned: int | None = None  # the step whose last image is not finite
+    strategy: str = "ddp"  # on several processes
+    options: tuple[tuple[str, int], ...] = ()  # of the strategy
     bucket_bytes: int = BUCKET_BYTES
     model: type[nn.Module] = Toy
     dtype: torch.dtype = torch.float32
@@ -105,13 +114,25 @@ def build(case: Case) -> nn.Module:
         return case.model().to(case.dtype)
 
 
-def engine(world: World, case: Case) -> LocalEngine:
+def strategy(world: World, case: Case) -> Any:
+    """Return the strategy of a case: the plain one on one process."""
+    name = "single" if world.size == 1 else case.strategy
+    options = dict(case.options) if name == case.strategy else {}
+    kind = import_module(f"lockstep.strategies.{name}").Strategy
+    if "bucket_mib" in {field.name for field in fields(kind)}:
+        options["bucket_mib"] = case.bucket_bytes / 2**20
+    return kind(**options)
+
+
+def engine(world: World, case: Case) -> Engine:
     options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {})
-    optimizer = partial(make_optimizer, name=case.optimizer, lr=0.1, weight_decay=0.01, **options)
+
+    def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
+        return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **options)
+
     task = Classification(partial(build, case), topk=(1,))
-    return LocalEngine(
-        task, lambda model: optimizer(model.named_parameters()), world, case.numerics(), case.bucket_bytes
-    )
+    started: Engine = strategy(world, case).start(task, optimizer, world, case.numerics())
+    return started
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
@@ -130,8 +151,11 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
 def share(world: World, case: Case, step: Step, images: Tensor, targets: Tensor) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step."""
     cuts = cut(step.samples, min(case.microbatches, step.samples))
-    mine = cut(len(cuts), world.size)[world.rank]
-    return [MicroBatch(index, images[list(cuts[index])], targets[list(cuts[index])]) for index in mine]
+    place: Place = strategy(world, case).place(world.rank, world.size)
+    return [
+        MicroBatch(index, images[list(cuts[index])], targets[list(cuts[index])], shadow)
+        for index, shadow in place.indices(len(cuts))
+    ]
 
 
 def rate(step: Step) -> float:
@@ -154,9 +178,15 @@ def trained(world: World, case: Case, first: int = 0, state: State | None = None
     return training, trace
 
 
-def fingerprint(training: Engine) -> Trace:
-    """Return a hash for each tensor of the state, and what is not a tensor."""
+def whole_state(world: World, training: Engine) -> State:
+    """Return the state with every tensor whole."""
     state = training.state()
+    ema = None if state.ema is None else gathered(world, state.ema)
+    return State(gathered(world, state.model), gathered(world, state.optimizer), ema, state.scalars)
+
+
+def fingerprint(state: State) -> Trace:
+    """Return a hash for each tensor of a whole state, and what is not a tensor."""
     tensors = {
         **{f"model {name}": tensor for name, tensor in state.model.items()},
         **{f"optimizer {name}": tensor for name, tensor in state.optimizer.items()},
@@ -168,8 +198,9 @@ def fingerprint(training: Engine) -> Trace:
 def whole_trace(world: World, case: Case) -> Trace:
     """Train and return all there is to compare."""
     training, trace = trained(world, case)
+    state = whole_state(world, training)
     training.close()
-    return {**trace, **fingerprint(training)}
+    return {**trace, **fingerprint(state)}
 
 
 def as_from_disk(state: State) -> State:
@@ -183,10 +214,11 @@ def as_from_disk(state: State) -> State:
     )
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def _contiguous(held: Held) -> Tensor:
+    return local(held).detach().clone(memory_format=torch.contiguous_format)
 
 
-def _hash(tensor: Tensor) -> str:
+def _hash(held: Held) -> str:
+    tensor = local(held)
     content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{hashlib.sha256(content).hexdigest()[:16]} {tensor.dtype} {tuple(tensor.shape)}"

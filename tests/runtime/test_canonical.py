@@ -8,6 +8,7 @@ import torch.distributed as dist
 import worlds
 from torch import Tensor
 
+from lockstep.core.mesh import Place
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, Counter, blocks, total
 from lockstep.runtime import canonical
@@ -18,6 +19,10 @@ CASES = [
     *itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 12, 13), (0, 1, 2, 3, 7, 1000), (torch.float32, torch.float64)),
     *itertools.product((4, 6), (100_003,), (torch.float32,)),
 ]
+
+
+def contiguous(size: int) -> list[Place]:
+    return [Place(rank, size) for rank in range(size)]
 
 
 def leaf(number: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -36,7 +41,7 @@ def held(numbers: range, length: int, dtype: torch.dtype) -> dict[Block, Tensor]
 
 def summed(world: World, leaves: int, length: int, dtype: torch.dtype) -> Tensor:
     pieces = held(cut(leaves, world.size)[world.rank], length, dtype)
-    return world.canonical()(pieces, leaves, torch.empty(length, dtype=dtype))
+    return world.canonical(contiguous(world.size))(pieces, leaves, torch.empty(length, dtype=dtype))
 
 
 def all_summed(world: World) -> list[Tensor]:
@@ -119,7 +124,7 @@ def test_direct_exchange_sends_each_piece_once_and_each_sum_once() -> None:
 
 def missing(world: World) -> str:
     try:
-        world.canonical()({}, 2, torch.empty(3))
+        world.canonical(contiguous(world.size))({}, 2, torch.empty(3))
     except (KeyError, ValueError) as error:
         return type(error).__name__
     return "nothing was raised"
@@ -133,4 +138,4 @@ def test_a_rank_that_lacks_its_pieces_is_an_error_not_a_wrong_sum() -> None:
 
 def test_a_world_of_one_needs_no_group() -> None:
     pieces = {Block(0, 2): torch.tensor([1.0]), Block(2, 1): torch.tensor([2.0])}
-    assert CanonicalSum(0, 1, None)(pieces, 3, torch.empty(1)).item() == 3.0
+    assert CanonicalSum(0, contiguous(1), None)(pieces, 3, torch.empty(1)).item() == 3.0

@@ -7,6 +7,7 @@ import pytest
 import torch
 import worlds
 
+from lockstep.core.mesh import Place
 from lockstep.core.rank import RankInfo
 from lockstep.core.tree import Block
 from lockstep.errors import UsageError
@@ -81,7 +82,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert [world.agree_to_stop(wish) for wish in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
-    assert world.canonical()({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
+    assert world.canonical([Place()])({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
     assert isinstance(world.lane(), InlineLane)
     assert world.generators() == [torch.default_generator]
     world.close()

@@ -3,21 +3,22 @@
 import re
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lockstep.errors import UsageError
-from lockstep.strategies import ddp, names, single
+from lockstep.strategies import ddp, hsdp, names, single, zero1, zero2, zero3
 
 
 def test_every_file_is_a_strategy() -> None:
-    assert names() == ["ddp", "single"]
+    assert {"single", "ddp", "zero1", "zero2", "zero3", "hsdp"} <= set(names())
     for name in names():
         strategy = import_module(f"lockstep.strategies.{name}").Strategy
         assert is_dataclass(strategy)
         assert strategy.exactness in ("bits", "close")
+        assert all(isinstance(text, str) and text for text in (strategy.cuts, strategy.needs, strategy.communication))
         assert get_type_hints(strategy.check) == {"processes": int, "microbatches": int, "return": type(None)}
         made = strategy()
         with pytest.raises(AttributeError):
@@ -26,15 +27,51 @@ def test_every_file_is_a_strategy() -> None:
             assert option.name in strategy.__doc__
 
 
-@pytest.mark.parametrize(("processes", "microbatches"), [(1, 1), (1, 8), (4, 4), (3, 8)])
-def test_ddp_takes_as_many_processes_as_micro_batches(processes: int, microbatches: int) -> None:
-    ddp.Strategy().check(processes, microbatches)
+SHARING = [ddp.Strategy(), zero1.Strategy(), zero2.Strategy(), zero3.Strategy(), hsdp.Strategy(replicate=1)]
 
 
-def test_ddp_refuses_processes_without_work() -> None:
+@pytest.mark.parametrize("strategy", SHARING)
+@pytest.mark.parametrize(("processes", "microbatches"), [(2, 2), (2, 8), (4, 4), (3, 8)])
+def test_there_may_be_as_many_processes_as_micro_batches(strategy: Any, processes: int, microbatches: int) -> None:
+    strategy.check(processes, microbatches)
+
+
+@pytest.mark.parametrize("strategy", SHARING)
+def test_processes_without_work_are_refused(strategy: Any) -> None:
     problem = "placement.processes: 5 processes but only 4 micro-batches; use at most 4"
     with pytest.raises(UsageError, match=re.escape(problem)):
-        ddp.Strategy().check(5, 4)
+        strategy.check(5, 4)
+
+
+@pytest.mark.parametrize("strategy", SHARING)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("leaves", [1, 3, 4, 7, 8])
+def test_places_share_all_micro_batches(strategy: Any, size: int, leaves: int) -> None:
+    dealt = [strategy.place(rank, size).indices(leaves) for rank in range(size)]
+    assert sorted(index for own in dealt for index, shadow in own if not shadow) == list(range(leaves))
+
+
+@pytest.mark.parametrize("strategy", [zero2.Strategy(), zero3.Strategy()])
+def test_one_process_has_nobody_to_share_with(strategy: Any) -> None:
+    with pytest.raises(UsageError, match="one process has nobody to share with; use 2 or more, or strategy single"):
+        strategy.check(1, 8)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "processes", "problem"),
+    [
+        (3, 8, "strategy hsdp: replicate=3 does not divide 8 processes; use 1, 2, 4, 8"),
+        (4, 4, "4 processes in 4 replicas leave one for each, which shares with nobody"),
+    ],
+)
+def test_replicas_must_fit(replicate: int, processes: int, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        hsdp.Strategy(replicate=replicate).check(processes, 8)
+
+
+def test_replicas_are_ranks_that_follow_each_other() -> None:
+    places = [hsdp.Strategy(replicate=2).place(rank, 6) for rank in range(6)]
+    assert [(place.replica, place.member) for place in places] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
 def test_single_is_one_process() -> None:

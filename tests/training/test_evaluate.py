@@ -8,6 +8,7 @@ import worlds
 from fakes import FakeEngine
 from torch import Tensor, nn
 
+from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
 from lockstep.data.loader import Finish, Loader
@@ -31,12 +32,11 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
         Steps(samples, 1, epochs=1),
         1,
         Finish(torch.device("cpu"), CLASSES),
-        world.rank,
-        world.size,
+        Place(world.rank, world.size),
     )
     seen = 0
 
-    def counted() -> Iterator[tuple[int, Tensor, Tensor]]:
+    def counted() -> Iterator[tuple[int | None, Tensor, Tensor]]:
         nonlocal seen
         for number, inputs, labels in loader.validation(batch):
             seen += len(inputs)

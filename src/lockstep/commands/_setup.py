@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config import plan as planning
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
+from lockstep.core.mesh import Place
 from lockstep.core.names import choices
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
@@ -27,8 +27,10 @@ from lockstep.errors import UsageError
 from lockstep.models.check import check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
+from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.local import Numerics
-from lockstep.parallel.optimize import check_optimizer, make_optimizer
+from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
+from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.world import World
 from lockstep.tasks.classification import Classification, check_loss, find_loss
 
@@ -43,9 +45,9 @@ class Setup:
     steps: Steps
     parameters: int
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Build the optimizer over the parameters of `model`."""
-        return _optimizer(self.recipe)(model.named_parameters())
+    def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
+        """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
+        return _optimizer(self.recipe)(trained, norms=norms)
 
     def numerics(self, microbatches: int) -> Numerics:
         """Return what an engine computes by."""
@@ -62,8 +64,8 @@ class Setup:
             compile=recipe.compile,
         )
 
-    def loader(self, world: World, microbatches: int, workers: int) -> Loader:
-        """Return the loader of this process."""
+    def loader(self, world: World, place: Place, microbatches: int, workers: int) -> Loader:
+        """Return the loader of this process, which stands at `place`."""
         recipe = self.recipe
         finish = Finish(
             device=world.device,
@@ -77,7 +79,7 @@ class Setup:
             cutmix=recipe.mix.cutmix,
             mix_probability=recipe.mix.probability,
         )
-        return Loader(self.data, self.steps, microbatches, finish, world.rank, world.size, workers)
+        return Loader(self.data, self.steps, microbatches, finish, place, workers)
 
 
 def setup(recipe: Recipe, microbatches: int) -> Setup:
@@ -165,7 +167,10 @@ def check_placement(config: Config, count: int, microbatches: int) -> None:
             f"recipe.batch: {config.recipe.batch} samples cannot fill {microbatches} micro-batches; "
             f"use at most {config.recipe.batch} processes"
         )
-    strategy(config.placement, count)[1].check(count, microbatches)
+    name, chosen = strategy(config.placement, count)
+    chosen.check(count, microbatches)
+    if chosen.cuts_rows:
+        check_rows(_optimizer(config.recipe), name)
 
 
 def evaluation_batch(recipe: Recipe, microbatches: int) -> int:

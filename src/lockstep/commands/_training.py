@@ -19,6 +19,7 @@ from lockstep.config import run as run_config
 from lockstep.config import write
 from lockstep.config.load import Loaded
 from lockstep.core.rank import RankInfo
+from lockstep.core.shard import whole
 from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE, LockstepError, UsageError
 from lockstep.parallel.engine import Engine, State
@@ -30,7 +31,7 @@ from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
 from lockstep.runtime.world import World, open_world
-from lockstep.training import checkpoint
+from lockstep.training import checkpoint, shards
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train
@@ -101,7 +102,8 @@ class _Training:
         self.weights = ""
         self.strategy_name, chosen = strategy(loaded.config.placement, world.size)
         self.numerics = machine.numerics(world.device)
-        self.loader: Loader = ready.loader(world, start.microbatches, loaded.config.placement.workers)
+        place = chosen.place(world.rank, world.size)
+        self.loader: Loader = ready.loader(world, place, start.microbatches, loaded.config.placement.workers)
         self.engine: Engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(start.microbatches))
         world.compare(self._facts())
 
@@ -182,20 +184,20 @@ class _Training:
 
     def _save(self, progress: Progress) -> Saved:
         began = time.perf_counter()
-        state = self.engine.state()
-        self.weights = checkpoint.weights_sha256(state.model)
+        snapshot = self._snapshot(self.engine.state(), progress)
+        self.weights = checkpoint.weights_sha256(whole(snapshot.model))
         self.world.compare({"weights": self.weights})
         best = progress.best_at == progress.step
-        path = self.start.folder / checkpoint.FOLDER / f"step-{progress.step:08d}"
-        if self.world.rank == 0:
-            path = checkpoint.save(
-                path.parent, progress.step, self._snapshot(state, progress), self.loaded.config.run.keep, best
-            )
+        folder, keep = self.start.folder / checkpoint.FOLDER, self.loaded.config.run.keep
+        if not snapshot.is_whole:
+            self.weights = shards.save(self.world, folder, progress.step, snapshot, keep, best)
+        elif self.world.rank == 0:
+            checkpoint.save(folder, progress.step, snapshot, keep, best)
         return Saved(
             step=progress.step,
             epoch=progress.epoch,
             samples=progress.samples,
-            path=str(path),
+            path=str(folder / checkpoint.step_name(progress.step)),
             weights_sha256=self.weights,
             best=best,
             seconds=time.perf_counter() - began,
@@ -228,7 +230,7 @@ class _Training:
             "recipe": self._recipe(),
             "versions of the libraries, CPU or threads": self.numerics,
             "number of samples": [len(self.ready.data.train), len(self.ready.data.validation)],
-            "first weights": checkpoint.weights_sha256(self.engine.state().model),
+            "first weights": checkpoint.weights_sha256(whole(self.engine.state().model)),
         }
 
     def _done(self) -> Done:

@@ -117,8 +117,9 @@ def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendez
     keep_freed_memory()
     world = open_world(info, placement.device, rendezvous, placement.timeout_s)
     microbatches = _microbatches(found)
-    loader = ready.loader(world, microbatches, placement.workers)
-    engine = strategy(placement, world.size)[1].start(ready.task, ready.optimizer, world, ready.numerics(microbatches))
+    chosen = strategy(placement, world.size)[1]
+    loader = ready.loader(world, chosen.place(world.rank, world.size), microbatches, placement.workers)
+    engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(microbatches))
     engine.load(engine_state(found.snapshot))
     progress = Progress(**found.snapshot.state["progress"])
     event = evaluated(engine, world, ready, loader, evaluation_batch(recipe, microbatches), progress)

@@ -8,6 +8,7 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from lockstep.config.document import Path, Place, Problem, locate
+from lockstep.config.placement import ALIASES
 from lockstep.config.recipe import contradictions
 from lockstep.config.write import shown
 from lockstep.core.names import choices
@@ -39,15 +40,21 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    given = placement.get("strategy", "auto")
-    name = given.get("name", "auto") if isinstance(given, dict) else given
-    valid = ["auto", *strategies()]
+    name = _name(placement)
+    valid = ["auto", *strategies(), *ALIASES]
     if isinstance(name, str) and name not in valid:
         text = f"no strategy {shown(name)}{choices(name, valid)}"
         yield ("placement", "strategy", "name"), text
 
 
+def _name(placement: dict[str, Any]) -> Any:
+    given = placement.get("strategy", "auto")
+    return given.get("name", "auto") if isinstance(given, dict) else given
+
+
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    if _name(placement) == "pipeline":  # its processes share a micro-batch
+        return
     processes, count = placement.get("processes"), recipe.get("microbatches")
     if type(processes) is int and type(count) is int and processes > count > 0:
         text = f"{processes} processes but only {count} micro-batches; use at most {count}"

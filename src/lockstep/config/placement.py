@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from lockstep.config.base import NaturalInt, PositiveFloat, Section
+
+
+ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 
 
 def _processes(value: Any) -> int | Literal["auto"]:
@@ -21,12 +24,16 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _resolved(name: str) -> str:
+    return ALIASES.get(name, name)
+
+
 class Strategy(Section):
     """A strategy by name; its own options stand beside the name."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    name: str = "auto"  # single for one process, ddp for more
+    name: Annotated[str, AfterValidator(_resolved)] = "auto"  # single for one process, ddp for more
 
 
 class Placement(Section):

@@ -37,12 +37,6 @@ def part(length: int, parts: int, number: int) -> range:
     return range(first, first + size + (number < longer))
 
 
-def share(samples: int, count: int, rank: int, size: int) -> list[tuple[int, range]]:
-    """Return which of `count` micro-batches of a step rank `rank` of `size` computes: their numbers and positions."""
-    leaves = min(count, samples)
-    return [(index, part(samples, leaves, index)) for index in part(leaves, size, rank)]
-
-
 class Step(NamedTuple):
     """One update: what it takes from the epoch's order, and what has gone before it."""
 
@@ -59,8 +53,8 @@ class Step(NamedTuple):
         A step with fewer samples than `count` has only as many micro-batches as samples: the others would add
         nothing, and a sum over them is the same tree without those leaves.
         """
-        cuts = share(self.samples, count, 0, 1)
-        return [range(self.first + places.start, self.first + places.stop) for _, places in cuts]
+        cuts = cut(self.samples, min(count, self.samples))
+        return [range(self.first + places.start, self.first + places.stop) for places in cuts]
 
 
 @dataclass(frozen=True)

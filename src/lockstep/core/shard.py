@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -33,3 +34,13 @@ def local(held: Held) -> Tensor:
 def rows_of(whole: Tensor, like: Held) -> Tensor:
     """Return those rows of `whole` that `like` holds: a view."""
     return whole[like.first : like.first + len(like.tensor)] if isinstance(like, Shard) else whole
+
+
+def alike(tensor: Tensor, held: Held) -> Held:
+    """Return `tensor`, which has the shape of what is held, as the same part of a whole."""
+    return Shard(tensor, held.first, held.shape, held.primary) if isinstance(held, Shard) else tensor
+
+
+def whole(tensors: Mapping[str, Held]) -> dict[str, Tensor]:
+    """Return those of the tensors that are not cut."""
+    return {name: held for name, held in tensors.items() if not isinstance(held, Shard)}

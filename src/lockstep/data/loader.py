@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap, tee
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
@@ -21,12 +21,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import random
-from lockstep.core.order import Step, Steps, permutation, share
+from lockstep.core.mesh import Place
+from lockstep.core.order import Step, Steps, part, permutation
 from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
 from lockstep.data.base import DataSet, Split
 from lockstep.errors import LockstepError, TrainingError
 from lockstep.parent import die_with_parent
 from lockstep.tasks.base import SKIPPED, MicroBatch
+
+ALONE: Final = Place()
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Finish:
     cutmix: float = 0.0
     mix_probability: float = 1.0
 
-    def for_training(self, fetched: Fetched, request: Request, step: int, index: int) -> MicroBatch:
+    def for_training(self, fetched: Fetched, request: Request, step: int, index: int, shadow: bool) -> MicroBatch:
         """Augment, normalise and mix micro-batch `index` of update `step`."""
         inputs, targets = self._moved(fetched)
         if (self.crop_padding or self.flip) and request.draw is not None:
@@ -54,7 +57,7 @@ class Finish:
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
             inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
-        return MicroBatch(index, inputs, targets)
+        return MicroBatch(index, inputs, targets, shadow)
 
     def for_evaluation(self, fetched: Fetched) -> tuple[Tensor, Tensor]:
         """Normalise."""
@@ -91,12 +94,20 @@ class _Planned(NamedTuple):
     """What an update takes; loader processes are asked for it some updates ahead of its use."""
 
     step: Step
-    requests: list[tuple[int, Request]]
+    requests: list[tuple[_Cut, Request]]
+
+
+class _Cut(NamedTuple):
+    """A micro-batch of a step: its number, and the positions in the step that it takes."""
+
+    number: int
+    positions: range
+    shadow: bool  # not this rank's own
 
 
 @final
 class Loader:
-    """The batches of rank `rank` of `size`. `skipped` counts the unreadable samples it met in training."""
+    """The batches of the rank at `place`. `skipped` counts the unreadable samples it met in training."""
 
     def __init__(
         self,
@@ -104,8 +115,7 @@ class Loader:
         steps: Steps,
         microbatches: int,
         finish: Finish,
-        rank: int = 0,
-        size: int = 1,
+        place: Place = ALONE,
         workers: int = 0,
     ) -> None:
         self.skipped = 0
@@ -113,14 +123,13 @@ class Loader:
         self._steps = steps
         self._microbatches = microbatches
         self._finish = finish
-        self._rank = rank
-        self._size = size
+        self._place = place
         self._workers = workers
-        self._shares: dict[int, list[tuple[int, range]]] = {}  # by a step's samples
+        self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
         self._epochs: dict[int, Request] = {}  # the last one planned, since a plan goes through them in order
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """Yield each update from number `first` to the last, with this rank's contiguous share of its micro-batches."""
+        """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
         ours, ahead = tee(map(self._plan, range(first, self._steps.total)))
         requests = (request for planned in ahead for _, request in planned.requests)
         with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetched:
@@ -128,22 +137,26 @@ class Loader:
                 yield (
                     step,
                     [
-                        self._finish.for_training(self._counted(next(fetched)), request, step.number, index)
-                        for index, request in planned
+                        self._finish.for_training(
+                            self._counted(next(fetched), cut), request, step.number, cut.number, cut.shadow
+                        )
+                        for cut, request in planned
                     ],
                 )
 
-    def validation(self, batch: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def validation(self, batch: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
         """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
 
-        Batch j takes the samples [j * batch, (j + 1) * batch) and goes to rank j modulo the number of ranks.
+        Batch j takes the samples [j * batch, (j + 1) * batch). Where the members of a replica must evaluate as many
+        batches as each other, those that lack one get batch 0 in its place, without a number: it is not to be counted.
         """
         length = len(self._data.validation)
-        numbers = range(self._rank, self.validation_batches(batch), self._size)
-        requests = (Request(np.arange(number * batch, min((number + 1) * batch, length)), None) for number in numbers)
+        numbers = self._place.turns(self.validation_batches(batch))
+        firsts = [(number or 0) * batch for number in numbers]
+        requests = (Request(np.arange(first, min(first + batch, length)), None) for first in firsts)
         with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetched:
             for number in numbers:
-                yield number, *self._finish.for_evaluation(next(fetched))
+                yield number if self._place.speaks else None, *self._finish.for_evaluation(next(fetched))
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
@@ -154,11 +167,13 @@ class Loader:
         order, draw = self._epoch(step.epoch)
         here = order[step.first : step.first + step.samples]
         share = self._share(step.samples)
-        return _Planned(step, [(index, Request(here[cut.start : cut.stop], draw)) for index, cut in share])
+        return _Planned(step, [(cut, Request(here[cut.positions.start : cut.positions.stop], draw)) for cut in share])
 
-    def _share(self, samples: int) -> list[tuple[int, range]]:
+    def _share(self, samples: int) -> list[_Cut]:
         if samples not in self._shares:
-            self._shares[samples] = share(samples, self._microbatches, self._rank, self._size)
+            leaves = min(self._microbatches, samples)
+            indices = self._place.indices(leaves)
+            self._shares[samples] = [_Cut(index, part(samples, leaves, index), shadow) for index, shadow in indices]
         return self._shares[samples]
 
     def _epoch(self, epoch: int) -> Request:
@@ -169,8 +184,8 @@ class Loader:
             self._epochs = {epoch: Request(order, random.key(random.AUGMENT, seed, epoch))}
         return self._epochs[epoch]
 
-    def _counted(self, fetched: Fetched) -> Fetched:
-        if not self._data.train.in_memory and not fetched[1].is_floating_point():
+    def _counted(self, fetched: Fetched, cut: _Cut) -> Fetched:
+        if not self._data.train.in_memory and not cut.shadow and not fetched[1].is_floating_point():
             self.skipped += int((fetched[1] == SKIPPED).sum())
         return fetched
 

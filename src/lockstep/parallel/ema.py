@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import TrainingError
 
@@ -20,9 +20,9 @@ class Ema:
     (1 - d) of a difference is lost in fewer bits. Integer buffers are copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, live: Mapping[str, Tensor], decay: float) -> None:
+        """Average `live`, the tensors of a model's state, whose values change in place."""
         self._decay = decay
-        live = _persistent(model)
         self._live = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
         self._average = {name: _widened(tensor) for name, tensor in self._live.items()}
         self._live_counters = {name: tensor for name, tensor in live.items() if name not in self._live}
@@ -59,13 +59,6 @@ class Ema:
             differing = ", ".join(sorted(mine.keys() ^ state.keys())[:5])
             raise TrainingError(f"average of the weights: the state is that of another model; differing: {differing}")
         _copy(state, mine)
-
-
-def _persistent(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the model's state, shared ones by each of their names; what is not saved is constant."""
-    saved = model.state_dict().keys()
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor for name, tensor in tensors if name in saved}
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lockstep.core.tree import Block, Counter, total
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import Lane
+from lockstep.tasks.base import MicroBatch
 
 Parts = list[Tensor]
 
@@ -63,33 +64,32 @@ class Gradients:
         if not alone:
             self._watch()
 
-    def begin(self, leaves: int, last_leaf: int | None) -> None:
-        """Start a step of `leaves` micro-batches, of which `last_leaf` is this rank's last one, if it has any."""
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """See GradientSum."""
         self._leaves = leaves
-        self._last_leaf = last_leaf
+        self._last_leaf = microbatches[-1].index if microbatches else None
 
-    def complete(self) -> None:
-        """Call instead of all others after a backward that leaves the sum itself: of one micro-batch on one rank."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def before_backward(self, leaf: int) -> None:
-        """Call before the backward of micro-batch `leaf`."""
-        self._armed = leaf == self._last_leaf and not self._alone
+    def before_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._armed = microbatch.index == self._last_leaf and not self._alone
         if self._armed:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
 
-    def after_backward(self, leaf: int) -> None:
-        """Call after the backward of micro-batch `leaf`: takes its gradient away."""
-        if self._armed:
+    def after_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        if self._armed or self._nothing_to_add:
             return
         for bucket in self._buckets:
-            bucket.push(leaf)
+            bucket.push(microbatch.index)
 
     def finish(self) -> None:
-        """Wait for the sums and leave them in `param.grad`."""
+        """See GradientSum."""
+        if self._nothing_to_add:
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return
         if self._alone:
             for bucket in self._buckets:
                 parts = total(bucket.counter.pieces(), self._leaves, _add_parts_)
@@ -99,6 +99,11 @@ class Gradients:
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
             _give_gradients(bucket.parameters, _unflatten(wait(), bucket.parameters))
         self._waiting.clear()
+
+    @property
+    def _nothing_to_add(self) -> bool:
+        """Whether backward leaves the sum itself: of one micro-batch on one rank."""
+        return self._alone and self._leaves == 1
 
     def _watch(self) -> None:
         for bucket in self._buckets:

@@ -1,14 +1,121 @@
-"""Tensors that lie in rows on the ranks, made whole again."""
+"""How a model lies on the ranks: whole on each, or in rows of its tensors.
+
+An engine (parallel/local.py) computes gradients and updates; where they lie is its layout's business. What the
+optimizer moves are *trained* tensors: a model's parameters, or this rank's rows of them. Every optimizer that works
+element by element does the same to a row wherever it lies. What looks at whole tensors, norms, comes from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.core.norm import row_norms
 from lockstep.core.shard import Held, Shard
+from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
+
+
+class GradientSum(Protocol):
+    """Adds a step's gradients over micro-batches and ranks by the tree (core/tree.py)."""
+
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """Start a step of `leaves` micro-batches, of which this rank computes these."""
+        ...
+
+    def before_backward(self, microbatch: MicroBatch) -> None: ...
+
+    def after_backward(self, microbatch: MicroBatch) -> None: ...
+
+    def finish(self) -> None:
+        """Wait for the sums and leave them in `grad` of the trained tensors."""
+        ...
+
+
+class Layout(Protocol):
+    """Where a model's tensors are. All ranks call each method in the same order."""
+
+    @property
+    def trained(self) -> Sequence[Named]:
+        """What this rank's optimizer moves, in the model's order."""
+        ...
+
+    @property
+    def gradients(self) -> GradientSum: ...
+
+    def state(self) -> dict[str, Held]:
+        """Return the model's state, under the names of a single process."""
+        ...
+
+    def held(self, name: str, tensor: Tensor) -> Held:
+        """Return `tensor`, which has the shape of what is trained of parameter `name`, as a part of the whole."""
+        ...
+
+    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the norm of each row of all trained tensors: `tensors` have their shapes. float64, on every rank."""
+        ...
+
+    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return the L2 norm of each whole tensor, of which this rank's part is given by what is trained in that place.
+
+        float64, one for each.
+        """
+        ...
+
+    def agree_(self, flags: Sequence[Tensor]) -> None:
+        """Make flags nonzero on all ranks which are so on one."""
+        ...
+
+    def settle(self) -> None:
+        """Call after an update, and after other values were loaded: what was computed from the weights is stale."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@final
+class RowNorms:
+    """Norms of tensors that lie in rows: each rank works out those of its own, and all are put side by side."""
+
+    def __init__(self, world: World, parts: Mapping[Tensor, Shard]) -> None:
+        self._world = world
+        self._parts = parts
+
+    def of_rows(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return the norms of all rows of the whole tensors."""
+        table = torch.zeros(sum(self._heights(tensors)), dtype=torch.float64)
+        start = 0
+        for (parameter, tensor), rows in zip(tensors.items(), self._heights(tensors), strict=True):
+            part = self._parts[parameter]
+            if part.primary and tensor.numel():
+                own = row_norms(tensor).cpu()
+                table[start + part.first : start + part.first + len(own)] = own
+            start += rows
+        return self._world.add_(table).to(next(iter(tensors)).device)
+
+    def of_tensors(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return the norm of each whole tensor."""
+        rows = torch.split(self.of_rows(tensors), self._heights(tensors))
+        return torch.stack([torch.linalg.vector_norm(each) for each in rows])
+
+    def _heights(self, tensors: Iterable[Tensor]) -> list[int]:
+        shapes = [self._parts[parameter].shape for parameter in tensors]
+        return [shape[0] if shape else 1 for shape in shapes]
+
+
+def trained_parameters(model: nn.Module) -> list[Named]:
+    """Return the parameters that want a gradient, in the model's order, by the first of their names."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def add_flags_(world: World, flags: Sequence[Tensor]) -> None:
+    """Do what Layout.agree_ says."""
+    for flag in flags:
+        flag.copy_(world.add_(flag.detach().cpu().clone()))
 
 
 def gathered(world: World, tensors: Mapping[str, Held]) -> dict[str, Tensor]:

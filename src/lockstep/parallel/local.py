@@ -1,4 +1,7 @@
-"""The engine for a model that fits whole in each process: alone, or with its gradients added over the ranks.
+"""The engine of data parallelism: every process computes the whole model on micro-batches of its own.
+
+Where parameters, gradients and the optimizer's state lie is the layout's business (parallel/layout.py): whole in each
+process, or in rows on all of them.
 
 A step, phase by phase, for each of this rank's micro-batches:
 
@@ -21,21 +24,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core import random
-from lockstep.core.norm import clip_, total_norm
+from lockstep.core.mesh import Place
+from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.core.order import Step
-from lockstep.core.shard import Held
+from lockstep.core.shard import Held, Shard, alike, local, rows_of
 from lockstep.core.tree import Counter
+from lockstep.errors import UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
-from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layout import Layout
+from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.runtime.canonical import add_
+from lockstep.runtime.lane import Lane
 from lockstep.runtime.precision import Precision, autocast, loss_scaler
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Task
 
-MakeOptimizer = Callable[[nn.Module], Optimizer]
+MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
+Lay = Callable[[nn.Module, Lane], Layout]
 
 
 @dataclass(frozen=True)
@@ -55,29 +63,37 @@ class Numerics:
 
 @final
 class LocalEngine:
-    """A whole model in each process of `world`."""
+    """A model that lies as `lay` lays it, on ranks that stand at `places`."""
 
     def __init__(
-        self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics, bucket_bytes: int
+        self,
+        task: Task,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        numerics: Numerics,
+        places: Sequence[Place],
+        lay: Lay,
     ) -> None:
         self._task = task
         self._numerics = numerics
         self._device = world.device
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = task.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        self._forward = torch.compile(self._model) if numerics.compile else self._model
         self._running = RunningStatistics(self._model)
-        self._ema = Ema(self._model, numerics.ema_decay) if numerics.ema_decay is not None else None
-        self._optimizer = make_optimizer(self._model)
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._lane = world.lane()
+        self._layout = lay(self._model, self._lane)
+        self._forward = torch.compile(self._model) if numerics.compile else self._model
+        self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._optimizer = make_optimizer(self._layout.trained, self._layout.norms)
+        self._by_name = dict(self._layout.trained)
+        self._trained = list(self._by_name.values())
         self._scaler = loss_scaler(numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval)
         self._scales = self._scaler.is_enabled()
         self._autocast = autocast(numerics.precision, world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._canonical = world.canonical()
-        self._lane = world.lane()
-        self._gradients = Gradients(self._parameters, self._canonical, self._lane, world.size == 1, bucket_bytes)
+        self._canonical = world.canonical(places)
+        self._gradients = self._layout.gradients
         self._alone = world.size == 1
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
@@ -89,20 +105,20 @@ class LocalEngine:
         leaves = min(self._numerics.microbatches, step.samples)
         if leaves == 1 and self._alone and not self._running.size:
             return self._only(microbatches[0], step)
-        last = microbatches[-1].index if microbatches else None
         statistics: Counter[Tensor] = Counter(add_)
         own_losses: list[Tensor] = []
-        self._gradients.begin(leaves, last)
+        self._gradients.begin(leaves, microbatches)
         wait = None
         for microbatch in microbatches:
             loss = self._forward_one(microbatch, step)
-            own_losses.append(loss.detach())
-            statistics.push(microbatch.index, self._statistics(loss, len(microbatch.inputs)))
-            if microbatch.index == last:
+            if not microbatch.shadow:
+                own_losses.append(loss.detach())
+                statistics.push(microbatch.index, self._statistics(loss, len(microbatch.inputs)))
+            if microbatch is microbatches[-1]:
                 wait = self._send(statistics, leaves)
-            self._gradients.before_backward(microbatch.index)
+            self._gradients.before_backward(microbatch)
             self._backward(loss, step)
-            self._gradients.after_backward(microbatch.index)
+            self._gradients.after_backward(microbatch)
         total = (wait or self._send(statistics, leaves))()
         self._loss, self._observed = total[0], total[1:] / step.samples
         self._gradients.finish()
@@ -110,26 +126,28 @@ class LocalEngine:
 
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
-        return {name: _gradient(p) for name, p in self._model.named_parameters() if p.requires_grad}
+        return {name: self._layout.held(name, _gradient(tensor)) for name, tensor in self._layout.trained}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
         if self._scales:
             self._scaler.unscale_(self._optimizer)
+            self._layout.agree_(self._infinities())
         norm = None
         if max_norm is not None or self._numerics.skip_nonfinite:
-            norm = total_norm([_gradient(parameter) for parameter in self._parameters])
+            norm = norm_of_rows(self._layout.all_row_norms([_gradient(tensor) for tensor in self._trained]))
         applied = not self._numerics.skip_nonfinite or self._is_finite(norm)
         if applied:
             if max_norm is not None and norm is not None:
-                clip_([_gradient(parameter) for parameter in self._parameters], norm, max_norm)
+                clip_([_gradient(tensor) for tensor in self._trained], norm, max_norm)
             applied = self._step_optimizer(lr)
+            self._layout.settle()
         scale = None
         if self._scales:
             scale = self._scaler.get_scale()
             self._scaler.update()
-        for parameter in self._parameters:  # as zero_grad does, at a tenth of its time
-            parameter.grad = None
+        for tensor in self._trained:  # as zero_grad does, at a tenth of its time
+            tensor.grad = None
         if self._running.size:
             if applied:
                 self._running.move(self._observed)
@@ -146,31 +164,60 @@ class LocalEngine:
         try:
             with self._ema.swapped() if self._ema is not None else nullcontext(), torch.no_grad():
                 yield self._predict
+                self._layout.settle()
         finally:
             self._model.train()
 
     def state(self) -> State:
         """See Engine."""
-        tensors, scalars = optimizer_state(self._model, self._optimizer)
+        model = self._layout.state()
+        tensors, scalars = optimizer_state(self._layout.trained, self._optimizer)
+        ema = self._ema.state() if self._ema is not None else None
         return State(
-            model=self._model.state_dict(),
-            optimizer=tensors,
-            ema=self._ema.state() if self._ema is not None else None,
+            model=model,
+            optimizer={name: self._held(name, tensor) for name, tensor in tensors.items()},
+            ema={name: alike(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
         )
 
+    @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        self._model.load_state_dict(state.model)
+        model = self._layout.state()
+        if model.keys() != state.model.keys():
+            differing = ", ".join(sorted(model.keys() ^ state.model.keys())[:5])
+            raise UsageError(f"the state is that of another model; differing: {differing}")
+        for name, held in model.items():
+            local(held).copy_(rows_of(local(state.model[name]), held))
         self._running.reload()
-        load_optimizer_state(self._model, self._optimizer, state.optimizer, state.scalars["optimizer"])
+        self._layout.settle()
+        tensors = {name: self._own(name, local(whole)) for name, whole in state.optimizer.items()}
+        load_optimizer_state(self._layout.trained, self._optimizer, tensors, state.scalars["optimizer"])
         self._scaler.load_state_dict(state.scalars["loss_scale"])
         if self._ema is not None and state.ema is not None:
-            self._ema.load(state.ema)
+            self._ema.load({name: rows_of(local(whole), model[name]) for name, whole in state.ema.items()})
 
     def close(self) -> None:
         """See Engine."""
+        self._layout.close()
         self._lane.close()
+
+    def _held(self, name: str, tensor: Tensor) -> Held:
+        """Return a tensor of the optimizer's as it lies: what has the shape of its parameter lies as that does."""
+        parameter = self._by_name.get(name.rpartition("/")[0])
+        alike = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
+        return self._layout.held(name.rpartition("/")[0], tensor) if alike else tensor
+
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the optimizer's."""
+        parameter = self._by_name.get(name.rpartition("/")[0])
+        if parameter is None:
+            return whole
+        held = self._layout.held(name.rpartition("/")[0], parameter)
+        return rows_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
+
+    def _averaged(self, decay: float) -> Ema:
+        return Ema({name: local(held) for name, held in self._layout.state().items()}, decay)
 
     def _forward_one(self, microbatch: MicroBatch, step: Step) -> Tensor:
         self._running.before_forward()
@@ -187,9 +234,10 @@ class LocalEngine:
 
     def _only(self, microbatch: MicroBatch, step: Step) -> Sums:
         """Do what forward_backward does for a step's only micro-batch, where there is nothing to add."""
+        self._gradients.begin(1, [microbatch])
         loss = self._forward_one(microbatch, step)
         self._backward(loss, step)
-        self._gradients.complete()
+        self._gradients.finish()
         self._loss = loss.detach()
         return Sums(self._loss, step.samples, [self._loss])
 
@@ -216,9 +264,12 @@ class LocalEngine:
             self._optimizer.step()
             return True
         # The scaler does not say whether it stepped. It leaves the optimizer alone where it found an infinity.
-        found = self._scaler._found_inf_per_device(self._optimizer)
+        found = self._infinities()
         self._scaler.step(self._optimizer)
-        return not any(bool(infinity) for infinity in found.values())
+        return not any(bool(infinity) for infinity in found)
+
+    def _infinities(self) -> list[Tensor]:
+        return list(self._scaler._found_inf_per_device(self._optimizer).values())
 
     def _predict(self, inputs: Tensor) -> Tensor:
         with self._autocast:

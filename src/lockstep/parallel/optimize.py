@@ -9,17 +9,21 @@ from importlib import import_module
 from typing import Any, Final, cast
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.core.names import choices, suggestion
 from lockstep.errors import UsageError
+from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
 
 Named = tuple[str, Parameter]
 Factory = Callable[..., Optimizer]
 
-# Looked for in timm first, so that a torch which adds one of that name does not change a recipe.
-_TIMM_FIRST: Final = frozenset({"lars", "lamb"})
+# Ours, whatever torch or timm has or will have of these names.
+_OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
+
+_ROWS: Final = 13  # neither they nor their parts fill whole vectors of a CPU
 
 
 def make_optimizer(
@@ -32,22 +36,26 @@ def make_optimizer(
     weight_decay: float | None = None,
     decay_bias_and_norm: bool = True,
     options: Mapping[str, Any] | None = None,
+    norms: Norms = whole_norms,
 ) -> Optimizer:
     """Return the optimizer `name` over the parameters that want a gradient; its groups keep their names.
 
-    `lars` and `lamb` are timm's; any other name is looked for in torch.optim, whatever its case, then in
-    timm. What is None stays at the optimizer's default. With `decay_bias_and_norm` false, parameters of at
-    most one dim are a group of their own, without weight decay.
+    `lars` and `lamb` are ours (parallel/layerwise.py), and take the norms of whole tensors from `norms`; any other name
+    is looked for in torch.optim, whatever its case, then in timm. What is None stays at the optimizer's default. With
+    `decay_bias_and_norm` false, parameters of at most one dim are a group of their own, without weight decay.
 
-    The multi-tensor form ("foreach") is taken wherever there is one and the fused form nowhere, unless
-    `options` say otherwise: the forms differ in bits, so torch must not choose by device.
+    The multi-tensor form ("foreach") is taken wherever there is one and the fused form nowhere, unless `options` say
+    otherwise: the forms differ in bits, so torch must not choose by device. Torch's fused form for the CPU even gives
+    other bits to an element at the end of a tensor than in its middle, so not to the rows of a cut one.
     """
     factory = _find(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     asked = {key: value for key, value in values.items() if value is not None} | dict(options or {})
     accepted = _accepted(factory)
     _check_asked(name, accepted, asked, decay_bias_and_norm)
-    form = {"foreach": True} if "foreach" in accepted and not asked.get("fused") else {}
+    form: dict[str, Any] = {"foreach": True} if "foreach" in accepted and not asked.get("fused") else {}
+    if name.lower() in _OURS:
+        form = {"norms": norms}
     groups = _groups(name, parameters, decay_bias_and_norm)
     try:
         return factory(groups, **{"lr": lr, **form, **asked})
@@ -76,9 +84,40 @@ def check_optimizer(make: Callable[[Iterable[Named]], Optimizer], dims: Iterable
             )
 
 
+def check_rows(make: Callable[[Iterable[Named]], Optimizer], strategy: str) -> None:
+    """Raise UsageError where an optimizer does not do the same, to the bit, to rows of a tensor as to the tensor.
+
+    It is tried on a few, cut unevenly. Those of parallel/layerwise.py are told the norms of the whole, so they pass.
+    """
+    whole = _tried(make, [_ROWS])
+    if type(make([("parameter", _tiny(2))])) in _OURS.values():
+        return
+    for heights in ([1, 2, _ROWS - 3], [_ROWS - 2, 2]):
+        if not torch.equal(_tried(make, heights), whole):
+            name = type(make([("parameter", _tiny(2))])).__name__
+            raise UsageError(
+                f"strategy {strategy}: optimizer {name} treats rows of a tensor otherwise than the whole tensor, so it "
+                f"cannot be cut; use strategy ddp, or an optimizer such as sgd, adamw, lars or lamb without fused=true"
+            )
+
+
+def _tried(make: Callable[[Iterable[Named]], Optimizer], heights: Sequence[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = (torch.randn(*shape, _ROWS, 37, generator=generator) for shape in ((), (5,)))
+    parts = [Parameter(part.clone()) for part in torch.split(start, list(heights))]
+    optimizer = make([(f"part{number}", part) for number, part in enumerate(parts)])
+    for gradient in gradients:
+        for part, rows in zip(parts, torch.split(gradient, list(heights)), strict=True):
+            part.grad = rows.clone()
+        cast(Callable[[], object], optimizer.step)()
+    return torch.cat([part.detach() for part in parts])
+
+
 def _find(name: str) -> Factory:
     lower = name.lower()
-    from_torch = {} if lower in _TIMM_FIRST else _torch_optimizers()
+    if lower in _OURS:
+        return _OURS[lower]
+    from_torch = _torch_optimizers()
     return from_torch[lower] if lower in from_torch else _timm_optimizer(name)
 
 
@@ -103,7 +142,7 @@ def _timm_optimizer(name: str) -> Factory:
 
 def _accepted(factory: Factory) -> list[str]:
     cls = factory.func if isinstance(factory, partial) else factory
-    return [name for name in inspect.signature(cls).parameters if name not in ("params", "lr")]
+    return [name for name in inspect.signature(cls).parameters if name not in ("params", "lr", "norms")]
 
 
 def _check_asked(name: str, accepted: Sequence[str], asked: Iterable[str], decay_bias_and_norm: bool) -> None:

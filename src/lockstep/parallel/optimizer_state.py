@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
+
+Named = tuple[str, Parameter]
 
 _GROUP: Final = "group "  # no parameter's name has a space
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, as `<parameter>/<slot>`, and what is not a tensor, ready for JSON.
+def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return an optimizer's tensors, as `<parameter>/<slot>`, and what is not a tensor, ready for JSON.
 
-    Some optimizers count in their parameter groups. There a tensor is `group <number>/<slot>`. The second part has
+    `trained` are the named tensors it moves. Some optimizers count in their parameter groups. There a tensor is `group <number>/<slot>`. The second part has
     `slots`, for state that is a number or None, and `groups`; the learning rate is left out, since it follows from
     the samples seen.
     """
-    names = _names(model, optimizer)
+    names = _names(trained, optimizer)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     slots: dict[str, Any] = {}
@@ -36,13 +39,13 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    trained: Sequence[Named], optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> None:
     """Take over what `optimizer_state` returned."""
     whole = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(whole["param_groups"], scalars["groups"], strict=True)]
-    numbers = {name: number for number, name in _names(model, optimizer).items()}
-    parameters = dict(model.named_parameters())
+    numbers = {name: number for number, name in _names(trained, optimizer).items()}
+    parameters = dict(trained)
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **scalars["slots"]}.items():
         owner, _, slot = name.rpartition("/")
@@ -60,7 +63,7 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    by_parameter = {parameter: name for name, parameter in model.named_parameters()}
+def _names(trained: Sequence[Named], optimizer: Optimizer) -> dict[int, str]:
+    by_parameter = {parameter: name for name, parameter in trained}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {number: by_parameter[parameter] for number, parameter in enumerate(parameters)}

@@ -1,6 +1,6 @@
 """The canonical tree between processes: the same brackets as in one process, over the network.
 
-Rank r of W holds the pieces of the r-th contiguous cut of the leaves (core/tree.py). Two ways lead to the same sum:
+Rank r of W holds the pieces that its place gives it (core/mesh.py). Two ways lead to the same sum:
 
 *Halving and doubling*, where every rank holds one block and all blocks are of one size (W and M/W powers of two):
 level by level, rank r and its sibling r XOR 2^k swap halves of what they still own and add; then the way back without
@@ -12,14 +12,16 @@ adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.core.mesh import Place
 from lockstep.core.order import cut
-from lockstep.core.tree import Block, blocks, total
+from lockstep.core.tree import Block, total
 from lockstep.runtime.peers import naming_lost_peers
 
 
@@ -28,12 +30,17 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
     return left.add_(right)
 
 
+@final
 class CanonicalSum:
-    """Adds flat vectors over the ranks of `group`; all ranks call it in the same order with the same lengths."""
+    """Adds flat vectors over the ranks of `group`; all ranks call it in the same order with the same lengths.
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+    `places` says of each rank of the group which micro-batches it holds.
+    """
+
+    def __init__(self, rank: int, places: Sequence[Place], group: dist.ProcessGroup | None) -> None:
         self._rank = rank
-        self._size = size
+        self._places = places
+        self._size = len(places)
         self._group = group
 
     def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
@@ -44,7 +51,7 @@ class CanonicalSum:
         """
         if self._size == 1:
             return total(pieces, leaves, add_)
-        held = [blocks(share) for share in cut(leaves, self._size)]
+        held = [place.held(leaves) for place in self._places]
         with naming_lost_peers():
             if _halving_fits(held):
                 (piece,) = pieces.values()
@@ -71,42 +78,69 @@ class CanonicalSum:
         return vector
 
     def _swap(self, sent: Tensor, received: Tensor, peer: int) -> None:
-        self._run([dist.P2POp(dist.irecv, received, peer, self._group)] if len(received) else [], sent, [peer])
+        self._run([self._receive(received, peer)] if len(received) else [], sent, [peer])
 
     def _exchange(self, mine: list[Tensor], held: list[list[Block]], leaves: int, like: Tensor) -> Tensor:
         chunks = [slice(part.start, part.stop) for part in cut(len(like), self._size)]
         chunk = chunks[self._rank]
         others = [rank for rank in range(self._size) if rank != self._rank]
         arriving = {rank: [torch.empty_like(like[chunk]) for _ in held[rank]] for rank in others}
-        operations = [
-            dist.P2POp(dist.irecv, piece, rank, self._group)
-            for rank in others
-            for piece in arriving[rank]
-            if len(piece)
-        ]
+        operations = [self._receive(piece, rank) for rank in others for piece in arriving[rank] if len(piece)]
         operations += [
-            dist.P2POp(dist.isend, piece[chunks[rank]], rank, self._group)
-            for rank in others
-            for piece in mine
-            if len(piece[chunks[rank]])
+            self._send(piece[chunks[rank]], rank) for rank in others for piece in mine if len(piece[chunks[rank]])
         ]
         _wait(operations)
         arriving[self._rank] = [piece[chunk] for piece in mine]
         parts = {block: part for rank in arriving for block, part in zip(held[rank], arriving[rank], strict=True)}
         result = mine[0] if mine else torch.empty_like(like)
         result[chunk] = total(parts, leaves, add_)
-        arrivals = [
-            dist.P2POp(dist.irecv, result[chunks[rank]], rank, self._group)
-            for rank in others
-            if len(result[chunks[rank]])
-        ]
+        arrivals = [self._receive(result[chunks[rank]], rank) for rank in others if len(result[chunks[rank]])]
         self._run(arrivals, result[chunk], others)
         return result
 
     def _run(self, operations: list[dist.P2POp], sent: Tensor, peers: list[int]) -> None:
         if len(sent):
-            operations += [dist.P2POp(dist.isend, sent, peer, self._group) for peer in peers]
+            operations += [self._send(sent, peer) for peer in peers]
         _wait(operations)
+
+    def _send(self, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer)
+
+    def _receive(self, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer)
+
+
+@final
+class Deal:
+    """Deals out the vectors of a round (core/mesh.py) among the members of `group`: a reduce-scatter that does not add.
+
+    All members call it in the same order with vectors of the same length.
+    """
+
+    def __init__(self, member: int, members: int, group: dist.ProcessGroup) -> None:
+        self._member = member
+        self._members = members
+        self._group = group
+
+    def __call__(self, vector: Tensor, holders: int) -> list[Tensor]:
+        """Return this member's part of the vectors of members 0 to `holders` - 1, in their order: fresh tensors.
+
+        `vector` has one part of one length for each member, in their order; whoever is no holder gives any.
+        """
+        parts = vector.view(self._members, -1)
+        others = [member for member in range(self._members) if member != self._member]
+        arriving = {member: torch.empty_like(parts[0]) for member in others if member < holders}
+        operations = [
+            dist.P2POp(dist.irecv, part, group=self._group, group_peer=member) for member, part in arriving.items()
+        ]
+        if self._member < holders:
+            arriving[self._member] = parts[self._member].clone()
+            operations += [
+                dist.P2POp(dist.isend, parts[member], group=self._group, group_peer=member) for member in others
+            ]
+        with naming_lost_peers():
+            _wait(operations if len(parts[0]) else [])
+        return [arriving[member] for member in range(holders)]
 
 
 def _halving_fits(held: list[list[Block]]) -> bool:

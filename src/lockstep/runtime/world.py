@@ -10,13 +10,17 @@ import hashlib
 import json
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lockstep.core.mesh import Place
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.runtime.canonical import CanonicalSum
@@ -24,6 +28,18 @@ from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.peers import naming_lost_peers
 
 ALONE = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks as replicas of some members each: `mesh` has the members of this rank's replica, for fully_shard.
+
+    The groups are for a side lane: `within` the replica, and `across` the ranks that are the same member as this one.
+    """
+
+    mesh: DeviceMesh
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup | None
 
 
 @final
@@ -39,10 +55,32 @@ class World:
         self.device = device
         self._groups = groups
         self._stop = _StopAgreement(groups[0]) if groups else None
+        self._grids: dict[int, Grid] = {}
 
-    def canonical(self) -> CanonicalSum:
-        """Return the tree between the ranks."""
-        return CanonicalSum(self.rank, self.size, self._groups[1] if self._groups else None)
+    def canonical(self, places: Sequence[Place]) -> CanonicalSum:
+        """Return the tree between the ranks, which stand at `places`."""
+        return CanonicalSum(self.rank, places, self._groups[1] if self._groups else None)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this rank computes on a CUDA device."""
+        return self.device.type == "cuda"
+
+    def grid(self, members: int) -> Grid:
+        """Return the ranks as replicas of `members` consecutive ranks. All ranks call it; groups are made once."""
+        if members not in self._grids:
+            self._grids[members] = self._new_grid(members)
+        return self._grids[members]
+
+    def _new_grid(self, members: int) -> Grid:
+        shape = (self.size // members, members)
+        if shape[0] == 1:
+            return Grid(init_device_mesh(self.device.type, (members,)), self._groups[1], None)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "member"))
+        ranks = torch.arange(self.size).view(shape)
+        within = _own_group(ranks.tolist(), self.rank)
+        across = _own_group(ranks.T.tolist(), self.rank)
+        return Grid(mesh["member"], within, across)
 
     def lane(self) -> Lane:
         """Return a second lane for communication; close it after use."""
@@ -62,6 +100,17 @@ class World:
             with naming_lost_peers():
                 dist.all_reduce(tensor, group=self._groups[0])
         return tensor
+
+    def gather(self, own: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Return the flat tensors of all ranks, by rank, whose lengths are `lengths`; `own` is this rank's."""
+        if self.size == 1:
+            return [own]
+        longest = max(lengths)
+        arrived = list(own.new_empty(self.size, longest))
+        padded = torch.cat([own, own.new_zeros(longest - len(own))])
+        with naming_lost_peers():
+            dist.all_gather(arrived, padded, group=self._groups[0])
+        return [tensor[:length] for tensor, length in zip(arrived, lengths, strict=True)]
 
     def agree_to_stop(self, wish: int) -> int:
         """Return the largest wish that any rank had at its last call (0: none), the same on all ranks.
@@ -131,6 +180,14 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
     return World(info, chosen, (first, second))
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Make a group of each of these lists of ranks, as all ranks must, and return the one with `rank` in it."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    [own] = [group for ranks, group in made if rank in ranks]
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:

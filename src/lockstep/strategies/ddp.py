@@ -11,9 +11,11 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
+from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.whole import whole
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
 
@@ -26,6 +28,7 @@ class Strategy:
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "the micro-batches of a step"
     needs: ClassVar[str] = "at most as many processes as micro-batches; memory for the whole model in each"
+    cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "the sum of the gradients, once a step, while backward goes on"
 
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
@@ -38,6 +41,12 @@ class Strategy:
                 f"use at most {microbatches}"
             )
 
+    def place(self, rank: int, size: int) -> Place:
+        """Return where a rank stands: it has a contiguous part of the micro-batches."""
+        return Place(replica=rank, replicas=size)
+
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        return LocalEngine(task, make_optimizer, world, numerics, bucket_bytes=int(self.bucket_mib * 2**20))
+        places = [self.place(rank, world.size) for rank in range(world.size)]
+        lay = whole(world, places, bucket_bytes=int(self.bucket_mib * 2**20))
+        return LocalEngine(task, make_optimizer, world, numerics, places, lay)

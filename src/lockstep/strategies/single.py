@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
+from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.whole import whole
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
 
@@ -20,6 +22,7 @@ class Strategy:
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "nothing"
     needs: ClassVar[str] = "one process; memory for the whole model and its optimizer state"
+    cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "none"
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -27,6 +30,12 @@ class Strategy:
         if processes != 1:
             raise UsageError(f"strategy single: {processes} processes; use 1, or strategy ddp")
 
+    def place(self, rank: int, size: int) -> Place:
+        """Return where a rank stands: it has a contiguous part of the micro-batches."""
+        return Place(replica=rank, replicas=size)
+
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        return LocalEngine(task, make_optimizer, world, numerics, bucket_bytes=0)
+        places = [self.place(rank, world.size) for rank in range(world.size)]
+        lay = whole(world, places, bucket_bytes=0)
+        return LocalEngine(task, make_optimizer, world, numerics, places, lay)

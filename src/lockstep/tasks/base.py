@@ -14,16 +14,23 @@ SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_
 class MicroBatch:
     """One cut of the global batch: the unit of work, computed at the same shape whoever computes it.
 
-    `index` is its number in the step; dim 0 of `inputs` and `targets` runs over its samples.
+    `index` is its number in the step; dim 0 of `inputs` and `targets` runs over its samples. A `shadow` is computed by
+    another rank too: this one only takes part in what all do together meanwhile, and its result counts for nothing.
     """
 
     index: int
     inputs: Tensor
     targets: Tensor
+    shadow: bool = False
 
 
 class Task(Protocol):
     """A model with its loss and its metrics."""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...] | None:
+        """The shape of one input, without the dim of samples, where it is known."""
+        ...
 
     def build_model(self) -> nn.Module:
         """Build the model on the CPU; the same weights in every process."""

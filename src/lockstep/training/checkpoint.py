@@ -23,20 +23,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lockstep.core.shard import Held, Shard, local
 from lockstep.errors import TrainingError, UsageError
 from lockstep.training import durable, tensorfile
 from lockstep.training.durable import Written
 
+T = TypeVar("T")
 JSON: TypeAlias = Any  # None, bool, int, float, str, and lists and string-keyed dicts of these
 
 FOLDER: Final = "checkpoints"
@@ -60,13 +62,25 @@ class Snapshot:
     """All that a run needs to go on at the next step.
 
     Tensors may be on any device and in any memory format; loaded ones are contiguous and on the CPU. `state`
-    is JSON; a NaN or infinite figure in it is kept as Python's json writes it.
+    is JSON; a NaN or infinite figure in it is kept as Python's json writes it. Of tensors that are cut a snapshot to be
+    saved has this rank's shards; loaded ones are whole.
     """
 
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    ema: Mapping[str, Tensor] | None
+    model: Mapping[str, Held]
+    optimizer: Mapping[str, Held]
+    ema: Mapping[str, Held] | None
     state: Mapping[str, JSON]
+
+    @property
+    def files(self) -> dict[str, Mapping[str, Held]]:
+        """The files of tensors, by their names."""
+        averaged = {} if self.ema is None else {EMA: self.ema}
+        return {MODEL: self.model, OPTIMIZER: self.optimizer, **averaged}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no tensor is cut."""
+        return not any(isinstance(held, Shard) for tensors in self.files.values() for held in tensors.values())
 
 
 class Found(NamedTuple):
@@ -88,27 +102,77 @@ class Manifest:
 def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool) -> Path:
     """Write the checkpoint of `step` into `folder` (<run>/checkpoints); return its path, once on the disk.
 
-    Keeps the newest `keep` by step, and always those that `latest` and `best` point to: keep=0 keeps just
-    these. A checkpoint of the same step is replaced. Leftovers of killed runs are removed, so only one
-    process may call it, under the run's lock. A full disk or any other failure to write raises TrainingError;
-    what was there before is untouched.
+    The snapshot is whole; for one that is cut see training/shards.py. Keeps the newest `keep` by step, and always those
+    that `latest` and `best` point to: keep=0 keeps just these. A checkpoint of the same step is replaced. Leftovers of
+    killed runs are removed, so only one process may call it, under the run's lock. A full disk or any other failure to
+    write raises TrainingError; what was there before is untouched.
     """
-    final = folder / f"step-{step:08d}"
+    final = folder / step_name(step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder)
-        _write(_aside(final, "tmp"), snapshot)
-        _install(final)
-        durable.point(folder / LATEST, final.name)
-        if best:
-            durable.point(folder / BEST, final.name)
-        durable.sync_folder(folder)
-        _retain(folder, keep)
+        temporary = prepare(final)
+        files = {
+            name: durable.write(temporary / name, tensorfile.chunks(tensors))
+            for name, tensors in whole_files(snapshot).items()
+        }
+        publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best)
     except OSError as error:
-        with suppress(OSError):
-            _clear(folder)
-        raise TrainingError(_not_written(final, error)) from error
+        abandon(final)
+        raise TrainingError(not_written(final, error)) from error
     return final
+
+
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def prepare(final: Path) -> Path:
+    """Make the folder in which the checkpoint `final` is written before it has its name; leftovers are removed."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _clear(final.parent)
+    temporary = _aside(final, "tmp")
+    temporary.mkdir()
+    return temporary
+
+
+def publish(
+    final: Path, files: Mapping[str, Written], weights: str, state: Mapping[str, JSON], keep: int, best: bool
+) -> None:
+    """Give what lies in the prepared folder its name, once state and manifest are there too; see `save`."""
+    temporary, folder = _aside(final, "tmp"), final.parent
+    files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
+    content = {
+        "format": _FORMAT,
+        "files": {name: asdict(written) for name, written in files.items()},
+        "weights_sha256": weights,
+    }
+    durable.write(temporary / MANIFEST, [_json(content)])
+    durable.sync_folder(temporary)
+    _install(final)
+    durable.point(folder / LATEST, final.name)
+    if best:
+        durable.point(folder / BEST, final.name)
+    durable.sync_folder(folder)
+    _retain(folder, keep)
+
+
+def abandon(final: Path) -> None:
+    """Remove what was written of a checkpoint that failed."""
+    with suppress(OSError):
+        _clear(final.parent)
+
+
+def not_written(final: Path, error: OSError) -> str:
+    """Return what to tell of a checkpoint that failed."""
+    before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
+    intact = f"{before[0]} is intact" if before else "there is no earlier one"
+    remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
+    return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
+
+
+def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each file of a snapshot that is whole."""
+    return {name: {key: local(held) for key, held in tensors.items()} for name, tensors in snapshot.files.items()}
 
 
 def newest(folder: Path) -> Found | None:
@@ -149,10 +213,12 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest") -> Found:
 def read(path: Path) -> Snapshot:
     """Load the checkpoint folder `path`; a file that does not match the manifest raises TrainingError."""
     expected = manifest(path)
-    data = {name: _verified(path / name, written) for name, written in expected.files.items()}
+    for name, written in expected.files.items():
+        _verify(path / name, written)
     try:
-        tensors = {name: safetensors.torch.load(data[name]) for name in data if name != STATE}
-        snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), json.loads(data[STATE]))
+        # Mapped, so that whoever wants but some rows reads no more than those.
+        tensors = {name: safetensors.torch.load_file(path / name) for name in expected.files if name != STATE}
+        snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), json.loads(_bytes(path / STATE)))
     except (SafetensorError, ValueError) as error:
         raise TrainingError(f"{path}: cannot be read, though its hashes are right: {error}") from error
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
@@ -177,38 +243,19 @@ def manifest(path: Path) -> Manifest:
     return Manifest(files, weights)
 
 
-def weights_sha256(model: Mapping[str, Tensor]) -> str:
+def weights_sha256(model: Mapping[str, Held]) -> str:
     """Return the SHA-256 of a model: of each tensor in the order of names its name, dtype, shape and bytes.
 
-    It does not depend on device or memory format, nor on how the tensors are stored.
+    It does not depend on device or memory format, nor on how the tensors are stored. Of a cut one it is that of the
+    parts which are here.
     """
     digest = hashlib.sha256()
     for name in sorted(model):
-        tensor = model[name]
+        tensor = local(model[name])
         # The line's length cannot be mistaken: JSON escapes line ends inside a name.
         digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensorfile.raw(tensor))
     return digest.hexdigest()
-
-
-def _write(temporary: Path, snapshot: Snapshot) -> None:
-    temporary.mkdir()
-    files = {name: durable.write(temporary / name, chunks) for name, chunks in _contents(snapshot)}
-    content = {
-        "format": _FORMAT,
-        "files": {name: asdict(written) for name, written in files.items()},
-        "weights_sha256": weights_sha256(snapshot.model),
-    }
-    durable.write(temporary / MANIFEST, [_json(content)])
-    durable.sync_folder(temporary)
-
-
-def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Iterator[bytes | memoryview]]]:
-    yield MODEL, tensorfile.chunks(snapshot.model)
-    yield OPTIMIZER, tensorfile.chunks(snapshot.optimizer)
-    if snapshot.ema is not None:
-        yield EMA, tensorfile.chunks(snapshot.ema)
-    yield STATE, iter([_json(snapshot.state)])
 
 
 def _json(content: Mapping[str, JSON]) -> bytes:
@@ -282,18 +329,21 @@ def _load_run(path: Path, prefer: Literal["newest", "best"]) -> Found:
     return found
 
 
-def _verified(path: Path, expected: Written) -> bytes:
-    data = _bytes(path)
-    if len(data) != expected.bytes:
-        raise TrainingError(_differs(path, "bytes", expected.bytes, len(data)))
-    if (found := hashlib.sha256(data).hexdigest()) != expected.sha256:
-        raise TrainingError(_differs(path, "sha256", expected.sha256, found))
-    return data
+def _verify(path: Path, expected: Written) -> None:
+    found = _reading(path, durable.hashed)
+    if found.bytes != expected.bytes:
+        raise TrainingError(_differs(path, "bytes", expected.bytes, found.bytes))
+    if found.sha256 != expected.sha256:
+        raise TrainingError(_differs(path, "sha256", expected.sha256, found.sha256))
 
 
 def _bytes(path: Path) -> bytes:
+    return _reading(path, Path.read_bytes)
+
+
+def _reading(path: Path, read: Callable[[Path], T]) -> T:
     try:
-        return path.read_bytes()
+        return read(path)
     except FileNotFoundError:
         raise TrainingError(f"{path}: missing; the checkpoint is not whole") from None
     except OSError as error:
@@ -302,10 +352,3 @@ def _bytes(path: Path) -> bytes:
 
 def _differs(path: Path, what: str, expected: object, found: object) -> str:
     return f"{path}: damaged after it was written: {what} expected {expected}, found {found}"
-
-
-def _not_written(final: Path, error: OSError) -> str:
-    before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
-    intact = f"{before[0]} is intact" if before else "there is no earlier one"
-    remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
-    return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"

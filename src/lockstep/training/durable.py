@@ -29,6 +29,30 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     return Written(digest.hexdigest(), size)
 
 
+def allot(path: Path, head: bytes, length: int) -> None:
+    """Make a new file of `length` bytes which begins with `head`, for `write_at` to fill."""
+    with path.open("xb") as file:
+        file.write(head)
+        os.posix_fallocate(file.fileno(), 0, length)  # a full disk is noticed here, not half way through
+
+
+def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
+    """Write each part at its place in a file and return once it is on the disk; others may write other parts of it."""
+    with path.open("r+b") as file:
+        for start, data in parts:
+            file.seek(start)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def hashed(path: Path) -> Written:
+    """Return what a file holds now."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Written(digest.hexdigest(), file.tell())
+
+
 def replace(path: Path, data: bytes) -> None:
     """Give `path` the content `data`: whoever reads it, whenever, sees all of the old or all of the new."""
     temporary = _temporary(path)

@@ -20,12 +20,13 @@ def evaluate(
     engine: Engine,
     world: World,
     task: Task,
-    batches: Iterable[tuple[int, Tensor, Tensor]],
+    batches: Iterable[tuple[int | None, Tensor, Tensor]],
     number_of_batches: int,
 ) -> Figures:
     """Return the sums over all batches: `loss`, `samples`, `seconds` and the task's counts. All ranks call it.
 
-    `batches` are this rank's, as (number, inputs, targets): each number in range(number_of_batches) is on one rank.
+    `batches` are this rank's, as (number, inputs, targets): each number in range(number_of_batches) is on one rank, and
+    what has none is not counted.
     Every batch has a row of its own in a table of zeros, so adding the tables of all ranks is exact, and the
     rows are added in one order.
     """
@@ -34,6 +35,8 @@ def evaluate(
     with engine.evaluation() as predict:
         for number, inputs, targets in batches:
             outputs = predict(inputs)
+            if number is None:
+                continue
             rows[number] = {
                 "loss": task.loss_sum(outputs, targets),
                 "samples": torch.tensor(len(inputs)),

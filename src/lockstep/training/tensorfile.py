@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lockstep.core.shard import Held, Shard, local
 
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -34,30 +36,51 @@ _DTYPES: Final[Mapping[torch.dtype, str]] = {
 }
 
 
+class Frame(NamedTuple):
+    """A file but for its tensors' bytes: what stands before them, where each begins, and how long the file is."""
+
+    head: bytes
+    starts: dict[str, int]
+    bytes: int
+
+
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: a function of names and values, not of device or memory format.
 
     A dtype that the format does not know raises ValueError with the tensor's name.
     """
+    head, starts, _ = frame(tensors)
+    yield head
+    for name in starts:
+        yield raw(tensors[name])
+
+
+def frame(tensors: Mapping[str, Held]) -> Frame:
+    """Return what a file of these tensors is but for their bytes, whatever part of them this rank holds."""
     # The widest first, so that every tensor begins at a multiple of its own width, as readers by mmap need.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-local(tensors[name]).element_size(), name))
     header: dict[str, object] = {}
-    offset = 0
+    ends = [0]
     for name in names:
-        end = offset + tensors[name].numel() * tensors[name].element_size()
-        shape = list(tensors[name].shape)
-        header[name] = {
-            "dtype": dtype_name(name, tensors[name]),
-            "shape": shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        shape, tensor = tensors[name].shape, local(tensors[name])
+        ends.append(ends[-1] + shape.numel() * tensor.element_size())
+        header[name] = {"dtype": dtype_name(name, tensor), "shape": list(shape), "data_offsets": ends[-2:]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for name in names:
-        yield raw(tensors[name])
+    head = len(text).to_bytes(8, "little") + text
+    return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
+
+
+def own_parts(tensors: Mapping[str, Held], starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield what rank `rank` has to write of a file, and where: its shards, and on rank 0 what all have whole."""
+    for name, start in starts.items():
+        held = tensors[name]
+        if not isinstance(held, Shard):
+            if rank == 0:
+                yield start, raw(held)
+        elif held.primary and held.tensor.numel():
+            row = held.shape[1:].numel() * held.tensor.element_size()
+            yield start + held.first * row, raw(held.tensor)
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -1,0 +1,214 @@
+"""LARS and LAMB: optimizers whose step for a tensor is scaled by the ratio of its norm to that of its update.
+
+A ratio needs the norms of whole tensors. Other implementations take them of what they are given, so they cannot work on
+rows that lie on several ranks, and they add a norm up in the order of memory. Here the norms come from the layout
+(parallel/layout.py); all else goes element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.core.norm import row_norms
+
+Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
+
+
+def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the L2 norm of each tensor, all of which are whole: float64 of shape [len(tensors)]."""
+    return torch.stack([torch.linalg.vector_norm(row_norms(tensor)) for tensor in tensors.values()])
+
+
+@final
+class Lars(Optimizer):
+    """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1.
+
+    The local rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). Parameters without weight decay keep the
+    plain rate, unless `always_adapt`; with `trust_clip` no local rate exceeds the plain one.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        trust_coeff: float = 0.001,
+        eps: float = 1e-8,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        norms: Norms = whole_norms,
+    ) -> None:
+        _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("nesterov wants a momentum and no dampening")
+        self._norms = norms
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "trust_coeff": trust_coeff,
+                "eps": eps,
+                "trust_clip": trust_clip,
+                "always_adapt": always_adapt,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do a step."""
+        loss = _evaluated(closure)
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._step_group(parameters, group)
+        return loss
+
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        updates = [_gradient(parameter) for parameter in parameters]
+        decay = group["weight_decay"]
+        if decay != 0 or group["always_adapt"]:
+            weight_norms = self._norms(dict(zip(parameters, parameters, strict=True)))
+            gradient_norms = self._norms(dict(zip(parameters, updates, strict=True)))
+            ratios = group["trust_coeff"] * weight_norms / (gradient_norms + decay * weight_norms + group["eps"])
+            ratios = torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
+            if group["trust_clip"]:
+                ratios = (ratios / group["lr"]).clamp(max=1.0)
+            torch._foreach_add_(updates, parameters, alpha=decay)
+            _scale_(updates, ratios)
+        if group["momentum"] != 0:
+            updates = self._with_momentum(parameters, updates, group)
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _with_momentum(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        if "momentum_buffer" not in self.state[parameters[0]]:
+            for parameter, update in zip(parameters, updates, strict=True):
+                self.state[parameter]["momentum_buffer"] = update.clone()
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        else:
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates, alpha=1 - group["dampening"])
+        if not group["nesterov"]:
+            return buffers
+        return list(torch._foreach_add(updates, buffers, alpha=group["momentum"]))
+
+
+@final
+class Lamb(Optimizer):
+    """You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2.
+
+    Adam's direction plus weight decay, scaled by |w| over its own norm. Parameters without weight decay keep the plain
+    rate, unless `always_adapt`; with `trust_clip` no ratio exceeds 1. To clip gradients is the recipe's business.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        norms: Norms = whole_norms,
+    ) -> None:
+        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas are {betas}; both must be in [0, 1)")
+        self._norms = norms
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "grad_averaging": grad_averaging,
+                "trust_clip": trust_clip,
+                "always_adapt": always_adapt,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do a step."""
+        loss = _evaluated(closure)
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._step_group(parameters, group)
+        return loss
+
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        updates = self._directions(parameters, group)
+        decay = group["weight_decay"]
+        if decay != 0:
+            torch._foreach_add_(updates, parameters, alpha=decay)
+        if decay != 0 or group["always_adapt"]:
+            weight_norms = self._norms(dict(zip(parameters, parameters, strict=True)))
+            update_norms = self._norms(dict(zip(parameters, updates, strict=True)))
+            ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+            _scale_(updates, ratios.clamp(max=1.0) if group["trust_clip"] else ratios)
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Return Adam's directions, having moved its averages."""
+        gradients = [_gradient(parameter) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["step"] += 1
+        first, second = group["betas"]
+        means, squares = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        torch._foreach_mul_(means, first)
+        torch._foreach_add_(means, gradients, alpha=1 - first if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        done = float(states[0]["step"])
+        corrections = (1 - first**done, 1 - second**done) if group["bias_correction"] else (1.0, 1.0)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, math.sqrt(corrections[1]))
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(means, corrections[0])
+        torch._foreach_div_(updates, denominators)
+        return list(updates)
+
+
+def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
+    torch._foreach_mul_(tensors, [factor.to(t.dtype) for factor, t in zip(factors.unbind(), tensors, strict=True)])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _evaluated(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _check_not_negative(lr: float, weight_decay: float, eps: float, momentum: float = 0.0) -> None:
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps), ("momentum", momentum)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}; it must not be negative")

@@ -1,0 +1,222 @@
+"""The layout of ZeRO's second and third stage: parameters, gradients and optimizer state in rows on the ranks.
+
+Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), on torch's fully_shard. The
+members of a replica go through a step in rounds, one micro-batch each. In a round's backward each member is dealt its
+rows of all the members' gradients, and adds them by the tree (core/tree.py), so that it never holds more than rows of
+sums. After the last round the replicas add theirs. Members without a micro-batch of their own in a round compute
+another's along, since parameters are gathered from all; what they find counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.mesh import Place
+from lockstep.core.shard import Held, alike
+from lockstep.core.tree import Block, Counter, total
+from lockstep.errors import UsageError
+from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_
+from lockstep.parallel.local import Lay
+from lockstep.runtime.canonical import CanonicalSum, Deal, add_
+from lockstep.runtime.fsdp import Sharded, own_gradient
+from lockstep.runtime.lane import InlineLane, Lane
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
+
+
+def sharded(world: World, place: Place, keep_gathered: bool, offload: bool = False) -> Lay:
+    """Return what lays a model in rows on the members of this rank's replica."""
+
+    def lay(model: nn.Module, lane: Lane) -> Layout:
+        # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
+        return ShardedLayout(model, world, place, keep_gathered, offload, InlineLane() if world.on_gpu else lane)
+
+    return lay
+
+
+@final
+class ShardedLayout:
+    """A model of which each member of a replica has some rows, with its buffers whole."""
+
+    def __init__(
+        self, model: nn.Module, world: World, place: Place, keep_gathered: bool, offload: bool, lane: Lane
+    ) -> None:
+        _check(model)
+        self._world = world
+        self._speaks = place.replica == 0
+        grid = world.grid(place.members)
+        units = find_units(model)
+        dealt = _Dealt(
+            place,
+            Deal(place.member, place.members, grid.within),
+            CanonicalSum(place.replica, [Place(r, place.replicas) for r in range(place.replicas)], grid.across),
+            lane,
+            len(units) + 1,
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():  # fully_shard takes no other memory format
+                parameter.data = parameter.data.contiguous()
+        self._sharded = Sharded(model, units, grid.mesh, dealt.receive, keep_gathered, offload)
+        parts = self._sharded.trained(self._speaks)
+        self._cuts = {name: cut for name, (cut, _) in parts.items()}
+        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
+        self._norms = RowNorms(world, {own: self._cuts[name] for name, own in self.trained})
+        pairs = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
+        self.gradients: GradientSum = ShardGradients(self._sharded, dealt, pairs)
+
+    def state(self) -> dict[str, Held]:
+        """See Layout."""
+        return self._sharded.state(self._speaks)
+
+    def held(self, name: str, tensor: Tensor) -> Held:
+        """See Layout."""
+        return alike(tensor, self._cuts[name])
+
+    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Layout."""
+        return self._norms.of_rows({own: tensor for (_, own), tensor in zip(self.trained, tensors, strict=True)})
+
+    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """See Layout."""
+        return self._norms.of_tensors(tensors)
+
+    def agree_(self, flags: Sequence[Tensor]) -> None:
+        """See Layout."""
+        add_flags_(self._world, flags)
+
+    def settle(self) -> None:
+        """See Layout."""
+        self._sharded.scatter()
+
+    def close(self) -> None:
+        """See Layout."""
+
+
+@final
+class ShardGradients:
+    """What fully_shard's backward makes, brought to the tensors that the optimizer moves."""
+
+    def __init__(
+        self, model: Sharded, dealt: _Dealt, pairs: Sequence[tuple[nn.Parameter, Callable[[], Tensor]]]
+    ) -> None:
+        self._model = model
+        self._dealt = dealt
+        self._pairs = pairs
+        self._last: MicroBatch | None = None
+
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """See GradientSum."""
+        self._last = microbatches[-1]
+        self._dealt.begin(leaves)
+
+    def before_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._model.begin_round(last=microbatch is self._last)
+
+    def after_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._dealt.end_round()
+        if microbatch is not self._last:
+            self._model.end_round()
+
+    def finish(self) -> None:
+        """See GradientSum."""
+        self._dealt.finish()
+        for own, gradient in self._pairs:
+            own.grad = gradient()
+        self._model.end_round()
+
+
+@final
+class _Dealt:
+    """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`."""
+
+    def __init__(self, place: Place, deal: Deal, across: CanonicalSum, lane: Lane, units: int) -> None:
+        self._place = place
+        self._deal = deal
+        self._across = across
+        self._lane = lane
+        self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in range(units)]
+        self._leaves = 0
+        self._rounds: Iterator[tuple[int, int]] = iter(())
+        self._round = (0, 0)
+        self._remaining = 0
+        self._waiting: list[Callable[[], None]] = []
+        self._outputs: dict[int, Tensor] = {}
+
+    def begin(self, leaves: int) -> None:
+        rounds = self._place.rounds(leaves)
+        self._leaves, self._remaining = leaves, len(rounds)
+        self._rounds = iter(rounds)
+        self._round = next(self._rounds)
+
+    def end_round(self) -> None:
+        self._remaining -= 1
+        self._round = next(self._rounds, (0, 0))
+
+    def receive(self, unit: int, gradients: Tensor, output: Tensor) -> None:
+        """Take what a unit's backward made (runtime/fsdp.py); after the last round `output` becomes the sum."""
+        last = self._remaining == 1
+        self._waiting.append(self._lane.submit(partial(self._push, unit, *self._round, gradients)))
+        if last:
+            self._outputs[unit] = output
+
+    def finish(self) -> None:
+        # The replicas add unit after unit in one order, which is not always that of their backwards.
+        for unit, output in sorted(self._outputs.items(), reverse=True):
+            self._waiting.append(self._lane.submit(partial(self._complete, unit, output)))
+        for wait in self._waiting:
+            wait()
+        self._waiting.clear()
+        self._outputs.clear()
+
+    def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
+        for number, part in enumerate(self._deal(gradients, holders)):
+            self._counters[unit].push(first + number, part)
+
+    def _complete(self, unit: int, output: Tensor) -> None:
+        pieces = self._counters[unit].pieces()
+        output.copy_(self._across(pieces, self._leaves, output) if self._place.replicas > 1 else self._alone(pieces))
+
+    def _alone(self, pieces: Mapping[Block, Tensor]) -> Tensor:
+        return total(pieces, self._leaves, add_)
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered each on its own: the model's blocks.
+
+    They are what stands in its plain nn.Sequential and nn.ModuleList containers, however deep these lie in each other,
+    since a container's own parts are called as modules. A block that shares a parameter with the rest is none.
+    """
+    found = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
+    owners: dict[int, set[int]] = {}
+    inside = {id(part): number for number, unit in enumerate(found) for part in unit.modules()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(inside.get(id(module), -1))
+    shared = {number for units in owners.values() if len(units) > 1 for number in units}
+    return [unit for number, unit in enumerate(found) if number not in shared]
+
+
+_CONTAINERS: Any = (nn.Sequential, nn.ModuleList)
+
+
+def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
+    if type(module) in _CONTAINERS:
+        return [block for child in module.children() for block in _blocks(child, listed=True)]
+    if listed and any(True for _ in module.parameters()):
+        return [module]
+    return [] if listed else [block for child in module.children() for block in _blocks(child, listed=False)]
+
+
+def _check(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if scalars:
+        raise UsageError(
+            f"parameter {scalars[0]} has no dim to cut; give it shape (1,) in the model, or use strategy ddp or zero1"
+        )

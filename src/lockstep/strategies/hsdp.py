@@ -1,0 +1,64 @@
+"""Hybrid sharding: replicas of the model, each cut over its members as by ZeRO's third stage.
+
+Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), section 3.2.2. Members are
+ranks that follow each other, as on one host, so parameters travel within it, and between hosts but the gradients' sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
+from lockstep.core.mesh import Place
+from lockstep.errors import UsageError
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.sharded import sharded
+from lockstep.runtime.world import World
+from lockstep.tasks.base import Task
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`replicate`: into how many replicas the processes are divided."""
+
+    exactness: ClassVar[Literal["bits", "close"]] = "bits"
+    cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
+    needs: ClassVar[str] = "processes that the replicas divide; an optimizer that works element by element"
+    cuts_rows: ClassVar[bool] = True
+    communication: ClassVar[str] = "as zero3 within a replica; between replicas a shard of the gradients once a step"
+
+    replicate: Annotated[int, Field(ge=1)] = 2
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where the processes cannot be divided, or some would never have work."""
+        if processes % self.replicate:
+            fitting = [str(number) for number in range(1, processes + 1) if processes % number == 0]
+            raise UsageError(
+                f"strategy hsdp: replicate={self.replicate} does not divide {processes} processes; "
+                f"use {', '.join(fitting)}"
+            )
+        if processes > microbatches:
+            raise UsageError(
+                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
+                f"use at most {microbatches}"
+            )
+        if processes == self.replicate:
+            raise UsageError(
+                f"strategy hsdp: {processes} processes in {self.replicate} replicas leave one for each, which shares "
+                f"with nobody; use more processes, fewer replicas, or strategy ddp"
+            )
+
+    def place(self, rank: int, size: int) -> Place:
+        """Return where a rank stands: replicas have contiguous parts of the micro-batches, members take turns."""
+        members = size // self.replicate
+        return Place(rank // members, self.replicate, rank % members, members)
+
+    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        places = [self.place(rank, world.size) for rank in range(world.size)]
+        lay = sharded(world, places[world.rank], keep_gathered=False)
+        return LocalEngine(task, make_optimizer, world, numerics, places, lay)

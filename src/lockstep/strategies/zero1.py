@@ -1,0 +1,51 @@
+"""ZeRO, first stage: data parallelism whose processes share the optimizer's state.
+
+Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
+from lockstep.core.mesh import Place
+from lockstep.errors import UsageError
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.rows import rows
+from lockstep.runtime.world import World
+from lockstep.tasks.base import Task
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on."""
+
+    exactness: ClassVar[Literal["bits", "close"]] = "bits"
+    cuts: ClassVar[str] = "the micro-batches of a step; the optimizer's state, by rows"
+    needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
+    cuts_rows: ClassVar[bool] = True
+    communication: ClassVar[str] = "the sum of the gradients and the new parameters, once a step"
+
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where some process would never have work."""
+        if processes > microbatches:
+            raise UsageError(
+                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
+                f"use at most {microbatches}"
+            )
+
+    def place(self, rank: int, size: int) -> Place:
+        """Return where a rank stands: it has a contiguous part of the micro-batches."""
+        return Place(replica=rank, replicas=size)
+
+    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        places = [self.place(rank, world.size) for rank in range(world.size)]
+        lay = rows(world, places, bucket_bytes=int(self.bucket_mib * 2**20))
+        return LocalEngine(task, make_optimizer, world, numerics, places, lay)

@@ -1,0 +1,50 @@
+"""ZeRO, third stage: processes share parameters, gradients and optimizer state.
+
+Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.3; torch's
+fully_shard (FSDP2) does it block by block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+from lockstep.core.mesh import Place
+from lockstep.errors import UsageError
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.sharded import sharded
+from lockstep.runtime.world import World
+from lockstep.tasks.base import Task
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """It has no options."""
+
+    exactness: ClassVar[Literal["bits", "close"]] = "bits"
+    cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
+    needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
+    cuts_rows: ClassVar[bool] = True
+    communication: ClassVar[str] = "the parameters twice and the gradients once for each micro-batch, block by block"
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where some process would never have work, or none would share with another."""
+        if processes > microbatches:
+            raise UsageError(
+                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
+                f"use at most {microbatches}"
+            )
+        if processes == 1:
+            raise UsageError("strategy zero3: one process has nobody to share with; use 2 or more, or strategy single")
+
+    def place(self, rank: int, size: int) -> Place:
+        """Return where a rank stands: all take turns in the micro-batches."""
+        return Place(member=rank, members=size)
+
+    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        places = [self.place(rank, world.size) for rank in range(world.size)]
+        lay = sharded(world, places[world.rank], keep_gathered=False)
+        return LocalEngine(task, make_optimizer, world, numerics, places, lay)
