@@ -70,6 +70,11 @@ class Outcome:
     seen: list[Seen]
     said: str
 
+    @property
+    def figures(self) -> list[Seen]:
+        """What was seen, without what takes another time and memory at each run."""
+        return [replace(seen, seconds=0.0, peak_bytes=0) for seen in self.seen]
+
 
 def verify(loaded: Loaded, everything: bool, steps: int) -> Verification:
     """Compare the placement of `loaded`, or all that are possible, with one process over so many steps.
@@ -230,14 +235,14 @@ class _Contest:
         found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
         if not found:
             return row
-        pairs = self._valued(place, outcome, found)
+        pairs, again = self._valued(place, outcome, found)
         first = found[0]
         apart = largest([(difference, each) for difference, each in pairs if each is not None])
-        bound = self._tolerance() if row.exactness == "close" else None
+        bound = self._tolerance() if "close" in (row.exactness, place.exactness) else None
         measured = all(each is None or each.apart is not None for _, each in pairs)
         near = bound is not None and apart is not None and measured and apart <= bound
         verdict: Verdict = "within tolerance" if near else "differs"
-        departure = self._departure(place, first, dict(pairs)[first], after)
+        departure = self._departure(place, first, dict(pairs)[first], after, again)
         return replace(
             row,
             verdict=verdict,
@@ -249,20 +254,23 @@ class _Contest:
 
     def _valued(
         self, place: Candidate, outcome: Outcome, found: Sequence[Difference]
-    ) -> list[tuple[Difference, Values | None]]:
-        """Run reference and contestant again for the tensors that differ, and return the values of all differences."""
-        chosen = wanted(found)
-        reference, again = self._reference, outcome
-        if chosen:
-            reference = self._demanded(self._run(self._single, replace(self._job, wanted=chosen)))
-            again = self._run(place, replace(outcome.job, wanted=chosen, save_after=None))
-        pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
-        for each in (reference, again) if chosen else ():
-            shutil.rmtree(each.job.folder)
-        return pairs
+    ) -> tuple[list[tuple[Difference, Values | None]], bool]:
+        """Run reference and contestant again for the tensors that differ.
 
-    def _departure(self, place: Candidate, first: Difference, seen: Values | None, after: str) -> Departure:
-        again = seen is not None or first.wanted is None
+        Return the values of all differences, and whether both saw again what they had seen.
+        """
+        chosen = wanted(found)
+        reference = self._demanded(self._run(self._single, replace(self._job, wanted=chosen)))
+        again = self._run(place, replace(outcome.job, wanted=chosen, save_after=None))
+        pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
+        same = reference.figures == self._reference.figures and again.figures == outcome.figures
+        for each in (reference, again):
+            shutil.rmtree(each.job.folder)
+        return pairs, same
+
+    def _departure(
+        self, place: Candidate, first: Difference, seen: Values | None, after: str, again: bool
+    ) -> Departure:
         suspicion = Suspicion(first, self._facts, place.label, place.processes, bool(after), again)
         return Departure(
             step=first.step,

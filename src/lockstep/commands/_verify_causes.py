@@ -79,7 +79,7 @@ def findings(facts: Facts) -> list[Finding]:
 class Suspicion:
     """What departed first, and all that is known around it.
 
-    `resumed` says that it happened after a checkpoint was loaded, `again` that a second run showed it too.
+    `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same.
     """
 
     first: Difference
@@ -128,8 +128,8 @@ def _without_suspect(suspicion: Suspicion) -> str:
     first = suspicion.first
     if not suspicion.again:
         return (
-            "it did not come again in a second run: a kernel that is not deterministic, or something that depends on "
-            "time; run once more with CUDA_LAUNCH_BLOCKING=1 or with placement.device=cpu"
+            "a second run of the same saw something else again: a kernel is not deterministic, processes do not wait "
+            "for each other, or something depends on the clock, the system's randomness or the process"
         )
     if suspicion.place == "single on 1" and not suspicion.resumed:
         return (
@@ -139,7 +139,8 @@ def _without_suspect(suspicion: Suspicion) -> str:
     if suspicion.resumed:
         return (
             "the checkpoint does not hold all that the rest of the run depends on: state in plain attributes, in "
-            "buffers with persistent=False or in globals; the run itself agreed up to there"
+            "buffers with persistent=False or in globals, or the strategy saves or loads it wrongly; the run itself "
+            "agreed"
         )
     return f"{_by_kind(first)}; nothing in the recipe's own code was found that explains it: please report it"
 
