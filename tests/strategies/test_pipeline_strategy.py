@@ -1,0 +1,62 @@
+"""What the options of a pipeline may be together, and which micro-batches a rank has."""
+
+import re
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from lockstep.core.mesh import Place
+from lockstep.errors import UsageError
+from lockstep.strategies.pipeline import Strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "microbatches"),
+    [
+        ({}, 1, 1),
+        ({}, 8, 2),  # fewer micro-batches than stages: slow, not wrong
+        ({"schedule": "interleaved"}, 2, 4),
+        ({"schedule": "zero_bubble", "stages_per_rank": 3}, 4, 4),
+        ({"replicate": 2}, 4, 2),
+        ({"cut": ("layer2", "layer3", "layer4")}, 4, 4),
+        ({"cut": ("layer2", "layer3", "layer4"), "schedule": "interleaved"}, 2, 4),
+        ({"cut": ("layer3",), "replicate": 2}, 4, 4),
+    ],
+)
+def test_what_fits_is_taken(options: dict[str, object], processes: int, microbatches: int) -> None:
+    made = TypeAdapter(Strategy).validate_python(options)
+    made.check(processes, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "microbatches", "said"),
+    [
+        ({"stages_per_rank": 2}, 2, 4, "schedule 1f1b has one stage for each process, not 2; use schedule interleaved"),
+        ({"schedule": "gpipe", "stages_per_rank": 3}, 2, 4, "schedule gpipe has one stage for each process, not 3"),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, 2, 4, "interleaved needs stages_per_rank of 2 or more"),
+        ({"replicate": 4}, 6, 8, "replicate=4 does not divide 6 processes; use 1, 2, 3, 6"),
+        ({"replicate": 4}, 4, 3, "replicate=4 but only 3 micro-batches; use at most 3"),
+        ({"cut": ("layer2",)}, 3, 4, "cut names 1 modules, but there are 3 stages, 1 for each process of a pipeline"),
+        ({"cut": ("a", "b")}, 2, 4, "name 1, or leave cut out"),
+        ({"cut": ("a",), "schedule": "interleaved"}, 2, 4, "there are 4 stages, 2 for each process"),
+    ],
+)
+def test_what_does_not_fit_says_so(options: dict[str, object], processes: int, microbatches: int, said: str) -> None:
+    made = TypeAdapter(Strategy).validate_python(options)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        made.check(processes, microbatches)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "fast"}, {"stages_per_rank": 0}, {"replicate": 0}, {"cut": "layer2"}])
+def test_options_are_of_their_kind(options: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(Strategy).validate_python(options)
+
+
+def test_the_ranks_of_a_pipeline_have_the_same_micro_batches() -> None:
+    places = [Strategy(replicate=2).place(rank, 4) for rank in range(4)]
+    assert places == [Place(0, 2), Place(0, 2, speaks=False), Place(1, 2), Place(1, 2, speaks=False)]
+    assert [place.indices(5) for place in places[1:3]] == [
+        [(0, False), (1, False), (2, False)],
+        [(3, False), (4, False)],
+    ]
