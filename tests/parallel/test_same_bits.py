@@ -1,10 +1,12 @@
 """Every strategy that cuts the model gives the bits of one process: losses, norms, weights, state, average."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import toys
 import worlds
+import zoo
 from toys import Case, Trace
 
 from lockstep.parallel.engine import State
@@ -32,12 +34,6 @@ CASES = {
 }
 
 
-def placed(case: Case, strategy: str, size: int) -> Case:
-    if size not in STRATEGIES[strategy] or size > case.microbatches:
-        pytest.skip("the strategy does not take so many processes")
-    return replace(case, strategy=strategy, options=STRATEGIES[strategy][size])
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -54,8 +50,50 @@ def test_the_bits_are_those_of_one_process(strategy: str, name: str) -> None:
             assert trace.keys() == alone.keys()
 
 
+# Each model with another optimizer, precision and clipping; scripts/prove-bits goes through all of them together.
+ZOO = {
+    "resnet18": zoo.case("resnet18", clip=0.5),
+    "vit_tiny": zoo.case("vit_tiny", optimizer="adamw", precision="bf16"),
+    "efficientnet_b0": zoo.case("efficientnet_b0", optimizer="lamb", clip=1.0),
+    "mlp": zoo.case("mlp", optimizer="adamw", precision="bf16", clip=0.1, ema=True),
+}
+PLACED = [("ddp", 3, ()), ("zero1", 2, ()), ("zero2", 3, ()), ("zero3", 2, ()), ("hsdp", 4, (("replicate", 2),))]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("model", ZOO)
+def test_real_models_keep_their_bits(model: str) -> None:
+    [alone] = worlds.run(1, toys.whole_trace, ZOO[model])
+    for strategy, size, options in PLACED:
+        placed = replace(ZOO[model], strategy=strategy, options=options)
+        for trace in worlds.run(size, toys.whole_trace, placed, timeout=60.0):
+            assert [key for key in alone if trace[key] != alone[key]] == [], (strategy, size)
+
+
 def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
     engine, trace = toys.trained(world, case, first, state)
     whole = toys.whole_state(world, engine)
     engine.close()
     return toys.as_from_disk(whole), {**trace, **toys.fingerprint(whole)}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("zero3", 2, ()), ("zero1", 3, ())],
+        [("single", 1, ()), ("zero2", 4, ())],
+        [("hsdp", 4, (("replicate", 2),)), ("ddp", 2, ())],
+        [("zero1", 4, ()), ("zero3", 3, ())],
+    ],
+)
+@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "six micro-batches, clipped, averaged"])
+def test_going_on_under_another_strategy_gives_the_same_bits(name: str, ways: list[Any]) -> None:
+    whole = replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
+    half = replace(whole, samples=whole.samples[:3])
+    [(_, uninterrupted)] = worlds.run(1, states, whole, 0, None)
+    (first, size, options), (second, other_size, other_options) = ways
+    state, trace = worlds.run(size, states, replace(half, strategy=first, options=options), 0, None)[0]
+    going_on = replace(whole, strategy=second, options=other_options)
+    for _, rest in worlds.run(other_size, states, going_on, 3, state):
+        assert {**trace, **rest} == uninterrupted

@@ -88,6 +88,7 @@ class Case:
     channels_last: bool = False
     initial_scale: float = 1024.0
     skip_nonfinite: bool = False
+    side: int = 6  # of the images, in pixels
     poisoned: int | None = None  # the step whose last image is not finite
     strategy: str = "ddp"  # on several processes
     options: tuple[tuple[str, int], ...] = ()  # of the strategy
@@ -140,7 +141,7 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     seen = 0
     for number, samples in enumerate(case.samples):
-        images = torch.randn(samples, 3, 6, 6, generator=generator).to(case.dtype)
+        images = torch.randn(samples, 3, case.side, case.side, generator=generator).to(case.dtype)
         targets = torch.randint(CLASSES, (samples,), generator=generator)
         if number == case.poisoned:
             images[-1] = torch.inf
