@@ -45,8 +45,7 @@ def test_code_without_a_fault_has_no_findings(model):
 
 def test_a_model_that_keeps_state_in_plain_attributes():
     facts = look('recipe.model={name: "planted:Remembering"}')
-    assert list(facts.attributes) == ["forwards", "center"]
-    assert facts.attributes["forwards"] == "0 -> 2"
+    assert facts.attributes == {"forwards": "0 -> 2", "center": "a tensor"}
     assert facts.alone == "loss"
     assert list(faults(facts)) == [causes.ATTRIBUTES]
 

@@ -36,6 +36,7 @@ _FACTS: Final = "facts.json"
 _SAMPLES: Final = 8  # fetched twice
 _LOSS_SAMPLES: Final = 32  # whose loss is taken one by one
 _DEPTH: Final = 4  # of containers and objects in attributes
+_BRIEF: Final = 24  # characters of a value that is shown
 _NO_KERNEL: Final = "does not have a deterministic implementation"
 
 Computed = Mapping[str, str]  # digests: of the loss, and of gradients by parameter
@@ -184,10 +185,10 @@ class _State:
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def changed_attributes(self, after: _State) -> dict[str, str]:
-        """Return how attributes changed, by name: `0 -> 2`."""
+        """Return how attributes changed, by name: `0 -> 2`, or `a tensor`."""
         names = [*self.attributes, *(name for name in after.attributes if name not in self.attributes)]
         pairs = {name: (self.attributes.get(name, "unset"), after.attributes.get(name, "unset")) for name in names}
-        return {name: f"{_brief(one)} -> {_brief(other)}" for name, (one, other) in pairs.items() if one != other}
+        return {name: _change(one, other) for name, (one, other) in pairs.items() if one != other}
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -223,9 +224,11 @@ def _shown(value: Any, depth: int) -> str:
     return f"{type(value).__name__} {_shown(getattr(value, '__dict__', None), depth - 1)}"
 
 
-def _brief(text: str) -> str:
-    word, _, rest = text.partition(" ")
-    return text if len(text) <= 24 else f"{word} {rest[:8]}..."
+def _change(before: str, after: str) -> str:
+    kind, other = before.partition(" ")[0], after.partition(" ")[0]
+    if max(len(before), len(after)) <= _BRIEF:
+        return f"{before} -> {after}"
+    return f"a {kind}" if kind == other else f"{kind} -> {other}"
 
 
 def _fetched(split: Split, index: int, draw: int | None) -> list[str]:
