@@ -16,13 +16,17 @@ from lockstep.runtime.world import ALONE, World
 SAID = ("step", "outputs", "scalars", "names")  # by every rank
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
+GROUPS = {"decay_bias_and_norm": False}
+UNCLIPPED = {"options": {"max_grad_norm": None}}
 # Recipes, and the number of processes and the options under which each is tried.
 CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "adamw, averaged": (Case(optimizer="adamw", ema=True, clip=0.1), 3, {"schedule": "zero_bubble"}),
     "lamb, uneven": (Case(microbatches=3, optimizer="lamb"), 2, {"schedule": "interleaved"}),
-    "two parameter groups": (Case("mlp", by_hand={"decay_bias_and_norm": False}), 4, {}),
+    "two parameter groups": (Case(optimizer="nadamw", by_hand=GROUPS), 3, {"cut": ("late", "twice")}),
+    "groups that count": (Case(optimizer="lambc", by_hand=GROUPS | UNCLIPPED), 3, {"cut": ("late", "twice")}),
     "bf16": (Case("vit", precision="bf16", clip=0.5), 2, {"schedule": "zero_bubble"}),
     "fp16, skipping": (Case(precision="fp16", initial_scale=2.0**20, ema=True), 2, {"schedule": "gpipe"}),
+    "fp16, too large on one rank": (Case("mlp", precision="fp16", initial_scale=2.0**19), 2, {}),
     "not finite, skipped": (Case(poisoned=1, skip_nonfinite=True, ema=True, clip=0.1), 3, {}),
     "channels last": (Case(channels_last=True, clip=0.5, optimizer="lars"), 3, {"schedule": "1f1b"}),
     "one micro-batch": (Case("vit", microbatches=1), 3, {"schedule": "zero_bubble"}),

@@ -36,7 +36,7 @@ from lockstep.parallel.local import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
 from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
 from lockstep.parallel.pipeline_stage import Stage
-from lockstep.parallel.pipeline_state import OptimizerNames
+from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
 from lockstep.runtime.canonical import CanonicalSum, add_
 from lockstep.runtime.pipeline import Post, Values
 from lockstep.runtime.precision import autocast, loss_scaler
@@ -87,6 +87,8 @@ class PipelineEngine:
         cut = find_cut(self._model, self._last + 1, shape, pipe.cut)
         owner = owners(self._model, cut)
         trained = trained_parameters(self._model)
+        if self._last:
+            check_separable(make_optimizer, (parameter.ndim for _, parameter in trained))
         self._names = OptimizerNames(trained, make_optimizer(trained, whole_norms))
         own = {name for name, stage in owner.items() if stage % self._ranks == self._rank}
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format

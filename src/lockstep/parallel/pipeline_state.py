@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.core.shard import Held, Shard
 from lockstep.errors import UsageError
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.local import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.runtime.world import World
 
 _GROUP: Final = "group "  # as optimizer_state.py names a tensor that belongs to a parameter group
+
+
+def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int]) -> None:
+    """Raise UsageError where what the optimizer does to a parameter depends on the others, which are on other ranks.
+
+    It moves tiny parameters of so many `dims` together and one by one, by gradients that any clipping would cut.
+    """
+    shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
+    together = [_tiny(*shape) for shape in shapes]
+    one_by_one = [_tiny(*shape) for shape in shapes]
+    optimizers = [make_optimizer([(f"{place}", each)], whole_norms) for place, each in enumerate(one_by_one)]
+    whole = make_optimizer([(f"{place}", each) for place, each in enumerate(together)], whole_norms)
+    for optimizer in [whole, *optimizers] * 3:
+        optimizer.step()
+    if not all(torch.equal(one, other) for one, other in zip(together, one_by_one, strict=True)):
+        raise UsageError(
+            f"strategy pipeline: optimizer {type(whole).__name__}: what it does to one parameter depends on the "
+            f"others, as where it clips their gradients together; leave that to recipe.clip_norm, or use another"
+        )
 
 
 @final
@@ -108,6 +130,13 @@ def exchanged(world: World, text: str) -> list[str]:
     first = sum(sizes[: world.rank])
     table[first : first + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return [bytes(part.tolist()).decode() for part in torch.split(world.add_(table), sizes)]
+
+
+def _tiny(dim: int, number: int) -> Parameter:
+    values = torch.linspace(-1.0, 1.0 + number, 2**dim).view((2,) * dim)
+    parameter = Parameter(values)
+    parameter.grad = 100.0 * values.flip(0) if dim else 100.0 * values
+    return parameter
 
 
 def _shard(tensor: Tensor | None, form: tuple[list[int], str], primary: bool) -> Shard:
