@@ -76,10 +76,10 @@ class Outcome:
         return [replace(seen, seconds=0.0, peak_bytes=0) for seen in self.seen]
 
 
-def verify(loaded: Loaded, everything: bool, steps: int) -> Verification:
+def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], None]) -> Verification:
     """Compare the placement of `loaded`, or all that are possible, with one process over so many steps.
 
-    A mistake in recipe or placement raises UsageError before any process is started.
+    `tell` is told what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     count = _setup.processes(loaded.config)
@@ -95,7 +95,7 @@ def verify(loaded: Loaded, everything: bool, steps: int) -> Verification:
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = chosen_steps(ready.steps, steps)
         job = Job(loaded, microbatches, numbers, evaluated, Path(folder))
-        contest = _Contest(job, prepared(loaded, microbatches, evaluated))
+        contest = _Contest(job, prepared(loaded, microbatches, evaluated), tell)
         facts = contest.look()
         rows = [] if facts.refused else contest.rows(places)  # nothing of such a model would run
         if not everything and (refused := [row for row in rows if row.verdict == "not possible"]):
@@ -162,16 +162,18 @@ def _checked(place: Candidate, microbatches: int) -> Candidate:
 class _Contest:
     """The reference, and the contestants so far. `job` is what they have in common."""
 
-    def __init__(self, job: Job, ready: Setup) -> None:
+    def __init__(self, job: Job, ready: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
+        self._tell = tell
         self._ready = ready
         self._launched = 0
-        self._half = len(job.numbers) // 2
+        self._half = max(1, len(job.numbers) // 2)
         self._single = _place(job.loaded, "single", 1)
         self._facts = Facts()
 
     def look(self) -> Facts:
         """Probe data, model and loss in a process of their own."""
+        self._tell("a look at data, model and loss")
         job = self._new(self._single, self._job)
         code, said = self._launch(_verify_probe.probe, self._single, job)
         self._demanded(Outcome(job, code, [], said))
@@ -180,6 +182,7 @@ class _Contest:
 
     def rows(self, places: Sequence[Candidate]) -> list[Row]:
         """Run the reference and all contestants, and return a row for each of these."""
+        self._tell("the reference, single on 1")
         self._reference = self._demanded(self._run(self._single, self._job))
         rows: list[Row] = []
         waiting: tuple[int, Outcome] | None = None  # the last that agrees, and whose checkpoint is to be resumed
@@ -202,6 +205,7 @@ class _Contest:
         """Run a contestant from the beginning; give its outcome where it agrees with the reference."""
         if place.reason:
             return Row(place.strategy, place.processes, "not possible", place.reason, place.exactness), None
+        self._tell(place.label)
         outcome = self._run(place, replace(self._job, save_after=self._half))
         if outcome.code != EXIT_DONE:
             return _failed(place, outcome), None

@@ -1,10 +1,11 @@
-"""Prove on your own recipe that placements give the same numbers: a few steps, compared to the bit.
+"""Prove on your own recipe that placements give the same numbers.
 
 Exit code 0 only if all agree, 3 if not.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -35,8 +36,16 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
 
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
-    found = verify(loaded, everything, steps)
+    found = verify(loaded, everything, steps, _progress if sys.stderr.isatty() else _silence)
     if file is not None:
         file.write_text(to_json(found), encoding="utf-8")
     draw(found, Console())
     raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)
+
+
+def _progress(text: str) -> None:
+    click.echo(f"... {text}", err=True)
+
+
+def _silence(_: str) -> None:
+    pass

@@ -142,7 +142,8 @@ def placed(departure: Departure) -> str:
 def _heading(verification: Verification) -> str:
     steps = ", ".join(map(str, verification.steps))
     return (
-        f"{verification.recipe}: steps {steps}, {verification.microbatches} micro-batches, "
+        f"{verification.recipe}: step{'s' if len(verification.steps) > 1 else ''} {steps}, "
+        f"{_counted(verification.microbatches, 'micro-batch')}, "
         f"{verification.evaluated} of {verification.validation_samples} validation samples; "
         f"reference: single on 1 process"
     )
@@ -190,7 +191,7 @@ def _processes(count: int) -> str:
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _plain(value: Any) -> Any:
