@@ -19,6 +19,8 @@ STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
     "hsdp": {4: (("replicate", 2),), 6: (("replicate", 2),), 8: (("replicate", 4),)},
 }
 
+OFFLOADED = [("zero1", 3, (("offload", 1),)), ("zero2", 2, (("offload", 1),)), ("zero3", 3, (("offload", 1),))]
+
 CASES = {
     "sgd": Case(),
     "three micro-batches": Case(3),
@@ -48,6 +50,16 @@ def test_the_bits_are_those_of_one_process(strategy: str, name: str) -> None:
             differing = [key for key in alone if trace.get(key) != alone[key]]
             assert not differing, f"rank {rank} of {size}"
             assert trace.keys() == alone.keys()
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("placed", OFFLOADED)
+@pytest.mark.parametrize("name", ["six micro-batches, clipped, averaged", "fp16, skipping", "lamb"])
+def test_offloading_changes_no_bit(name: str, placed: tuple[str, int, Any]) -> None:
+    strategy, size, options = placed
+    [alone] = worlds.run(1, toys.whole_trace, CASES[name])
+    for trace in worlds.run(size, toys.whole_trace, replace(CASES[name], strategy=strategy, options=options)):
+        assert trace == alone
 
 
 # Each model with another optimizer, precision and clipping; scripts/prove-bits goes through all of them together.
@@ -85,6 +97,7 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
         [("single", 1, ()), ("zero2", 4, ())],
         [("hsdp", 4, (("replicate", 2),)), ("ddp", 2, ())],
         [("zero1", 4, ()), ("zero3", 3, ())],
+        [("zero3", 3, (("offload", 1),)), ("zero1", 2, (("offload", 1),))],
     ],
 )
 @pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "six micro-batches, clipped, averaged"])

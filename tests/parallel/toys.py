@@ -19,6 +19,7 @@ from lockstep.parallel.layout import gathered
 from lockstep.parallel.local import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.recompute import recompute
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -89,6 +90,7 @@ class Case:
     initial_scale: float = 1024.0
     skip_nonfinite: bool = False
     side: int = 6  # of the images, in pixels
+    recompute: int = 0  # every so many blocks
     poisoned: int | None = None  # the step whose last image is not finite
     strategy: str = "ddp"  # on several processes
     options: tuple[tuple[str, int], ...] = ()  # of the strategy
@@ -112,7 +114,8 @@ def build(case: Case) -> nn.Module:
     """Build the model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return case.model().to(case.dtype)
+        model = case.model().to(case.dtype)
+    return recompute(model, case.recompute) if case.recompute else model
 
 
 def strategy(world: World, case: Case) -> Any:

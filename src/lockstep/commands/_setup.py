@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config import plan as planning
@@ -27,10 +28,12 @@ from lockstep.errors import UsageError
 from lockstep.models.check import check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
+from lockstep.parallel.engine import Engine
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.local import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.recompute import recompute
 from lockstep.runtime.world import World
 from lockstep.tasks.classification import Classification, check_loss, find_loss
 
@@ -127,6 +130,8 @@ def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
     for key in options:
         if key not in valid:
             raise UsageError(f"placement.strategy.{key}: strategy {name} has no such option{choices(key, valid)}")
+    if kind.recomputes:
+        options.setdefault("recompute", placement.recompute != "none")
     try:
         return name, TypeAdapter(kind).validate_python(options)
     except ValidationError as error:
@@ -134,6 +139,21 @@ def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
             f"placement.strategy.{each['loc'][0]}: {each['msg']}; got {each['input']!r}" for each in error.errors()
         ]
         raise UsageError("\n".join(lines)) from error
+
+
+def start(ready: Setup, placement: Placement, world: World, microbatches: int) -> tuple[str, Place, Engine]:
+    """Start the engine that a placement asks for; return its strategy's name, this rank's place, and the engine."""
+    name, chosen = strategy(placement, world.size)
+    task = ready.task
+    if placement.recompute != "none" and not chosen.recomputes:
+        every = 1 if placement.recompute == "full" else int(placement.recompute.removeprefix("every_"))
+        task = replace(task, build=partial(_recomputing, task.build, every))
+    engine = chosen.start(task, ready.optimizer, world, ready.numerics(microbatches))
+    return name, chosen.place(world.rank, world.size), engine
+
+
+def _recomputing(build: Callable[[], nn.Module], every: int) -> nn.Module:
+    return recompute(build(), every)
 
 
 def processes(config: Config) -> int:

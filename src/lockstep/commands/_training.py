@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lockstep.commands import _folder
-from lockstep.commands._setup import Setup, check_placement, comparable, evaluation_batch, setup, strategy
+from lockstep.commands._setup import Setup, check_placement, comparable, evaluation_batch, setup
+from lockstep.commands._setup import start as start_engine
 from lockstep.config import plan as planning
 from lockstep.config import run as run_config
 from lockstep.config import write
@@ -100,11 +101,11 @@ class _Training:
         self.began = time.perf_counter()
         self.progress = Progress()
         self.weights = ""
-        self.strategy_name, chosen = strategy(loaded.config.placement, world.size)
         self.numerics = machine.numerics(world.device)
-        place = chosen.place(world.rank, world.size)
-        self.loader: Loader = ready.loader(world, place, start.microbatches, loaded.config.placement.workers)
-        self.engine: Engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(start.microbatches))
+        placement = loaded.config.placement
+        self.engine: Engine
+        self.strategy_name, place, self.engine = start_engine(ready, placement, world, start.microbatches)
+        self.loader: Loader = ready.loader(world, place, start.microbatches, placement.workers)
         world.compare(self._facts())
 
     def run(self, stop: StopRequest) -> int:

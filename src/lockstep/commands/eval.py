@@ -103,7 +103,7 @@ def _microbatches(found: Found) -> int:
 
 
 def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendezvous: str) -> int:
-    from lockstep.commands._setup import evaluation_batch, strategy
+    from lockstep.commands._setup import evaluation_batch, start
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
     from lockstep.runtime.memory import keep_freed_memory
@@ -117,9 +117,8 @@ def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendez
     keep_freed_memory()
     world = open_world(info, placement.device, rendezvous, placement.timeout_s)
     microbatches = _microbatches(found)
-    chosen = strategy(placement, world.size)[1]
-    loader = ready.loader(world, chosen.place(world.rank, world.size), microbatches, placement.workers)
-    engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(microbatches))
+    _, place, engine = start(ready, placement, world, microbatches)
+    loader = ready.loader(world, place, microbatches, placement.workers)
     engine.load(engine_state(found.snapshot))
     progress = Progress(**found.snapshot.state["progress"])
     event = evaluated(engine, world, ready, loader, evaluation_batch(recipe, microbatches), progress)

@@ -43,6 +43,10 @@ class Placement(Section):
         Strategy()
     )
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
+    recompute: Annotated[
+        str,
+        Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ..."),
+    ] = "none"  # which blocks do their forward again in backward instead of keeping its activations
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: NaturalInt = 0  # loader processes beside each training process
     rendezvous: Annotated[

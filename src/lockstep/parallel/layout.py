@@ -71,7 +71,15 @@ class Layout(Protocol):
         ...
 
     def settle(self) -> None:
-        """Call after an update, and after other values were loaded: what was computed from the weights is stale."""
+        """Call after an update: bring what is trained to where the model computes with it."""
+        ...
+
+    def reload(self) -> None:
+        """Call after values were written into the tensors of `state`: bring them to what is trained."""
+        ...
+
+    def after_evaluation(self) -> None:
+        """Call when the model has been used without a backward."""
         ...
 
     def close(self) -> None: ...

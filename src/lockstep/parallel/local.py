@@ -164,7 +164,7 @@ class LocalEngine:
         try:
             with self._ema.swapped() if self._ema is not None else nullcontext(), torch.no_grad():
                 yield self._predict
-                self._layout.settle()
+                self._layout.after_evaluation()
         finally:
             self._model.train()
 
@@ -190,7 +190,7 @@ class LocalEngine:
         for name, held in model.items():
             local(held).copy_(rows_of(local(state.model[name]), held))
         self._running.reload()
-        self._layout.settle()
+        self._layout.reload()
         tensors = {name: self._own(name, local(whole)) for name, whole in state.optimizer.items()}
         load_optimizer_state(self._layout.trained, self._optimizer, tensors, state.scalars["optimizer"])
         self._scaler.load_state_dict(state.scalars["loss_scale"])

@@ -18,9 +18,9 @@ _GROUP: Final = "group "  # no parameter's name has a space
 def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return an optimizer's tensors, as `<parameter>/<slot>`, and what is not a tensor, ready for JSON.
 
-    `trained` are the named tensors it moves. Some optimizers count in their parameter groups. There a tensor is `group <number>/<slot>`. The second part has
-    `slots`, for state that is a number or None, and `groups`; the learning rate is left out, since it follows from
-    the samples seen.
+    `trained` are the named tensors it moves. Some optimizers count in their parameter groups. There a tensor is
+    `group <number>/<slot>`. The second part has `slots`, for state that is a number or None, and `groups`; the learning
+    rate is left out, since it follows from the samples seen.
     """
     names = _names(trained, optimizer)
     state = optimizer.state_dict()

@@ -25,13 +25,16 @@ from lockstep.tasks.base import MicroBatch
 _GATHERED_BYTES: Final = 32 << 20  # sent at a time, so that all of a model is not there twice
 
 
-def rows(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
-    """Return what lays a model whole on each of several ranks, with a share of each tensor's rows to update."""
+def rows(world: World, places: Sequence[Place], bucket_bytes: int, offload: bool) -> Lay:
+    """Return what lays a model whole on each of several ranks, with a share of each tensor's rows to update.
+
+    With `offload` those rows and the optimizer's state for them are in the memory of the CPU, which does the update.
+    """
 
     def lay(model: nn.Module, lane: Lane) -> Layout:
         parameters = [parameter for _, parameter in trained_parameters(model)]
         gradients = Gradients(parameters, world.canonical(places), lane, world.size == 1, bucket_bytes)
-        return RowLayout(model, gradients, world)
+        return RowLayout(model, gradients, world, offload)
 
     return lay
 
@@ -40,12 +43,16 @@ def rows(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
 class RowLayout:
     """Rank r has the r-th even cut of the rows of each parameter; one without dims is every rank's."""
 
-    def __init__(self, model: nn.Module, gradients: GradientSum, world: World) -> None:
+    def __init__(self, model: nn.Module, gradients: GradientSum, world: World, offload: bool) -> None:
         self._model = model
         self._world = world
         self._whole = trained_parameters(model)
         self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
-        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
+        self.trained = [
+            (name, nn.Parameter(cut.tensor.to("cpu", copy=True) if offload else cut.tensor))
+            for name, cut in self._cuts.items()
+        ]
+        self._offload = offload
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self._norms = RowNorms(world, parts)
         self.gradients: GradientSum = _RowGradients(gradients, self._whole, self.trained, self._cuts)
@@ -71,8 +78,21 @@ class RowLayout:
         add_flags_(self._world, flags)
 
     @torch.no_grad()
+    def reload(self) -> None:
+        """See Layout."""
+        if self._offload:
+            for name, trained in self.trained:
+                trained.copy_(self._cuts[name].tensor)
+
+    def after_evaluation(self) -> None:
+        """See Layout."""
+
+    @torch.no_grad()
     def settle(self) -> None:
         """Send all ranks the rows that this one moved, and take theirs."""
+        if self._offload:
+            for name, trained in self.trained:
+                self._cuts[name].tensor.copy_(trained)
         for parameters in self._in_bunches():
             lengths = [sum(self._rows(p, rank).numel() for p in parameters) for rank in range(self._world.size)]
             own = torch.cat([self._rows(p, self._world.rank).reshape(-1) for p in parameters])
@@ -144,6 +164,6 @@ class _RowGradients:
         self._whole.finish()
         for parameter, own, cut in self._pairs:
             assert parameter.grad is not None
-            # A copy, so that the rest is free while the optimizer works.
-            own.grad = parameter.grad[cut.first : cut.first + len(own)].clone() if cut.shape else parameter.grad
+            gradient = parameter.grad[cut.first : cut.first + len(own)] if cut.shape else parameter.grad
+            own.grad = gradient.to(own.device, copy=True)  # so that the rest is free while the optimizer works
             parameter.grad = None

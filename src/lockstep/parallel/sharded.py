@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lockstep.core.tree import Block, Counter, total
 from lockstep.errors import UsageError
 from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_
 from lockstep.parallel.local import Lay
+from lockstep.parallel.units import find_units
 from lockstep.runtime.canonical import CanonicalSum, Deal, add_
 from lockstep.runtime.fsdp import Sharded, own_gradient
 from lockstep.runtime.lane import InlineLane, Lane
@@ -29,8 +30,11 @@ from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
 
-def sharded(world: World, place: Place, keep_gathered: bool, offload: bool = False) -> Lay:
-    """Return what lays a model in rows on the members of this rank's replica."""
+def sharded(world: World, place: Place, keep_gathered: bool, offload: bool) -> Lay:
+    """Return what lays a model in rows on the members of this rank's replica.
+
+    With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
+    """
 
     def lay(model: nn.Module, lane: Lane) -> Layout:
         # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
@@ -90,6 +94,13 @@ class ShardedLayout:
         add_flags_(self._world, flags)
 
     def settle(self) -> None:
+        """See Layout."""
+
+    def reload(self) -> None:
+        """See Layout."""
+        self._sharded.scatter()
+
+    def after_evaluation(self) -> None:
         """See Layout."""
         self._sharded.scatter()
 
@@ -185,33 +196,6 @@ class _Dealt:
 
     def _alone(self, pieces: Mapping[Block, Tensor]) -> Tensor:
         return total(pieces, self._leaves, add_)
-
-
-def find_units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are gathered each on its own: the model's blocks.
-
-    They are what stands in its plain nn.Sequential and nn.ModuleList containers, however deep these lie in each other,
-    since a container's own parts are called as modules. A block that shares a parameter with the rest is none.
-    """
-    found = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
-    owners: dict[int, set[int]] = {}
-    inside = {id(part): number for number, unit in enumerate(found) for part in unit.modules()}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(inside.get(id(module), -1))
-    shared = {number for units in owners.values() if len(units) > 1 for number in units}
-    return [unit for number, unit in enumerate(found) if number not in shared]
-
-
-_CONTAINERS: Any = (nn.Sequential, nn.ModuleList)
-
-
-def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
-    if type(module) in _CONTAINERS:
-        return [block for child in module.children() for block in _blocks(child, listed=True)]
-    if listed and any(True for _ in module.parameters()):
-        return [module]
-    return [] if listed else [block for child in module.children() for block in _blocks(child, listed=False)]
 
 
 def _check(model: nn.Module) -> None:

@@ -61,5 +61,11 @@ class WholeLayout:
     def settle(self) -> None:
         """See Layout."""
 
+    def reload(self) -> None:
+        """See Layout."""
+
+    def after_evaluation(self) -> None:
+        """See Layout."""
+
     def close(self) -> None:
         """See Layout."""

@@ -41,7 +41,7 @@ class Sharded:
         self._mesh = mesh
         self._keep_gathered = keep_gathered
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
-        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         for number, unit in enumerate((*units, model)):
             fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy)
             self._units[number].set_custom_reduce_scatter(_Handing(number, receive))

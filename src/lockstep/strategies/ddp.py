@@ -28,6 +28,7 @@ class Strategy:
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "the micro-batches of a step"
     needs: ClassVar[str] = "at most as many processes as micro-batches; memory for the whole model in each"
+    recomputes: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "the sum of the gradients, once a step, while backward goes on"
 

@@ -23,15 +23,19 @@ from lockstep.tasks.base import Task
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: into how many replicas the processes are divided."""
+    """`replicate`: into how many replicas the processes are divided. `offload`: what is cut is in the memory of the CPU
+    but while a block computes with it, and the CPU does the update.
+    """
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "processes that the replicas divide; an optimizer that works element by element"
+    recomputes: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "as zero3 within a replica; between replicas a shard of the gradients once a step"
 
     replicate: Annotated[int, Field(ge=1)] = 2
+    offload: bool = False
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the processes cannot be divided, or some would never have work."""
@@ -60,5 +64,5 @@ class Strategy:
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = sharded(world, places[world.rank], keep_gathered=False)
+        lay = sharded(world, places[world.rank], keep_gathered=False, offload=self.offload)
         return LocalEngine(task, make_optimizer, world, numerics, places, lay)

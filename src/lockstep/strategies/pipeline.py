@@ -32,6 +32,7 @@ class Strategy:
     cuts: ClassVar[str] = "the model, into stages; with replicate the micro-batches of a step too"
     needs: ClassVar[str] = "a model that calls at least as many modules one after the other as there are stages"
     communication: ClassVar[str] = "what crosses from stage to stage, and its gradient, for each micro-batch"
+    recomputes: ClassVar[bool] = True
     cuts_rows: ClassVar[bool] = False
 
     schedule: Schedule = "1f1b"

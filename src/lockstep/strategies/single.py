@@ -22,6 +22,7 @@ class Strategy:
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "nothing"
     needs: ClassVar[str] = "one process; memory for the whole model and its optimizer state"
+    recomputes: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "none"
 

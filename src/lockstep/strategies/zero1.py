@@ -22,15 +22,19 @@ from lockstep.tasks.base import Task
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on."""
+    """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on. `offload`: the
+    optimizer's state is in the memory of the CPU, which does the update.
+    """
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "the micro-batches of a step; the optimizer's state, by rows"
     needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
+    recomputes: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "the sum of the gradients and the new parameters, once a step"
 
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    offload: bool = False
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work."""
@@ -47,5 +51,5 @@ class Strategy:
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = rows(world, places, bucket_bytes=int(self.bucket_mib * 2**20))
+        lay = rows(world, places, bucket_bytes=int(self.bucket_mib * 2**20), offload=self.offload)
         return LocalEngine(task, make_optimizer, world, numerics, places, lay)

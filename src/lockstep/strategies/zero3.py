@@ -21,13 +21,16 @@ from lockstep.tasks.base import Task
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """It has no options."""
+    """`offload`: what is cut is in the memory of the CPU but while a block computes with it; the CPU updates it."""
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
+    recomputes: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "the parameters twice and the gradients once for each micro-batch, block by block"
+
+    offload: bool = False
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work, or none would share with another."""
@@ -46,5 +49,5 @@ class Strategy:
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = sharded(world, places[world.rank], keep_gathered=False)
+        lay = sharded(world, places[world.rank], keep_gathered=False, offload=self.offload)
         return LocalEngine(task, make_optimizer, world, numerics, places, lay)

@@ -1,0 +1,34 @@
+"""Activation recomputation: a block keeps its inputs only, and does its forward again when its backward needs the rest.
+
+Chen et al. 2016, "Training deep nets with sublinear memory cost". Random numbers are drawn again from where the block
+found the generators, so it is the same forward, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel.units import find_units
+
+
+def recompute(model: nn.Module, every: int) -> nn.Module:
+    """Let each `every`-th block of the model (parallel/units.py) recompute its activations, from the last one back.
+
+    A model without blocks does so as a whole. Returns the model, whose names stay as they are.
+    """
+    units = find_units(model) or [model]
+    for unit in units[::-1][::every]:
+        unit.forward = partial(_run, unit.forward)  # on the instance: whatever is called around a forward stays
+    return model
+
+
+def _run(forward: Callable[..., Any], *inputs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    return checkpoint(forward, *inputs, use_reentrant=False)

@@ -1,0 +1,93 @@
+"""Recomputation frees what lies inside of blocks and changes no bit."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import toys
+import worlds
+import zoo
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lockstep.parallel.recompute import recompute
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("model", ["resnet18", "vit_tiny", "mlp"])
+@pytest.mark.parametrize("placed", [("ddp", 2), ("zero3", 2)])
+def test_the_bits_stay(model: str, placed: tuple[str, int]) -> None:
+    case = zoo.case(model, precision="bf16", optimizer="adamw", clip=1.0, samples=(12,))
+    [alone] = worlds.run(1, toys.whole_trace, case)
+    for every in (1, 2):
+        saving = replace(case, strategy=placed[0], recompute=every)
+        for trace in worlds.run(placed[1], toys.whole_trace, saving, timeout=60.0):
+            assert [key for key in alone if trace[key] != alone[key]] == []
+
+
+def blocks(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = partial(nn.Linear, 64, 64)
+    return nn.Sequential(*(nn.Sequential(Named(inner()), nn.ReLU()) for _ in range(count)))
+
+
+class Named(nn.Module):
+    """A block that keeps five activations of the size of its input for its backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for _ in range(5):
+            inputs = self.inner(inputs).tanh()
+        return inputs
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Return the bytes of activations that wait for the backward once the forward is done."""
+    kept: dict[int, int] = {}
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = model(torch.ones(32, 64))
+    assert math.isfinite(outputs.sum().item())
+    return sum(kept.values())
+
+
+def test_fewer_activations_are_kept() -> None:
+    plain, half, full = (kept_bytes(model) for model in (blocks(4), recompute(blocks(4), 2), recompute(blocks(4), 1)))
+    assert full < half < plain
+    assert full <= plain / 3
+
+
+def test_names_stay() -> None:
+    assert [*recompute(blocks(2), 1).state_dict()] == [*blocks(2).state_dict()]
+
+
+def test_in_evaluation_nothing_is_done_twice() -> None:
+    calls = 0
+
+    class Counting(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return inputs * self.scale
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+    model = recompute(nn.Sequential(Counting()), 1)
+    with torch.no_grad():
+        model(torch.ones(2))
+    assert calls == 1
+    model(torch.ones(2)).sum().backward()
+    assert calls == 3
