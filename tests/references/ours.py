@@ -1,0 +1,35 @@
+"""The small run under Lockstep's own strategies."""
+
+from importlib import import_module
+
+from small_run import PROCESSES, SAMPLES, STEPS, Recipe, build, data
+from torch import Tensor
+
+from lockstep.core.order import Step
+from lockstep.parallel.layout import gathered
+from lockstep.parallel.local import Numerics
+from lockstep.parallel.optimize import make_optimizer
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.classification import Classification
+
+
+def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
+    """Train and return the weights, whole, on each rank."""
+    placed = import_module(f"lockstep.strategies.{strategy}").Strategy()
+    engine = placed.start(
+        Classification(build, topk=(1,)),
+        lambda trained, _: make_optimizer(trained, name=recipe.optimizer, lr=recipe.lr, options=recipe.options),
+        world,
+        Numerics(microbatches=PROCESSES),
+    )
+    samples = PROCESSES * SAMPLES
+    for number in range(STEPS):
+        step = Step(number, 0, number * samples, samples, number * samples, False)
+        places = placed.place(world.rank, world.size).indices(PROCESSES)
+        own = [MicroBatch(index, *data(number, index), shadow) for index, shadow in places]
+        engine.forward_backward(own, step)
+        engine.update(recipe.lr, recipe.max_norm)
+    weights = {name: tensor.detach().clone() for name, tensor in gathered(world, engine.state().model).items()}
+    engine.close()
+    return weights

@@ -1,0 +1,40 @@
+"""ZeRO as DeepSpeed does it, on the same network and data, ends with our weights but for rounding."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ours
+import pytest
+import worlds
+from optional import require
+from safetensors.torch import load_file
+from small_run import PROCESSES, RECIPES, TOLERANCE, furthest, wrong
+
+PROGRAM = Path(__file__).with_name("deepspeed_program.py")
+LIMIT_S = 240.0  # of 15 on two free cores: each process imports DeepSpeed for some 4 s
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Let DeepSpeed train everything, once, and return the folder with what it came to."""
+    require("deepspeed")
+    folder = tmp_path_factory.mktemp("deepspeed")
+    command = [sys.executable, str(PROGRAM), str(folder)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_comes_to_our_weights(stage: int, name: str, weights: Path) -> None:
+    theirs = load_file(weights / f"{stage}-{name}.safetensors")
+    mine, *_ = worlds.run(PROCESSES, ours.trained, f"zero{stage}", RECIPES[name])
+    assert furthest(mine, theirs) < TOLERANCE
+    other, *_ = worlds.run(PROCESSES, ours.trained, f"zero{stage}", wrong(RECIPES[name]))
+    assert furthest(other, theirs) > 10 * TOLERANCE
