@@ -85,8 +85,8 @@ def evaluated(top1: float = 0.5, loss: float = 1.0) -> Callable[[Progress], Eval
     )
 
 
-def saved(progress: Progress) -> Saved:
-    return Saved(
+def saved(progress: Progress) -> list[Saved]:
+    event = Saved(
         step=progress.step,
         epoch=progress.epoch,
         samples=progress.samples,
@@ -95,6 +95,7 @@ def saved(progress: Progress) -> Saved:
         best=progress.best_at == progress.step,
         seconds=0.0,
     )
+    return [event]
 
 
 def shortly(events: Sequence[Event]) -> list[str]:

@@ -32,10 +32,11 @@ from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
 from lockstep.runtime.world import World, open_world
-from lockstep.training import checkpoint, shards
+from lockstep.training import checkpoint
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.saver import Saver
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class _Training:
         self.engine: Engine
         self.strategy_name, place, self.engine = start_engine(ready, placement, world, start.microbatches)
         self.loader: Loader = ready.loader(world, place, start.microbatches, placement.workers)
+        run = loaded.config.run
+        self.saver = Saver(world, start.folder / checkpoint.FOLDER, run.keep, beside=run.save_async)
         world.compare(self._facts())
 
     def run(self, stop: StopRequest) -> int:
@@ -117,8 +120,11 @@ class _Training:
             for event in self._events(stop):
                 for sink in sinks:
                     sink.write(event, time.time())
+                if isinstance(event, Saved):
+                    self.weights = event.weights_sha256
                 if isinstance(event, Stopped):
                     code = EXIT_CODES[event.reason]
+        self.saver.close()
         self.engine.close()
         return code
 
@@ -134,9 +140,11 @@ class _Training:
             self._save,
             stop,
         ):
+            yield from self.saver.wait() if isinstance(event, Stopped) else self.saver.finished()
             yield event
             if isinstance(event, Stopped):
                 return
+        yield from self.saver.wait()
         yield self._done()
 
     def _plan(self) -> Plan:
@@ -183,26 +191,8 @@ class _Training:
             progress,
         )
 
-    def _save(self, progress: Progress) -> Saved:
-        began = time.perf_counter()
-        snapshot = self._snapshot(self.engine.state(), progress)
-        self.weights = checkpoint.weights_sha256(whole(snapshot.model))
-        self.world.compare({"weights": self.weights})
-        best = progress.best_at == progress.step
-        folder, keep = self.start.folder / checkpoint.FOLDER, self.loaded.config.run.keep
-        if not snapshot.is_whole:
-            self.weights = shards.save(self.world, folder, progress.step, snapshot, keep, best)
-        elif self.world.rank == 0:
-            checkpoint.save(folder, progress.step, snapshot, keep, best)
-        return Saved(
-            step=progress.step,
-            epoch=progress.epoch,
-            samples=progress.samples,
-            path=str(folder / checkpoint.step_name(progress.step)),
-            weights_sha256=self.weights,
-            best=best,
-            seconds=time.perf_counter() - began,
-        )
+    def _save(self, progress: Progress) -> list[Saved]:
+        return self.saver.save(progress, self._snapshot(self.engine.state(), progress))
 
     def _snapshot(self, state: State, progress: Progress) -> checkpoint.Snapshot:
         kept = {

@@ -30,5 +30,6 @@ class Run(Section):
     save_every: Every = Every(epochs=1)
     evaluate_every: Every = Every(epochs=1)
     keep: NaturalInt = 3  # newest checkpoints; latest and best always stay
+    save_async: bool = False  # write checkpoints while the next steps compute; takes memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
     tensorboard: bool = True

@@ -46,7 +46,13 @@ class Grid:
 class World:
     """This process among all processes of the run. In a world of one nothing is sent."""
 
-    def __init__(self, info: RankInfo, device: torch.device, groups: tuple[dist.ProcessGroup, ...] = ()) -> None:
+    def __init__(
+        self,
+        info: RankInfo,
+        device: torch.device,
+        groups: tuple[dist.ProcessGroup, ...] = (),
+        timeout: timedelta | None = None,
+    ) -> None:
         self.rank = info.rank
         self.size = info.size
         self.local_rank = info.local_rank
@@ -54,6 +60,7 @@ class World:
         self.host = socket.gethostname()
         self.device = device
         self._groups = groups
+        self._timeout = timeout
         self._stop = _StopAgreement(groups[0]) if groups else None
         self._grids: dict[int, Grid] = {}
 
@@ -78,9 +85,16 @@ class World:
             return Grid(init_device_mesh(self.device.type, (members,)), self._groups[1], None)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "member"))
         ranks = torch.arange(self.size).view(shape)
-        within = _own_group(ranks.tolist(), self.rank)
-        across = _own_group(ranks.T.tolist(), self.rank)
+        within = self._own_group(ranks.tolist())
+        across = self._own_group(ranks.T.tolist())
         return Grid(mesh["member"], within, across)
+
+    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in groups]
+        [own] = [group for ranks, group in made if self.rank in ranks]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     def lane(self) -> Lane:
         """Return a second lane for communication; close it after use."""
@@ -153,6 +167,15 @@ class World:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
 
+    def beside(self) -> World:
+        """Return the same ranks in groups of their own, for another thread. All ranks call it; nobody closes it."""
+        if self.size == 1:
+            return self
+        info = RankInfo(self.rank, self.size, self.local_rank, self.local_size, "beside")
+        group = dist.new_group(timeout=self._timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return World(info, self.device, (group, group), self._timeout)
+
     def close(self) -> None:
         """Leave the process group."""
         if self._groups:
@@ -179,15 +202,7 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    return World(info, chosen, (first, second))
-
-
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """Make a group of each of these lists of ranks, as all ranks must, and return the one with `rank` in it."""
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    [own] = [group for ranks, group in made if rank in ranks]
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    return World(info, chosen, (first, second), timeout)
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:

@@ -86,14 +86,14 @@ def train(
     plan: Plan,
     progress: Progress,
     evaluate: Callable[[Progress], Evaluated],
-    save: Callable[[Progress], Saved],
+    save: Callable[[Progress], Iterable[Saved]],
     stop: StopRequest,
 ) -> Iterator[Event]:
     """Train from `progress` to the end of the plan, or to the step boundary at which the ranks agree to stop.
 
-    `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each
-    gets the same events, and whoever iterates says in the end what was done. A loss that is not finite raises
-    TrainingError, at the latest with the next report.
+    `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each gets
+    the same events, and whoever iterates says in the end what was done. `save` gives the saves that are done by then. A
+    loss that is not finite raises TrainingError, at the latest with the next report.
     """
     watch, meter = LossWatch(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
@@ -115,7 +115,7 @@ def train(
         wish = world.agree_to_stop(stop.wish)
         if last or wish or plan.save.falls_on(step):
             watch.check()
-            yield save(progress)
+            yield from save(progress)
             meter.restart()
         if wish and not last:
             yield Stopped(step=progress.step, epoch=progress.epoch, samples=progress.samples, reason=WISHES[wish])
