@@ -170,7 +170,8 @@ def test_digests_are_of_values_dtype_and_shape(kind):
     found = trace.digest([tensor])
     assert trace.size_of(found) == tensor.nbytes
     assert found == trace.digest([tensor.T.contiguous().T])
-    assert len({found, trace.digest([tensor.double()]), trace.digest([tensor.T]), trace.digest([tensor + 1])}) == 4
+    others = [tensor.reshape(3, 2), tensor.view(torch.uint8), tensor + 1]  # the first two of the same bytes
+    assert found not in [trace.digest([other]) for other in others]
 
 
 def test_what_is_seen_is_read_as_it_was_written(tmp_path):

@@ -57,6 +57,17 @@ def test_what_is_cut_comes_together_on_rank_0_bit_for_bit(size, group_bytes):
     assert all([name.split()[0] for name in other] == ["bytes"] for other in others)
 
 
+def gather_replicas(world: World) -> list[list[float]]:
+    """Gather a tensor of which every rank holds all rows, and the last rank speaks."""
+    shard = Shard(torch.tensor([1.5, -0.0, 2.5]), 0, torch.Size([3]), primary=world.rank == world.size - 1)
+    return [whole.tolist() for _, whole in wholes(world, {"a": shard})]
+
+
+@pytest.mark.worlds
+def test_where_several_hold_the_same_rows_one_speaks():
+    assert worlds.run(2, gather_replicas) == [[[1.5, -0.0, 2.5]], []]
+
+
 def test_only_the_first_samples_are_there():
     split = FirstSamples(TensorSplit(torch.arange(5, dtype=torch.uint8)[:, None], torch.arange(5)), 3)
     assert len(split) == 3
