@@ -18,13 +18,14 @@ class Uneven(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
         self.added = nn.Parameter(torch.randn(3, 4))
+        self.turned = nn.Parameter(torch.randn(4, 3))
         self.alone = nn.Parameter(torch.randn(4))
         self.unused = nn.Parameter(torch.randn(2))
 
     def forward(self, x: Tensor, y: Tensor, number: Tensor) -> list[Tensor]:
-        z = torch.addmm(x, x + self.added, self.weight.t())
+        z = (x + self.added + self.turned.t()) @ self.weight
         if number > 0:
-            z = z + y.mul_(2.0)
+            z = z + y.mul_(2.0).square()
         return [z, self.alone * 2, number + 1, y]
 
 
