@@ -1,0 +1,75 @@
+"""The strategy is a matter of time and memory: commands give the same run, to the byte, under each of them."""
+
+import signal
+
+import pytest
+from conftest import DIGITS
+from forked import events
+from test_resume import TRAIN, stop, undisturbed
+
+PLACED = {
+    "zero1": ("placement.strategy={name: zero1, offload: true}", "placement.processes=3"),
+    "zero2": ("placement.strategy=zero2", "placement.processes=2"),
+    "fsdp": ("placement.strategy=fsdp", "placement.processes=3", "placement.recompute=full"),
+    "hsdp": ("placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4", "run.save_async=true"),
+    "pipeline": ("placement.strategy=pipeline", "placement.processes=2", "run.save_async=true"),
+}
+MANIFEST = "run/checkpoints/step-00000023/manifest.json"
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
+    reference = undisturbed(finished)
+    trained = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", *PLACED[name])
+    assert trained.sha256 == reference.sha256
+    assert (trained.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
+    for kind, keys in (("step", ("step", "loss", "lr")), ("evaluated", ("step", "loss", "top1", "evaluated"))):
+        told, expected = (events(each.folder / "run", kind) for each in (trained, reference))
+        assert [[event[key] for key in keys] for event in told] == [[event[key] for key in keys] for event in expected]
+    assert trained.err == ""
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "zero1"), ("hsdp", "zero2"), ("pipeline", "fsdp")])
+def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, before, after):
+    stopped = stop(start, "recipe.microbatches=4", *PLACED[before], number=signal.SIGTERM)
+    (end,) = events(stopped.folder / "run", "stopped")
+    assert 0 < end["step"] < 23
+    resumed, reference = run(*TRAIN, "recipe.microbatches=4", *PLACED[after]), undisturbed(finished)
+    assert resumed.sha256 == reference.sha256
+    assert (resumed.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp", "pipeline"])
+def test_a_saved_run_is_evaluated_under_any_strategy(run, name):
+    run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", "placement.processes=1")
+    alone = run("eval", "run")
+    placed = run("eval", "run", *(word for word in PLACED[name] if not word.startswith("run.")))
+    assert _said(placed.out) == _said(alone.out)
+    assert "evaluated 360 of 360" in alone.out
+
+
+def _said(out: str) -> list[str]:
+    """Return what was said of the weights and the counts, without the seconds."""
+    return [line.split("  ")[0] for line in out.splitlines() if line.startswith(("evaluated", "weights"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("placement.strategy=zero3", "placement.processes=1"), "strategy zero3: one process has nobody to share with"),
+        (
+            ("placement.strategy=hsdp", "placement.processes=3"),
+            "strategy hsdp: replicate=2 does not divide 3 processes",
+        ),
+        (("placement.strategy={name: zero2, offlaod: true}",), "did you mean 'offload'?"),
+        (("placement.recompute=some",), "placement.recompute: expected none, full, or every_2, every_3, ..."),
+        (
+            ("placement.strategy=zero1", "placement.processes=2", "recipe.optimizer={name: adafactor, lr: 0.01}"),
+            "strategy zero1: optimizer Adafactor treats rows of a tensor otherwise than the whole tensor",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(run, words, problem):
+    refused = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", *words, code=2)
+    assert problem in refused.err
+    assert not (refused.folder / "run").exists()
