@@ -85,6 +85,8 @@ def test_mistakes_are_told_before_anything_starts(run):
         command = run("verify", "digits", "placement.processes=2", override, code=2)
         assert text in command.err
         assert command.out == ""
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert "without a launcher" in run("verify", "digits", code=2, **launched).err
     assert "no folder gone" in run("verify", "--json", "gone/found", code=2).err
 
 
@@ -113,6 +115,16 @@ def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
     assert places["ddp", 2].loaded.config.placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert places["single", 1].loaded.config.placement.strategy.model_extra == {}
     assert "3 processes but only 2 micro-batches" in places["ddp", 3].reason
+
+
+def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputation():
+    overrides = ["placement.strategy={bucket_mib: 1.5}", "placement.recompute=full", "placement.workers=2"]
+    single, asked = _verify._given(load("digits", overrides), 2)
+    assert (single.label, asked.label) == ("single on 1", "ddp on 2")
+    placement = asked.loaded.config.placement
+    assert placement.strategy.model_extra == {"bucket_mib": 1.5}
+    assert (placement.recompute, placement.workers, placement.processes) == ("full", 2, 2)
+    assert [place.label for place in _verify._given(load("digits"), 1)] == ["single on 1"]
 
 
 @pytest.mark.parametrize(

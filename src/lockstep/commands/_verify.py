@@ -12,13 +12,13 @@ import pkgutil
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -40,6 +40,7 @@ from lockstep.reporting.verification import Departure, Row, Verdict, Verificatio
 from lockstep.runtime.agent import run_workers
 from lockstep.strategies import names
 
+_SINGLE: Final = Strategy(name="single")
 _LARGEST: Final = 4  # processes, with --all
 _BATCHES: Final = 4  # of validation, and a short one
 _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
@@ -130,8 +131,9 @@ def _validation(batch: int) -> int:
 
 def _given(loaded: Loaded, count: int) -> list[Candidate]:
     """Return one process, as a contestant of its own, and the placement that was asked for."""
-    places = [_place(loaded, "single", 1), _place(loaded, _setup.strategy(loaded.config.placement, count)[0], count)]
-    return places[:1] if (places[1].strategy, count) == ("single", 1) else places
+    asked = _candidate(loaded, loaded.config.placement.strategy, count, {})
+    single = _candidate(loaded, _SINGLE, 1, {})
+    return [asked] if (asked.strategy, count) == ("single", 1) else [single, asked]
 
 
 def _all(loaded: Loaded, microbatches: int) -> list[Candidate]:
@@ -139,15 +141,22 @@ def _all(loaded: Loaded, microbatches: int) -> list[Candidate]:
     gpus = 0 if loaded.config.placement.device == "cpu" else torch.cuda.device_count()
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    return [_checked(_place(loaded, name, size), microbatches) for name in ordered for size in sizes]
+    return [_checked(_named(loaded, name, size), microbatches) for name in ordered for size in sizes]
 
 
-def _place(loaded: Loaded, name: str, processes: int) -> Candidate:
-    given = loaded.config.placement
-    strategy = given.strategy if given.strategy.name == name else Strategy.model_validate({"name": name})
-    placement = given.model_copy(update={"strategy": strategy, "processes": processes})
+def _named(loaded: Loaded, name: str, processes: int) -> Candidate:
+    """Return a strategy with the options that the placement has for it, if it names this one."""
+    given = loaded.config.placement.strategy
+    return _candidate(loaded, given if given.name == name else Strategy(name=name), processes, {})
+
+
+def _candidate(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[str, Any]) -> Candidate:
+    """Return the placement of `loaded` with another strategy, number of processes and other changes."""
+    update = {"strategy": strategy, "processes": processes, **changes}
+    placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
-    return Candidate(placed, name, processes, _setup.strategy(placement, processes)[1].exactness)
+    name, chosen = _setup.strategy(placement, processes)
+    return Candidate(placed, name, processes, chosen.exactness)
 
 
 def _checked(place: Candidate, microbatches: int) -> Candidate:
@@ -168,7 +177,8 @@ class _Contest:
         self._ready = ready
         self._launched = 0
         self._half = max(1, len(job.numbers) // 2)
-        self._single = _place(job.loaded, "single", 1)
+        # The plainest way there is: nothing of the placement that should not matter.
+        self._single = _candidate(job.loaded, _SINGLE, 1, {"recompute": "none", "workers": 0})
         self._facts = Facts()
 
     def look(self) -> Facts:

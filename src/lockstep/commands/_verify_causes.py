@@ -68,8 +68,9 @@ def findings(facts: Facts) -> list[Finding]:
     found = [*_of_data(facts), *_of_kernels(facts), *_of_state(facts), *_of_buffers(facts), *_of_loss(facts)]
     if facts.unused:
         text = (
-            f"the loss depends on none of these parameters: {_listed(facts.unused)}; they get a gradient of zeros, "
-            f"so weight decay and momentum still act on them; remove them, or freeze them with requires_grad=False"
+            f"the loss of the micro-batches tried depends on none of these parameters: {_listed(facts.unused)}; they "
+            f"get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
+            f"(requires_grad=False)"
         )
         found.append(Finding(UNUSED, False, text, tuple(facts.unused)))
     return found

@@ -107,15 +107,14 @@ class FirstSamples:
 class _Contestant:
     def __init__(self, job: Job, ready: Setup, world: World) -> None:
         placement = job.loaded.config.placement
-        _, strategy = _setup.strategy(placement, world.size)
         self._job = job
         self._ready = ready
         self._world = world
         self._meter = Meter(world.device)
         self._rate = planning.rate(ready.recipe, ready.steps)
-        place = strategy.place(world.rank, world.size)
+        self._engine: Engine
+        _, place, self._engine = _setup.start(ready, placement, world, job.microbatches)
         self._loader: Loader = ready.loader(world, place, job.microbatches, placement.workers)
-        self._engine: Engine = strategy.start(ready.task, ready.optimizer, world, ready.numerics(job.microbatches))
         self._seconds = 0.0
 
     def run(self) -> Seen:

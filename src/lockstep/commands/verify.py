@@ -5,10 +5,13 @@ Exit code 0 only if all agree, 3 if not.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import click
+
+from lockstep.launchers import detect
 
 
 @click.command("verify")
@@ -34,6 +37,8 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
     from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.verification import draw, to_json
 
+    if detect(os.environ):
+        raise UsageError("verify starts the processes of each placement itself; run it once, without a launcher")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
     found = verify(loaded, everything, steps, _progress if sys.stderr.isatty() else _silence)
