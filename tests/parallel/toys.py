@@ -93,6 +93,7 @@ class Case:
     recompute: int = 0  # every so many blocks
     poisoned: int | None = None  # the step whose last image is not finite
     strategy: str = "ddp"  # on several processes
+    alone: str = "single"  # on one
     options: tuple[tuple[str, int], ...] = ()  # of the strategy
     bucket_bytes: int = BUCKET_BYTES
     model: type[nn.Module] = Toy
@@ -120,7 +121,7 @@ def build(case: Case) -> nn.Module:
 
 def strategy(world: World, case: Case) -> Any:
     """Return the strategy of a case: the plain one on one process."""
-    name = "single" if world.size == 1 else case.strategy
+    name = case.alone if world.size == 1 else case.strategy
     options = dict(case.options) if name == case.strategy else {}
     kind = import_module(f"lockstep.strategies.{name}").Strategy
     if "bucket_mib" in {field.name for field in fields(kind)}:
@@ -134,7 +135,7 @@ def engine(world: World, case: Case) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **options)
 
-    task = Classification(partial(build, case), topk=(1,))
+    task = Classification(partial(build, case), topk=(1,), sample_shape=(3, case.side, case.side))
     started: Engine = strategy(world, case).start(task, optimizer, world, case.numerics())
     return started
 
