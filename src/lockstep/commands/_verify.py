@@ -92,7 +92,8 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     samples = len(ready.data.validation)
     evaluated = min(samples, _validation(_setup.evaluation_batch(recipe, microbatches)))
     places = _all(loaded, microbatches) if everything else _given(loaded, count)
-    _import_for_all()
+    if everything:
+        _import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = chosen_steps(ready.steps, steps)
         job = Job(loaded, microbatches, numbers, evaluated, Path(folder))
