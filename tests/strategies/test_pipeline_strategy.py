@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
@@ -60,3 +62,24 @@ def test_the_ranks_of_a_pipeline_have_the_same_micro_batches() -> None:
         [(0, False), (1, False), (2, False)],
         [(3, False), (4, False)],
     ]
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def reading() -> nn.Module:
+    """Built from values, which the meta device has not."""
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(int(torch.ones(3).sum()))])
+
+
+def test_a_model_is_checked_before_any_process_starts() -> None:
+    for build in (chain, reading):
+        Strategy().check_model(build, (4,), 3)
+        Strategy(replicate=2).check_model(build, (4,), 6)
+        with pytest.raises(UsageError, match="cannot be cut into 4 stages"):
+            Strategy().check_model(build, (4,), 4)
+        with pytest.raises(UsageError, match="cannot be cut into 6 stages"):
+            Strategy(schedule="interleaved").check_model(build, (4,), 3)
+    with pytest.raises(UsageError, match="the model has no module 9"):
+        Strategy(cut=("9",)).check_model(chain, (4,), 2)

@@ -171,9 +171,8 @@ class _Measuring(fx.Interpreter):
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return tuple(list(each) if isinstance(each, list) else each for each in args), kwargs
 
-    @torch.no_grad()
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node and count."""
+        """Run one node and count; with a graph, since the counter's hooks stumble over a weight's views without."""
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
         self.operations[n.name] = counter.get_total_flops()

@@ -5,17 +5,21 @@ Huang et al. 2019, "GPipe", has the idea and the first schedule; core/pipeline_s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
+import torch
 from pydantic import Field
+from torch import nn
 
 from lockstep.core.mesh import Place
 from lockstep.core.pipeline_schedule import Schedule
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline import Pipe, PipelineEngine
+from lockstep.parallel.pipeline_cut import find_cut
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
 
@@ -24,8 +28,9 @@ from lockstep.tasks.base import Task
 @dataclass(frozen=True)
 class Strategy:
     """`schedule`: the order of the work. `replicate`: how many pipelines share the micro-batches. `stages_per_rank`:
-    how many stages each process has (interleaved: 2 unless said otherwise, else 1). `cut`: the modules that begin the stages but the first; left out, stages are cut by cost.
-    `recompute`: hold the inputs of a stage instead of its activations, and compute its forward again in its backward.
+    how many stages each process has (interleaved: 2 unless said otherwise, else 1). `cut`: the modules that begin the
+    stages but the first; left out, stages are cut by cost. `recompute`: hold the inputs of a stage instead of its
+    activations, and compute its forward again in its backward.
     """
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
@@ -67,6 +72,21 @@ class Strategy:
                 f"strategy pipeline: cut names {len(self.cut)} modules, but there are {stages} stages, {per_rank} for "
                 f"each process of a pipeline; name {stages - 1}, or leave cut out"
             )
+
+    def check_model(self, build: Callable[[], nn.Module], shape: tuple[int, ...], processes: int) -> None:
+        """Raise UsageError where the model that `build` builds cannot be cut into the stages for so many processes.
+
+        It is built on the meta device, or on the CPU where that fails; `shape` is that of one sample.
+        """
+        stages = processes // self.replicate * self._per_rank()
+        try:
+            with torch.device("meta"):
+                blank = build()
+        except LockstepError:
+            raise
+        except Exception:  # a stranger's model may read values while it is built
+            blank = build()
+        find_cut(blank, stages, shape, self.cut)
 
     def place(self, rank: int, size: int) -> Place:
         """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""
