@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import starmap, tee
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -126,23 +125,16 @@ class Loader:
         self._place = place
         self._workers = workers
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
-        self._epochs: dict[int, Request] = {}  # the last one planned, since a plan goes through them in order
+        self._epochs: dict[int, Request] = {}  # the last two planned: loader processes may be ahead by one
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
-        ours, ahead = tee(map(self._plan, range(first, self._steps.total)))
-        requests = (request for planned in ahead for _, request in planned.requests)
-        with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetched:
-            for step, planned in ours:
-                yield (
-                    step,
-                    [
-                        self._finish.for_training(
-                            self._counted(next(fetched), cut), request, step.number, cut.number, cut.shadow
-                        )
-                        for cut, request in planned
-                    ],
-                )
+        numbers = range(first, self._steps.total)
+        requests = (request for number in numbers for _, request in self._plan(number).requests)
+        with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetch:
+            for number in numbers:
+                step, planned = self._plan(number)
+                yield step, [self._microbatch(step, cut, request, fetch(request)) for cut, request in planned]
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
         """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
@@ -153,10 +145,10 @@ class Loader:
         length = len(self._data.validation)
         numbers = self._place.turns(self.validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
-        requests = (Request(np.arange(first, min(first + batch, length)), None) for first in firsts)
-        with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetched:
-            for number in numbers:
-                yield number if self._place.speaks else None, *self._finish.for_evaluation(next(fetched))
+        requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
+        with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetch:
+            for number, request in zip(numbers, requests, strict=True):
+                yield number if self._place.speaks else None, *self._finish.for_evaluation(fetch(request))
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
@@ -181,17 +173,19 @@ class Loader:
         if epoch not in self._epochs:
             seed = self._finish.seed
             order = permutation(seed, epoch, len(self._data.train))
-            self._epochs = {epoch: Request(order, random.key(random.AUGMENT, seed, epoch))}
+            last = max(self._epochs, default=epoch)
+            kept = {last: self._epochs[last]} if last in self._epochs else {}
+            self._epochs = {**kept, epoch: Request(order, random.key(random.AUGMENT, seed, epoch))}
         return self._epochs[epoch]
 
-    def _counted(self, fetched: Fetched, cut: _Cut) -> Fetched:
+    def _microbatch(self, step: Step, cut: _Cut, request: Request, fetched: Fetched) -> MicroBatch:
         if not self._data.train.in_memory and not cut.shadow and not fetched[1].is_floating_point():
             self.skipped += int((fetched[1] == SKIPPED).sum())
-        return fetched
+        return self._finish.for_training(fetched, request, step.number, cut.number, cut.shadow)
 
 
 class _fetching:  # noqa: N801 - a context manager that reads as a verb
-    """Enter to get an iterator over what the requests ask for, in their order; leaving ends the loader processes."""
+    """Enter to get what answers the requests, which must be asked in their order; leaving ends the loader processes."""
 
     def __init__(self, split: Split, requests: Iterable[Request], workers: int, device: torch.device) -> None:
         self._split = split
@@ -200,9 +194,9 @@ class _fetching:  # noqa: N801 - a context manager that reads as a verb
         self._pinned = device.type == "cuda" and not split.in_memory
         self._iterator: Iterator[Any] | None = None
 
-    def __enter__(self) -> Iterator[Fetched]:
+    def __enter__(self) -> Callable[[Request], Fetched]:
         if not self._workers:
-            return starmap(self._split.fetch, self._requests)
+            return lambda request: self._split.fetch(*request)
         loader: DataLoader[Any] = DataLoader(
             _Fetches(self._split),
             batch_size=None,
@@ -214,8 +208,8 @@ class _fetching:  # noqa: N801 - a context manager that reads as a verb
             # Not spawned: a worker would import torch anew, and hold another copy of what the split keeps.
             multiprocessing_context="fork",
         )
-        self._iterator = iter(loader)
-        return (_opened(answer) for answer in self._iterator)
+        answers = self._iterator = iter(loader)
+        return lambda _: _opened(next(answers))
 
     def __exit__(self, *_: object) -> None:
         if self._iterator is not None:
