@@ -14,6 +14,7 @@ from toys import Trace
 from lockstep.runtime.world import ALONE, World
 
 SAID = ("step", "outputs", "scalars", "names")  # by every rank
+SIZES = {"mlp": (1, 2, 3, 4), "skipping": (2, 4), "vit": (3,)}
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 GROUPS = {"decay_bias_and_norm": False}
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
 
 @cache
 def alone(case_name: str) -> Trace:
-    case = CASES[case_name][0] if case_name in CASES else Case(case_name, clip=0.1)
+    case = CASES[case_name][0] if case_name in CASES else Case(case_name, clip=0.1, samples=(11, 3))
     return own_trace(World(ALONE, torch.device("cpu")), case, None)
 
 
@@ -62,9 +63,10 @@ def assert_same(expected: Trace, size: int, case: Case, options: dict[str, Any])
 @pytest.mark.parametrize("model", ["mlp", "skipping", "vit"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_bits_of_one_process(schedule: str, model: str) -> None:
-    most = 4 if schedule != "interleaved" else {"mlp": 4, "vit": 3, "skipping": 2}[model]  # twice as many stages
-    for size in range(1, most + 1):
-        assert_same(alone(model), size, Case(model, clip=0.1), {"schedule": schedule})
+    for size in SIZES[model]:
+        if schedule == "interleaved" and model == "skipping" and size > 2:
+            continue  # it cannot be cut into so many stages, twice as many as processes
+        assert_same(alone(model), size, Case(model, clip=0.1, samples=(11, 3)), {"schedule": schedule})
 
 
 @pytest.mark.worlds
