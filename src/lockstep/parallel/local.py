@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from lockstep.core import random
 from lockstep.core.mesh import Place
-from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.core.order import Step
 from lockstep.core.shard import Held, Shard, alike, local, rows_of
 from lockstep.core.tree import Counter
@@ -36,9 +35,10 @@ from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layout import Layout
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.updating import Updates, gradient
 from lockstep.runtime.canonical import add_
 from lockstep.runtime.lane import Lane
-from lockstep.runtime.precision import Precision, autocast, loss_scaler
+from lockstep.runtime.precision import Precision, autocast
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Task
 
@@ -84,11 +84,8 @@ class LocalEngine:
         self._layout = lay(self._model, self._lane)
         self._forward = torch.compile(self._model) if numerics.compile else self._model
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
-        self._optimizer = make_optimizer(self._layout.trained, self._layout.norms)
+        self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._by_name = dict(self._layout.trained)
-        self._trained = list(self._by_name.values())
-        self._scaler = loss_scaler(numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval)
-        self._scales = self._scaler.is_enabled()
         self._autocast = autocast(numerics.precision, world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
@@ -126,36 +123,19 @@ class LocalEngine:
 
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
-        return {name: self._layout.held(name, _gradient(tensor)) for name, tensor in self._layout.trained}
+        return {name: self._layout.held(name, gradient(tensor)) for name, tensor in self._layout.trained}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
-        if self._scales:
-            self._scaler.unscale_(self._optimizer)
-            self._layout.agree_(self._infinities())
-        norm = None
-        if max_norm is not None or self._numerics.skip_nonfinite:
-            norm = norm_of_rows(self._layout.all_row_norms([_gradient(tensor) for tensor in self._trained]))
-        applied = not self._numerics.skip_nonfinite or self._is_finite(norm)
-        if applied:
-            if max_norm is not None and norm is not None:
-                clip_([_gradient(tensor) for tensor in self._trained], norm, max_norm)
-            applied = self._step_optimizer(lr)
-            self._layout.settle()
-        scale = None
-        if self._scales:
-            scale = self._scaler.get_scale()
-            self._scaler.update()
-        for tensor in self._trained:  # as zero_grad does, at a tenth of its time
-            tensor.grad = None
+        update = self._updates.update(lr, max_norm, self._loss)
         if self._running.size:
-            if applied:
+            if update.applied:
                 self._running.move(self._observed)
             else:
                 self._running.restore()
-        if self._ema is not None and applied:
+        if self._ema is not None and update.applied:
             self._ema.update()
-        return Update(norm, applied, scale)
+        return update
 
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -171,13 +151,13 @@ class LocalEngine:
     def state(self) -> State:
         """See Engine."""
         model = self._layout.state()
-        tensors, scalars = optimizer_state(self._layout.trained, self._optimizer)
+        tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
         ema = self._ema.state() if self._ema is not None else None
         return State(
             model=model,
             optimizer={name: self._held(name, tensor) for name, tensor in tensors.items()},
             ema={name: alike(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
-            scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
+            scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
 
     @torch.no_grad()
@@ -192,8 +172,8 @@ class LocalEngine:
         self._running.reload()
         self._layout.reload()
         tensors = {name: self._own(name, local(whole)) for name, whole in state.optimizer.items()}
-        load_optimizer_state(self._layout.trained, self._optimizer, tensors, state.scalars["optimizer"])
-        self._scaler.load_state_dict(state.scalars["loss_scale"])
+        load_optimizer_state(self._layout.trained, self._updates.optimizer, tensors, state.scalars["optimizer"])
+        self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
             self._ema.load({name: rows_of(local(whole), model[name]) for name, whole in state.ema.items()})
 
@@ -230,7 +210,7 @@ class LocalEngine:
 
     def _backward(self, loss: Tensor, step: Step) -> None:
         share = self._share(step.samples, loss.dtype)
-        loss.backward(self._scaler.scale(share) if self._scales else share)  # type: ignore[no-untyped-call]
+        loss.backward(self._updates.scaled(share))  # type: ignore[no-untyped-call]
 
     def _only(self, microbatch: MicroBatch, step: Step) -> Sums:
         """Do what forward_backward does for a step's only micro-batch, where there is nothing to add."""
@@ -254,23 +234,6 @@ class LocalEngine:
     def _send(self, statistics: Counter[Tensor], leaves: int) -> Callable[[], Tensor]:
         return self._lane.submit(partial(self._canonical, statistics.pieces(), leaves, self._no_statistics))
 
-    def _is_finite(self, norm: Tensor | None) -> bool:
-        return bool(torch.isfinite(self._loss)) and (norm is None or bool(torch.isfinite(norm)))
-
-    def _step_optimizer(self, lr: float) -> bool:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        if not self._scales:
-            self._optimizer.step()
-            return True
-        # The scaler does not say whether it stepped. It leaves the optimizer alone where it found an infinity.
-        found = self._infinities()
-        self._scaler.step(self._optimizer)
-        return not any(bool(infinity) for infinity in found)
-
-    def _infinities(self) -> list[Tensor]:
-        return list(self._scaler._found_inf_per_device(self._optimizer).values())
-
     def _predict(self, inputs: Tensor) -> Tensor:
         with self._autocast:
             outputs: Tensor = self._forward(self._laid_out(inputs))
@@ -280,8 +243,3 @@ class LocalEngine:
         if self._numerics.channels_last and inputs.ndim == 4:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
