@@ -200,7 +200,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
     """Be rank `rank`: meet the others, then answer one request after the other."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # After a fork torch makes its pool of threads anew at its first use, and dies where two threads use it first at once.
+    # After a fork torch makes its pool of threads anew at first use, and aborts where two threads use it first at once.
     fix_kernels(threads=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(str(folder / "calls"), "AF_UNIX")

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainVa
 
 from lockstep.config.base import NaturalInt, PositiveFloat, Section
 
-
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 
 
