@@ -8,17 +8,18 @@ import worlds
 from torch import Tensor, nn
 
 from lockstep.errors import TrainingError
-from lockstep.runtime.pipeline import Post, backward_input, backward_weight
+from lockstep.runtime.pipeline import Post, Values, backward_input, backward_weight
 from lockstep.runtime.world import World
 
 CPU = torch.device("cpu")
 
 
-def goods() -> list[Tensor | None]:
+def goods() -> Values:
     images = torch.arange(96.0).view(2, 3, 4, 4)
     return [
         images,
         None,
+        -7,
         images.contiguous(memory_format=torch.channels_last).requires_grad_(),
         images.transpose(1, 3)[:, 1:3, :, ::2],  # with gaps
         torch.randn(3, 1).expand(3, 5).requires_grad_(),
@@ -32,9 +33,11 @@ def goods() -> list[Tensor | None]:
     ]
 
 
-def looks(values: list[Tensor | None]) -> list[Any]:
+def looks(values: Values) -> list[Any]:
     return [
-        None if v is None else (v.dtype, tuple(v.shape), v.stride(), v.requires_grad, v.is_leaf, repr(v.tolist()))
+        v
+        if not isinstance(v, Tensor)
+        else (v.dtype, tuple(v.shape), v.stride(), v.requires_grad, v.is_leaf, repr(v.tolist()))
         for v in values
     ]
 
@@ -62,7 +65,7 @@ def test_parcels_arrive_as_they_were_sent() -> None:
 
 
 def test_too_many_tensors_are_refused() -> None:
-    with pytest.raises(TrainingError, match="pipeline: 80 tensors cross between two stages, too many; cut elsewhere"):
+    with pytest.raises(TrainingError, match="pipeline: 80 values cross between two stages, too many; cut elsewhere"):
         Post(CPU).send([torch.zeros(1, 1)] * 80, 0, 0)
 
 

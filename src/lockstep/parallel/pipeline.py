@@ -38,7 +38,7 @@ from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
 from lockstep.runtime.canonical import CanonicalSum, add_
-from lockstep.runtime.pipeline import Post, Values
+from lockstep.runtime.pipeline import Post, Value, Values
 from lockstep.runtime.precision import autocast, loss_scaler
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Task
@@ -204,32 +204,30 @@ class PipelineEngine:
             case "backward_weight":
                 stage.backward_weight(index)
             case "backward":
-                self._send_back(
-                    action.stage, index, stage.backward(index, self._gradients_of(action.stage, index, step))
-                )
+                back = stage.backward(index, self._gradients_of(action.stage, index, step))
+                self._send_back(action.stage, index, back)
             case "backward_input":
-                self._send_back(
-                    action.stage, index, stage.backward_input(index, self._gradients_of(action.stage, index, step))
-                )
+                back = stage.backward_input(index, self._gradients_of(action.stage, index, step))
+                self._send_back(action.stage, index, back)
 
     def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
         index = microbatch.index
         first, last = number == 0, number == self._last
-        states, *inputs = (
-            [None, self._laid_out(microbatch.inputs)] if first else self._arrived(number, number - 1, index)
-        )
+        given: Values = [None, self._laid_out(microbatch.inputs)]
+        states, *inputs = given if first else self._arrived(number, number - 1, index)
         before: list[Tensor] = []
 
-        def compute(values: Values) -> Sequence[Tensor]:
+        def compute(values: Values) -> Sequence[Tensor | int]:
             before[:] = self._seed(step, index, states)
             with self._autocast:
-                outputs = _only_tensors(self._training[number](*values))
-                return [self._task.loss_sum(outputs[0], microbatch.targets)] if last else outputs
+                outputs = _checked(self._training[number](*values))
+                return [self._task.loss_sum(_tensor(outputs[0]), microbatch.targets)] if last else outputs
 
         outputs = self._stages[number].forward(index, inputs, len(microbatch.inputs), compute)
         if last:
-            self._own_losses.append(outputs[0].detach())
-            self._losses.push(index, outputs[0].detach().to(torch.float64, copy=True).reshape(1))
+            loss = _tensor(outputs[0]).detach()
+            self._own_losses.append(loss)
+            self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
         else:
             drawn = self._drawn(before, states)
             self._leave([drawn, *outputs], number + 1, number + 1, index)
@@ -241,9 +239,9 @@ class PipelineEngine:
         share = torch.full((), 1.0 / step.samples, dtype=self._own_losses[-1].dtype, device=self._world.device)
         return [self._scaler.scale(share) if self._scales else share]
 
-    def _send_back(self, number: int, index: int, gradients: Values) -> None:
+    def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         if number:
-            self._leave(gradients, self._back(number - 1), number - 1, index)
+            self._leave([*gradients], self._back(number - 1), number - 1, index)
 
     def _back(self, stage: int) -> int:
         """Return the line on which gradients come to `stage`; the forward's line has the stage's own number."""
@@ -265,9 +263,9 @@ class PipelineEngine:
     def _rank_of(self, stage: int) -> int:
         return self._replica * self._ranks + stage % self._ranks
 
-    def _seed(self, step: Step, index: int, states: Tensor | None) -> list[Tensor]:
+    def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
-        if states is None:
+        if not isinstance(states, Tensor):
             seed = random.torch_seed(random.extended(self._forward_key, step.number, index))
             for generator in self._generators:
                 generator.manual_seed(seed)
@@ -277,7 +275,7 @@ class PipelineEngine:
                 generator.set_state(state.clone())
         return [generator.get_state() for generator in self._generators]
 
-    def _drawn(self, before: list[Tensor], states: Tensor | None) -> Tensor | None:
+    def _drawn(self, before: list[Tensor], states: Value) -> Tensor | None:
         """Return the states for the next stage, unless nothing has been drawn for the micro-batch so far."""
         now = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
@@ -339,7 +337,7 @@ class PipelineEngine:
         for number, module in self._evaluating.items():
             values = self._arrived(number, number - 1, 0) if number else [self._laid_out(inputs)]
             with self._autocast:
-                outputs = list(_only_tensors(module(*values)))
+                outputs = list(_checked(module(*values)))
             if number != self._last:
                 self._leave(outputs, number + 1, number + 1, 0)
         line = self._back(self._last)
@@ -349,8 +347,7 @@ class PipelineEngine:
             for rank in range(self._ranks - 1):  # the last stage is on the last rank
                 self._post.send(outputs, self._rank_of(rank), line)
         self._post.finish()
-        assert outputs[0] is not None
-        return outputs[0]
+        return _tensor(outputs[0])
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
         if self._numerics.channels_last and inputs.ndim == 4:
@@ -369,11 +366,18 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _only_tensors(values: Sequence[Tensor]) -> Sequence[Tensor]:
-    for value in values:
-        if not isinstance(value, Tensor):
-            raise TrainingError(f"pipeline: a {type(value).__name__} crosses between two stages; cut elsewhere")
-    return values
+def _checked(values: Sequence[object]) -> list[Tensor | int]:
+    """Return what crosses out of a stage, which only a run can tell for certain."""
+    fit = [value for value in values if isinstance(value, Tensor | int)]
+    if len(fit) < len(values):
+        kinds = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | int))
+        raise TrainingError(f"pipeline: what crosses between two stages is no tensor but {kinds}; cut elsewhere")
+    return fit
+
+
+def _tensor(value: Value) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _widened(tensor: Tensor) -> Tensor:

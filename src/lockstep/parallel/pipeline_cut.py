@@ -1,8 +1,8 @@
 """Where a model is cut into stages: by cost, or by hand.
 
-What lies before a module's first call can be cut off there if only tensors cross and no weight is used on both sides.
-A module's cost is the mean of two shares: of the model's operations, which are time, and of its parameters, which are
-memory. Modules are entered (pipeline_trace.py) only where that makes more stages, or evener ones.
+What lies before a module's first call can be cut off there if only tensors and whole numbers cross and no weight is
+used on both sides. A module's cost is the mean of two shares: of the model's operations, which are time, and of its
+parameters, which are memory. Modules are entered (pipeline_trace.py) only where that makes more stages, or evener ones.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.runtime.canonical import CanonicalSum, add_
-from lockstep.runtime.pipeline import Values, backward_input, backward_weight
+from lockstep.runtime.pipeline import Value, Values, backward_input, backward_weight
 
-Compute = Callable[[Values], Sequence[Tensor]]
+Gradients = list[Tensor | None]
+Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
 
 _SENT_BYTES: Final = 32 << 20  # at a time, so that all gradients of a stage are not there twice
@@ -36,7 +37,7 @@ class _Flight:
     edges: list[GradientEdge | None]  # of the outputs that want a gradient
     finish: Callable[[], list[Tensor]] | None = None  # what a split backward put off
 
-    def input_gradients(self) -> Values:
+    def input_gradients(self) -> Gradients:
         return [self.caught.get(place) for place in range(self.width)]
 
 
@@ -55,7 +56,7 @@ class Stage:
         self._gradients: Counter[list[Tensor]] = Counter(_add_parts_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
-    def forward(self, number: int, inputs: Values, samples: int, compute: Compute) -> list[Tensor]:
+    def forward(self, number: int, inputs: Values, samples: int, compute: Compute) -> list[Tensor | int]:
         """Compute micro-batch `number`, of so many samples, from leaves; return what crosses out, cut off from here.
 
         With recomputation `compute` is called again in the backward, and must then give the same.
@@ -72,16 +73,19 @@ class Stage:
             self._flights[number] = lambda: flight
         if self.running.size:
             self._statistics.push(number, self.running.observed(samples))
-        return [output.detach().requires_grad_(output.requires_grad) for output in outputs]
+        return [
+            output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
+            for output in outputs
+        ]
 
-    def backward(self, number: int, gradients: Values) -> Values:
+    def backward(self, number: int, gradients: Values) -> Gradients:
         """Do the whole backward and return the gradient of each input, None where there is none."""
         flight = self._flights.pop(number)()
         _run_back(_pairs(flight, gradients))
         self._gradients.push(number, _taken(self.parameters))
         return flight.input_gradients()
 
-    def backward_input(self, number: int, gradients: Values) -> Values:
+    def backward_input(self, number: int, gradients: Values) -> Gradients:
         """Return the gradient of each input, and put off what only the weights need."""
         flight = self._flights.pop(number)()
         pairs = _pairs(flight, gradients)
@@ -144,21 +148,23 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def _fly(inputs: Values, compute: Compute) -> tuple[_Flight, Sequence[Tensor]]:
+def _fly(inputs: Values, compute: Compute) -> tuple[_Flight, Sequence[Tensor | int]]:
     caught: dict[int, Tensor] = {}
-    leaves = [value for value in inputs if value is not None and value.requires_grad]
+    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     entered: Values = [
-        _Enter.apply(value, caught, place) if value is not None and value.requires_grad else value
+        _Enter.apply(value, caught, place) if isinstance(value, Tensor) and value.requires_grad else value
         for place, value in enumerate(inputs)
     ]
     outputs = compute(entered)
-    edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+    edges = [
+        get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
+    ]
     return _Flight(leaves, caught, len(inputs), edges), outputs
 
 
-def _copied(value: Tensor | None) -> Tensor | None:
+def _copied(value: Value) -> Value:
     """Copy what a stage might write into, since it will be read again."""
-    return None if value is None else value.detach().clone().requires_grad_(value.requires_grad)
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _drop(_: Any) -> Any:
@@ -167,7 +173,7 @@ def _drop(_: Any) -> Any:
 
 def _pairs(flight: _Flight, gradients: Values) -> Pairs:
     pairs = zip(flight.edges, gradients, strict=True)
-    return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
+    return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 
 
 def _run_back(pairs: Pairs) -> None:

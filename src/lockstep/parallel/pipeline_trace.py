@@ -40,7 +40,7 @@ class Line:
         self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._named = {f"{_ROOT}.{name}": tensor for name, tensor in tensors_of(model)}
         self._used = [self._used_by(node) for node in self.body]
-        self._no_tensors: frozenset[str] = frozenset()
+        self._unfit: frozenset[str] = frozenset()  # what is neither a tensor nor a whole number
         if not isinstance(self._output.args[0], fx.Node):
             raise UsageError(
                 f"strategy pipeline: the model returns a {type(self._output.args[0]).__name__}, not one tensor; wrap "
@@ -71,8 +71,8 @@ class Line:
         if tied:
             name = next(name for name, tensor in self._named.items() if tensor is tied[0])
             return f"{name.removeprefix(f'{_ROOT}.')} is used on both sides"
-        others = [node.name for node in self._crossing(place) if node.name in self._no_tensors]
-        return f"'{others[0]}', which crosses it, is no tensor" if others else None
+        others = [node.name for node in self._crossing(place) if node.name in self._unfit]
+        return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
 
     def trains(self) -> list[bool]:
         """Return for each place whether a parameter to train is used there."""
@@ -81,11 +81,11 @@ class Line:
     def measure(self, shape: tuple[int, ...]) -> list[int]:
         """Return the operations of the forward at each place, for a sample of `shape`; the model is on the meta device.
 
-        From here on `obstacle` knows what is no tensor, too.
+        From here on `obstacle` knows what cannot cross, too.
         """
         run = _Measuring(self._root, self._graph)
         run.run(torch.zeros((2, *shape), device="meta"))
-        self._no_tensors = frozenset(run.no_tensors)
+        self._unfit = frozenset(run.unfit)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
     def weights(self) -> list[int]:
@@ -164,7 +164,7 @@ class _Measuring(fx.Interpreter):
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph=graph)
         self.operations: dict[str, int] = {}
-        self.no_tensors: set[str] = set()
+        self.unfit: set[str] = set()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give a module lists of its own, as a call would: the graph's refuse to be written into."""
@@ -176,8 +176,8 @@ class _Measuring(fx.Interpreter):
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
         self.operations[n.name] = counter.get_total_flops()
-        if not isinstance(result, Tensor):
-            self.no_tensors.add(n.name)
+        if not isinstance(result, Tensor | int):
+            self.unfit.add(n.name)
         return result
 
 

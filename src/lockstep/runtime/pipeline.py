@@ -23,6 +23,8 @@ from lockstep.errors import TrainingError
 from lockstep.runtime.peers import naming_lost_peers
 
 _NUMBERS: Final = 512
+_NOTHING: Final = -1  # where else the number of a dtype stands
+_NUMBER: Final = -2
 _DTYPES: Final = (
     torch.float32,
     torch.bfloat16,
@@ -37,7 +39,8 @@ _DTYPES: Final = (
     torch.complex64,
 )
 
-Values = list[Tensor | None]
+Value = Tensor | int | None
+Values = list[Value]
 
 
 class _Form(NamedTuple):
@@ -61,21 +64,21 @@ class _Form(NamedTuple):
 
 @final
 class Post:
-    """Sends and receives parcels: lists of tensors, with None for what is not there."""
+    """Sends and receives parcels: lists of tensors and whole numbers, with None for what is not there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, values: Sequence[Tensor | None], peer: int, line: int) -> None:
+    def send(self, values: Sequence[Value], peer: int, line: int) -> None:
         """Start sending to rank `peer`. The tensors must not be written to before `finish`."""
         numbers = [len(values), *(number for value in values for number in _described(value))]
         if len(numbers) > _NUMBERS:
-            raise TrainingError(f"pipeline: {len(values)} tensors cross between two stages, too many; cut elsewhere")
+            raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
         with naming_lost_peers():
             self._start(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer, line)
             for value in values:
-                if value is not None and value.numel():
+                if isinstance(value, Tensor) and value.numel():
                     self._start(_flat(value.detach()).cpu(), peer, line)
 
     def receive(self, peer: int, line: int) -> Values:
@@ -83,7 +86,8 @@ class Post:
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         with naming_lost_peers():
             dist.recv(numbers, peer, tag=line)
-            return [None if form is None else self._value(form, peer, line) for form in _forms(numbers.tolist())]
+            forms = list(_forms(numbers.tolist()))
+            return [self._value(form, peer, line) if isinstance(form, _Form) else form for form in forms]
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -126,20 +130,26 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
     torch_backward.stage_backward_weight(iter(weights), groups)
 
 
-def _described(value: Tensor | None) -> list[int]:
+def _described(value: Value) -> list[int]:
     if value is None:
-        return [-1]
+        return [_NOTHING]
+    if isinstance(value, int):
+        return [_NUMBER, value]
     kind = [_DTYPES.index(value.dtype), int(value.requires_grad), value.ndim]
     return [*kind, *value.shape, *value.stride()]
 
 
-def _forms(numbers: list[int]) -> Iterator[_Form | None]:
+def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
     """Read what `_described` wrote."""
     count, *rest = numbers
     for _ in range(count):
-        if rest[0] < 0:
+        if rest[0] == _NOTHING:
             yield None
             rest = rest[1:]
+            continue
+        if rest[0] == _NUMBER:
+            yield rest[1]
+            rest = rest[2:]
             continue
         kind, wanted, ndim = rest[:3]
         middle, stop = 3 + ndim, 3 + 2 * ndim
