@@ -6,7 +6,7 @@ keeps the optimizer's state for its rows alone; after an update the ranks send e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import torch
@@ -22,7 +22,7 @@ from lockstep.runtime.lane import Lane
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
-_GATHERED_BYTES: Final = 32 << 20  # sent at a time, so that all of a model is not there twice
+_PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy
 
 
 def rows(world: World, places: Sequence[Place], bucket_bytes: int, offload: bool) -> Lay:
@@ -55,6 +55,7 @@ class RowLayout:
         self._offload = offload
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self._norms = RowNorms(world, parts)
+        self._moved = self._sorted()
         self.gradients: GradientSum = _RowGradients(gradients, self._whole, self.trained, self._cuts)
 
     def state(self) -> dict[str, Held]:
@@ -93,32 +94,11 @@ class RowLayout:
         if self._offload:
             for name, trained in self.trained:
                 self._cuts[name].tensor.copy_(trained)
-        for parameters in self._in_bunches():
-            lengths = [sum(self._rows(p, rank).numel() for p in parameters) for rank in range(self._world.size)]
-            own = torch.cat([self._rows(p, self._world.rank).reshape(-1) for p in parameters])
-            for rank, arrived in enumerate(self._world.gather(own, lengths)):
-                if rank != self._world.rank:
-                    targets = [self._rows(p, rank) for p in parameters]
-                    pieces = torch.split(arrived, [target.numel() for target in targets])
-                    for target, piece in zip(targets, pieces, strict=True):
-                        target.copy_(piece.view(target.shape))
+        for rows in self._moved:
+            rows.exchange()
 
     def close(self) -> None:
         """See Layout."""
-
-    def _in_bunches(self) -> Iterator[list[Tensor]]:
-        bunch: list[Tensor] = []
-        size = 0
-        for _, parameter in self._whole:
-            if not parameter.ndim:
-                continue
-            if bunch and (bunch[0].dtype != parameter.dtype or size >= _GATHERED_BYTES):
-                yield bunch
-                bunch, size = [], 0
-            bunch.append(parameter.detach())
-            size += parameter.numel() * parameter.element_size()
-        if bunch:
-            yield bunch
 
     def _cut(self, parameter: Tensor) -> Shard:
         if not parameter.ndim:
@@ -129,6 +109,46 @@ class RowLayout:
     def _rows(self, parameter: Tensor, rank: int) -> Tensor:
         own = part(len(parameter), self._world.size, rank)
         return parameter[own.start : own.stop]
+
+    def _sorted(self) -> list[_Rows]:
+        """Sort the parameters into those that are sent as they lie, and the others, which are packed, by dtype."""
+        kinds: dict[torch.dtype | None, list[Tensor]] = {}
+        for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
+            inner = _as_in_memory(parameter)
+            as_it_lies = inner.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
+            kinds.setdefault(None if as_it_lies else parameter.dtype, []).append(inner if as_it_lies else parameter)
+        return [
+            _Rows(self._world, [[self._rows(p, rank) for p in each] for rank in range(self._world.size)], bool(dtype))
+            for dtype, each in kinds.items()
+        ]
+
+
+def _as_in_memory(parameter: Tensor) -> Tensor:
+    """Return a view whose dims follow their order in memory, but for dim 0, which stays first."""
+    return parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
+
+
+@final
+class _Rows:
+    """Rows of some parameters, `by_rank`: each rank's are its to tell. `packed` ones travel as one tensor."""
+
+    def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
+        self._world = world
+        self._own = by_rank[world.rank]
+        self._others = {rank: rows for rank, rows in enumerate(by_rank) if rank != world.rank}
+        self._packed = packed
+
+    def exchange(self) -> None:
+        if not self._packed or not self._others:
+            self._world.spread(self._own, self._others)
+            return
+        sizes = {rank: [rows.numel() for rows in each] for rank, each in self._others.items()}
+        arrived = {rank: self._own[0].new_empty(sum(numbers)) for rank, numbers in sizes.items()}
+        own = torch.cat([rows.reshape(-1) for rows in self._own])
+        self._world.spread([own], {rank: [tensor] for rank, tensor in arrived.items()})
+        for rank, rows in self._others.items():
+            pieces = torch.split(arrived[rank], sizes[rank])
+            torch._foreach_copy_(list(rows), [piece.view(row.shape) for piece, row in zip(pieces, rows, strict=True)])
 
 
 @final

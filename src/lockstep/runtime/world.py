@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, final
@@ -115,16 +115,27 @@ class World:
                 dist.all_reduce(tensor, group=self._groups[0])
         return tensor
 
-    def gather(self, own: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Return the flat tensors of all ranks, by rank, whose lengths are `lengths`; `own` is this rank's."""
-        if self.size == 1:
-            return [own]
-        longest = max(lengths)
-        arrived = list(own.new_empty(self.size, longest))
-        padded = torch.cat([own, own.new_zeros(longest - len(own))])
+    def spread(self, own: Sequence[Tensor], others: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send `own` to each other rank and fill `others`, by rank, with what that one sends.
+
+        All ranks call it with as many tensors, and a rank's have the same sizes everywhere. They are contiguous.
+        """
+        first = self._groups[0] if self._groups else None
+        operations = [
+            dist.P2POp(dist.irecv, tensor, group=first, group_peer=rank)
+            for rank, tensors in others.items()
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        operations += [
+            dist.P2POp(dist.isend, tensor, group=first, group_peer=rank)
+            for rank in others
+            for tensor in own
+            if tensor.numel()
+        ]
         with naming_lost_peers():
-            dist.all_gather(arrived, padded, group=self._groups[0])
-        return [tensor[:length] for tensor, length in zip(arrived, lengths, strict=True)]
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def agree_to_stop(self, wish: int) -> int:
         """Return the largest wish that any rank had at its last call (0: none), the same on all ranks.
