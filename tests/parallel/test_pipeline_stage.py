@@ -29,6 +29,43 @@ class Uneven(nn.Module):
         return [z, self.alone * 2, number + 1, y]
 
 
+class Token(nn.Module):
+    """A weight that meets the input twice, once through a computation with weights of its own, as class tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.norm = nn.LayerNorm(4)
+        self.mix = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(len(x), -1, -1)
+        mixed = self.mix(self.norm(torch.cat([token, x], dim=1))).tanh()
+        return token + self.scale * mixed.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weight_that_meets_the_input_twice_can_wait_too(recompute: bool) -> None:
+    torch.manual_seed(0)
+    model = Token()
+    inputs, gradient = torch.randn(3, 2, 4), torch.randn(3, 1, 4)
+    found = []
+    for split in (False, True):
+        stage = Stage(model, recompute)
+        stage.forward(0, [inputs.clone().requires_grad_()], 3, lambda values: [model(*values)])
+        if split:
+            back = stage.backward_input(0, [gradient])
+            assert all(parameter.grad is None for parameter in stage.parameters)
+            stage.backward_weight(0)
+        else:
+            back = stage.backward(0, [gradient])
+        stage.finish(1, 3, None)
+        found.append([*back, *[parameter.grad for parameter in stage.parameters]])
+        model.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
 def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor | None]], list[Tensor]]:
     """Do two micro-batches, the second one's forward before the first one's backward."""
     torch.manual_seed(0)

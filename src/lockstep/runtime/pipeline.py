@@ -127,7 +127,8 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
     """Do the rest of a backward: leave the gradients of `weights` in their `grad`."""
     from torch.distributed.pipelining import _backward as torch_backward
 
-    torch_backward.stage_backward_weight(iter(weights), groups)
+    # Weights that reach the graph of the inputs at several places run parts of it again; it is freed with `groups`.
+    torch_backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
 
 
 def _described(value: Value) -> list[int]:
