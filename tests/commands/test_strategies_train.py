@@ -48,6 +48,14 @@ def test_a_saved_run_is_evaluated_under_any_strategy(run, name):
     assert "evaluated 360 of 360" in alone.out
 
 
+def test_a_strategy_that_does_not_fit_is_refused_by_eval_too(run):
+    run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", "placement.processes=1")
+    refused = run("eval", "run", "placement.strategy=zero3", "placement.processes=1", code=2)
+    assert "strategy zero3: one process has nobody to share with" in refused.err
+    more = run("eval", "run", "placement.strategy=zero3", "placement.processes=6")
+    assert "evaluated 360 of 360" in more.out
+
+
 def _said(out: str) -> list[str]:
     """Return what was said of the weights and the counts, without the seconds."""
     return [line.split("  ")[0] for line in out.splitlines() if line.startswith(("evaluated", "weights"))]

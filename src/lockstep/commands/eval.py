@@ -50,6 +50,8 @@ def _here(path: str, overrides: tuple[str, ...]) -> int:
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     found, loaded = _open(path, overrides)
     count = _setup.processes(loaded.config)
+    # No step is shared here, so there may be more processes than micro-batches.
+    _setup.strategy(loaded.config.placement, count)[1].check(count, max(count, _microbatches(found)))
     ready = _setup.setup(loaded.config.recipe, _microbatches(found))
     for problem in found.problems:
         click.echo(f"warning: {problem}", err=True)
