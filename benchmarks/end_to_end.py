@@ -33,7 +33,7 @@ from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
 from lockstep.data.loader import Finish, Loader
 from lockstep.data.tensors import TensorSplit
-from lockstep.parallel.local import Numerics
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.core.order import Step, cut
-from lockstep.parallel.local import Numerics
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels

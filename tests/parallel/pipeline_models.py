@@ -15,7 +15,7 @@ from lockstep.core.order import Step, cut
 from lockstep.core.shard import Held, Shard, local
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.local import Numerics
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.precision import Precision

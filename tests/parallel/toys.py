@@ -16,7 +16,7 @@ from lockstep.core.shard import Held, local
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layout import gathered
-from lockstep.parallel.local import Numerics
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.recompute import recompute

@@ -30,9 +30,10 @@ from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.local import Numerics
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.recompute import recompute
 from lockstep.runtime.world import World
 from lockstep.tasks.classification import Classification, check_loss, find_loss
@@ -47,6 +48,8 @@ class Setup:
     task: Classification
     steps: Steps
     parameters: int
+    dims: tuple[int, ...]  # of the parameters, each once
+    blank: Callable[[], nn.Module]  # builds the model, with weights of no meaning
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
@@ -114,9 +117,9 @@ def setup(recipe: Recipe, microbatches: int) -> Setup:
     check_optimizer(_optimizer(recipe), summary.dims)
     whole = partial(build, pretrained=recipe.model.pretrained)
     task = Classification(
-        partial(initialise, whole, recipe.seed), loss, recipe.loss.label_smoothing, _topk(recipe, classes)
+        partial(initialise, whole, recipe.seed), loss, recipe.loss.label_smoothing, _topk(recipe, classes), data.shape
     )
-    return Setup(recipe, data, task, steps, summary.parameters)
+    return Setup(recipe, data, task, steps, summary.parameters, summary.dims, build)
 
 
 def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
@@ -191,6 +194,14 @@ def check_placement(config: Config, count: int, microbatches: int) -> None:
     chosen.check(count, microbatches)
     if chosen.cuts_rows:
         check_rows(_optimizer(config.recipe), name)
+
+
+def check_cut(ready: Setup, config: Config, count: int) -> None:
+    """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
+    _, chosen = strategy(config.placement, count)
+    if chosen.cuts_model:
+        chosen.check_model(ready.blank, ready.data.shape, count)
+        check_separable(ready.optimizer, ready.dims)
 
 
 def evaluation_batch(recipe: Recipe, microbatches: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.commands import _folder
-from lockstep.commands._setup import Setup, check_placement, comparable, evaluation_batch, setup
+from lockstep.commands._setup import Setup, check_cut, check_placement, comparable, evaluation_batch, setup
 from lockstep.commands._setup import start as start_engine
 from lockstep.config import plan as planning
 from lockstep.config import run as run_config
@@ -60,7 +60,9 @@ def run_rank(loaded: Loaded, info: RankInfo, start: Start | None, rendezvous: st
     stop = StopRequest()
     microbatches = recipe.microbatches or info.size
     check_placement(loaded.config, info.size, microbatches)
-    ready = ready or setup(recipe, microbatches)
+    if ready is None:
+        ready = setup(recipe, microbatches)
+        check_cut(ready, loaded.config, info.size)
     world = open_world(info, placement.device, rendezvous, placement.timeout_s)
     place = f"rank {world.rank} of {world.size}  local rank {world.local_rank}"
     sys.stdout.write(f"{place}  host {world.host}  device {world.device}\n")  # at once: ranks share the terminal

@@ -53,6 +53,7 @@ def _here(path: str, overrides: tuple[str, ...]) -> int:
     # No step is shared here, so there may be more processes than micro-batches.
     _setup.strategy(loaded.config.placement, count)[1].check(count, max(count, _microbatches(found)))
     ready = _setup.setup(loaded.config.recipe, _microbatches(found))
+    _setup.check_cut(ready, loaded.config, count)
     for problem in found.problems:
         click.echo(f"warning: {problem}", err=True)
     if count == 1:

@@ -72,6 +72,7 @@ def _here(loaded: Loaded) -> int:
     microbatches = loaded.config.recipe.microbatches or count
     _setup.check_placement(loaded.config, count, microbatches)
     ready = _setup.setup(loaded.config.recipe, microbatches)
+    _setup.check_cut(ready, loaded.config, count)
     claim = _folder.claim(loaded)
     with claim.lock:
         for note in claim.notes:

@@ -179,7 +179,8 @@ class Loader:
         return self._epochs[epoch]
 
     def _microbatch(self, step: Step, cut: _Cut, request: Request, fetched: Fetched) -> MicroBatch:
-        if not self._data.train.in_memory and not cut.shadow and not fetched[1].is_floating_point():
+        counted = self._place.speaks and not cut.shadow
+        if not self._data.train.in_memory and counted and not fetched[1].is_floating_point():
             self.skipped += int((fetched[1] == SKIPPED).sum())
         return self._finish.for_training(fetched, request, step.number, cut.number, cut.shadow)
 

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.core import random
 from lockstep.core.mesh import Place
@@ -32,33 +30,17 @@ from lockstep.errors import UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
-from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layout import Layout
-from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.updating import Updates, gradient
 from lockstep.runtime.canonical import add_
 from lockstep.runtime.lane import Lane
-from lockstep.runtime.precision import Precision, autocast
+from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Task
 
-MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 Lay = Callable[[nn.Module, Lane], Layout]
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """The part of a recipe that an engine computes by."""
-
-    microbatches: int
-    seed: int = 0
-    precision: Precision = "fp32"
-    initial_scale: float = 65536.0
-    growth_interval: int = 2000
-    skip_nonfinite: bool = False
-    ema_decay: float | None = None
-    channels_last: bool = False
-    compile: bool = False
 
 
 @final

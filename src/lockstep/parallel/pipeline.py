@@ -32,7 +32,7 @@ from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import add_flags_, trained_parameters
-from lockstep.parallel.local import MakeOptimizer, Numerics
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
 from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
 from lockstep.parallel.pipeline_stage import Stage

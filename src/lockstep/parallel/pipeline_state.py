@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.core.shard import Held, Shard
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.local import MakeOptimizer
+from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.runtime.world import World
 

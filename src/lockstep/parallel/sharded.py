@@ -9,9 +9,10 @@ another's along, since parameters are gathered from all; what they find counts f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from lockstep.runtime.fsdp import Sharded, own_gradient
 from lockstep.runtime.lane import InlineLane, Lane
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
+
+# Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
+_UNDER_WAY: Final = 4
 
 
 def sharded(world: World, place: Place, keep_gathered: bool, offload: bool) -> Lay:
@@ -153,16 +157,19 @@ class _Dealt:
         self._across = across
         self._lane = lane
         self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in range(units)]
+        self._order = [*reversed(range(units - 1)), units - 1]  # as most backwards go: the rest of the model is last
+        self._incomplete: deque[int] = deque()
         self._leaves = 0
         self._rounds: Iterator[tuple[int, int]] = iter(())
         self._round = (0, 0)
         self._remaining = 0
-        self._waiting: list[Callable[[], None]] = []
+        self._under_way: deque[Callable[[], None]] = deque()
         self._outputs: dict[int, Tensor] = {}
 
     def begin(self, leaves: int) -> None:
         rounds = self._place.rounds(leaves)
         self._leaves, self._remaining = leaves, len(rounds)
+        self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
         self._round = next(self._rounds)
 
@@ -172,19 +179,26 @@ class _Dealt:
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Take what a unit's backward made (runtime/fsdp.py); after the last round `output` becomes the sum."""
-        last = self._remaining == 1
-        self._waiting.append(self._lane.submit(partial(self._push, unit, *self._round, gradients)))
-        if last:
+        while len(self._under_way) >= _UNDER_WAY:
+            self._under_way.popleft()()
+        self._under_way.append(self._lane.submit(partial(self._push, unit, *self._round, gradients)))
+        if self._remaining == 1:
             self._outputs[unit] = output
+            self._complete_ready(everything=False)
 
     def finish(self) -> None:
-        # The replicas add unit after unit in one order, which is not always that of their backwards.
-        for unit, output in sorted(self._outputs.items(), reverse=True):
-            self._waiting.append(self._lane.submit(partial(self._complete, unit, output)))
-        for wait in self._waiting:
-            wait()
-        self._waiting.clear()
-        self._outputs.clear()
+        self._complete_ready(everything=True)
+        while self._under_way:
+            self._under_way.popleft()()
+
+    def _complete_ready(self, everything: bool) -> None:
+        # During backward, so that parts of sums and sums are not there together for all units. The replicas add unit
+        # after unit in one order, which is not always that of their backwards.
+        while self._incomplete and (everything or self._incomplete[0] in self._outputs):
+            unit = self._incomplete.popleft()
+            if unit in self._outputs:
+                job = partial(self._complete, unit, self._outputs.pop(unit))
+                self._under_way.append(self._lane.submit(job))
 
     def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
         for number, part in enumerate(self._deal(gradients, holders)):

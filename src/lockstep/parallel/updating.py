@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.parallel.engine import Update
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.precision import loss_scaler
-
-if TYPE_CHECKING:
-    from lockstep.parallel.local import MakeOptimizer, Numerics
 
 
 class Trained(Protocol):

@@ -14,7 +14,8 @@ from pydantic import Field
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.local import LocalEngine
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.whole import whole
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
@@ -29,6 +30,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step"
     needs: ClassVar[str] = "at most as many processes as micro-batches; memory for the whole model in each"
     recomputes: ClassVar[bool] = False
+    cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "the sum of the gradients, once a step, while backward goes on"
 

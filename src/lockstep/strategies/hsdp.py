@@ -14,7 +14,8 @@ from pydantic import Field
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.local import LocalEngine
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.sharded import sharded
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
@@ -31,6 +32,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "processes that the replicas divide; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
+    cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "as zero3 within a replica; between replicas a shard of the gradients once a step"
 

@@ -17,7 +17,7 @@ from lockstep.core.mesh import Place
 from lockstep.core.pipeline_schedule import Schedule
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.local import MakeOptimizer, Numerics
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline import Pipe, PipelineEngine
 from lockstep.parallel.pipeline_cut import find_cut
 from lockstep.runtime.world import World
@@ -38,6 +38,7 @@ class Strategy:
     needs: ClassVar[str] = "a model that calls at least as many modules one after the other as there are stages"
     communication: ClassVar[str] = "what crosses from stage to stage, and its gradient, for each micro-batch"
     recomputes: ClassVar[bool] = True
+    cuts_model: ClassVar[bool] = True
     cuts_rows: ClassVar[bool] = False
 
     schedule: Schedule = "1f1b"

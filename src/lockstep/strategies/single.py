@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, final
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.local import LocalEngine
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.whole import whole
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
@@ -23,6 +24,7 @@ class Strategy:
     cuts: ClassVar[str] = "nothing"
     needs: ClassVar[str] = "one process; memory for the whole model and its optimizer state"
     recomputes: ClassVar[bool] = False
+    cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "none"
 

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal, final
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.local import LocalEngine, MakeOptimizer, Numerics
+from lockstep.parallel.local import LocalEngine
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.sharded import sharded
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
@@ -27,6 +28,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
+    cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "the parameters twice and the gradients once for each micro-batch, block by block"
 
