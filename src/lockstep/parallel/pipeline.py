@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.core import random
 from lockstep.core.mesh import Place
-from lockstep.core.norm import clip_, norm_of_rows, row_norms
+from lockstep.core.norm import row_norms
 from lockstep.core.order import Step
 from lockstep.core.pipeline_schedule import Action, Schedule, actions
 from lockstep.core.shard import Held, local
@@ -33,13 +33,15 @@ from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import add_flags_, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
 from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
+from lockstep.parallel.updating import Updates, gradient
 from lockstep.runtime.canonical import CanonicalSum, add_
 from lockstep.runtime.pipeline import Post, Value, Values
-from lockstep.runtime.precision import autocast, loss_scaler
+from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Task
 
@@ -91,8 +93,8 @@ class PipelineEngine:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained))
         self._names = OptimizerNames(trained, make_optimizer(trained, whole_norms))
         own = {name for name, stage in owner.items() if stage % self._ranks == self._rank}
-        layout = torch.channels_last if numerics.channels_last else torch.preserve_format
-        keep_only(self._model, own, world.device, layout)
+        memory_format = torch.channels_last if numerics.channels_last else torch.preserve_format
+        keep_only(self._model, own, world.device, memory_format)
         self._part = part_of(self._model, own)
         numbers = range(self._rank, self._last + 1, self._ranks)
         self._stages = {
@@ -103,9 +105,9 @@ class PipelineEngine:
         self._training = {number: stage_module(self._model.train(), cut, number) for number in numbers}
         self._ema = Ema(self._part.state_dict(), numerics.ema_decay) if numerics.ema_decay is not None else None
         self._trained = trained_parameters(self._part)
-        self._optimizer = make_optimizer(self._trained, whole_norms)
-        self._scaler = loss_scaler(numerics.precision, world.device, numerics.initial_scale, numerics.growth_interval)
-        self._scales = self._scaler.is_enabled()
+        parameters = trained_parameters(self._model)
+        layout = _StageLayout(world, parameters, self._trained, self._speaks)
+        self._updates = Updates(layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
@@ -132,33 +134,16 @@ class PipelineEngine:
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
         named = trained_parameters(self._model)
-        return {name: shard(p if p.is_meta else _gradient(p), self._speaks) for name, p in named}
+        return {name: shard(p if p.is_meta else gradient(p), self._speaks) for name, p in named}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
-        if self._scales:
-            self._scaler.unscale_(self._optimizer)
-            add_flags_(self._world, self._infinities())
-        norm = None
-        if max_norm is not None or self._numerics.skip_nonfinite:
-            norm = self._norm()
-        applied = not self._numerics.skip_nonfinite or self._is_finite(norm)
-        parameters = [parameter for _, parameter in self._trained]
-        if applied:
-            if max_norm is not None and norm is not None:
-                clip_([_gradient(parameter) for parameter in parameters], norm, max_norm)
-            applied = self._step_optimizer(lr)
-        scale = None
-        if self._scales:
-            scale = self._scaler.get_scale()
-            self._scaler.update()
-        for parameter in parameters:
-            parameter.grad = None
+        update = self._updates.update(lr, max_norm, self._loss)
         for stage in self._stages.values():
-            stage.move(applied)
-        if self._ema is not None and applied:
+            stage.move(update.applied)
+        if self._ema is not None and update.applied:
             self._ema.update()
-        return Update(norm, applied, scale)
+        return update
 
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -172,12 +157,12 @@ class PipelineEngine:
 
     def state(self) -> State:
         """See Engine. All ranks call it."""
-        tensors, scalars = self._names.state(self._world, self._trained, self._optimizer, self._speaks)
+        tensors, scalars = self._names.state(self._world, self._trained, self._updates.optimizer, self._speaks)
         return State(
             model=shards(self._model.state_dict(), self._speaks),
             optimizer=tensors,
             ema=self._ema_state() if self._ema is not None else None,
-            scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
+            scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
 
     def load(self, state: State) -> None:
@@ -187,8 +172,8 @@ class PipelineEngine:
         for stage in self._stages.values():
             stage.running.reload()
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
-        self._names.load(self._trained, self._optimizer, whole, state.scalars["optimizer"])
-        self._scaler.load_state_dict(state.scalars["loss_scale"])
+        self._names.load(self._trained, self._updates.optimizer, whole, state.scalars["optimizer"])
+        self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
             _check_names(state.ema, self._model)
             _take(state.ema, self._ema.state())
@@ -237,7 +222,7 @@ class PipelineEngine:
         if number != self._last:
             return self._arrived(self._back(number), number + 1, index)
         share = torch.full((), 1.0 / step.samples, dtype=self._own_losses[-1].dtype, device=self._world.device)
-        return [self._scaler.scale(share) if self._scales else share]
+        return [self._updates.scaled(share)]
 
     def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         if number:
@@ -305,33 +290,6 @@ class PipelineEngine:
         # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64).to(self._world.device)[0]
 
-    def _norm(self) -> Tensor:
-        """Return the norm of the whole gradient: the rows of all ranks in the model's order (core/norm.py)."""
-        norms: list[Tensor] = []
-        for _, parameter in trained_parameters(self._model):
-            if parameter.is_meta or not self._speaks:
-                norms.append(torch.zeros(parameter.shape[0] if parameter.ndim else 1, dtype=torch.float64))
-            else:
-                norms.append(row_norms(_gradient(parameter)).cpu())
-        table = self._world.add_(torch.cat(norms).view(torch.int64)).view(torch.float64)
-        return norm_of_rows(table.to(self._world.device))
-
-    def _is_finite(self, norm: Tensor | None) -> bool:
-        return bool(torch.isfinite(self._loss)) and (norm is None or bool(torch.isfinite(norm)))
-
-    def _step_optimizer(self, lr: float) -> bool:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        if not self._scales:
-            self._optimizer.step()
-            return True
-        found = self._infinities()
-        self._scaler.step(self._optimizer)
-        return not any(bool(infinity) for infinity in found)
-
-    def _infinities(self) -> list[Tensor]:
-        return list(self._scaler._found_inf_per_device(self._optimizer).values())
-
     def _predict(self, inputs: Tensor) -> Tensor:
         outputs: Values = []
         for number, module in self._evaluating.items():
@@ -361,9 +319,38 @@ class PipelineEngine:
         return {name: shard(own[name] if name in own else _widened(tensors[name]), self._speaks) for name in ordered}
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+@final
+class _StageLayout:
+    """What is trained on this rank: whole parameters, those of its stages."""
+
+    def __init__(self, world: World, all_trained: Sequence[Named], trained: Sequence[Named], speaks: bool) -> None:
+        self._world = world
+        self._all = all_trained  # of the whole model; those of other ranks' stages are on the meta device
+        self._speaks = speaks
+        self.trained = trained
+
+    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Layout: the rows of all ranks, in the model's order."""
+        own = iter(tensors)
+        norms: list[Tensor] = []
+        for _, parameter in self._all:
+            tensor = None if parameter.is_meta else next(own)
+            if tensor is None or not self._speaks:
+                norms.append(torch.zeros(parameter.shape[0] if parameter.ndim else 1, dtype=torch.float64))
+            else:
+                norms.append(row_norms(tensor).cpu())
+        return self._world.add_(torch.cat(norms)).to(self._world.device)
+
+    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """See Layout."""
+        return whole_norms(tensors)
+
+    def agree_(self, flags: Sequence[Tensor]) -> None:
+        """See Layout."""
+        add_flags_(self._world, flags)
+
+    def settle(self) -> None:
+        """See Layout."""
 
 
 def _checked(values: Sequence[object]) -> list[Tensor | int]:
