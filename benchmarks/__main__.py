@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [--only loop,input,end_to_end,exactness] [--quick] [--json PATH]`."""
+"""Run the benchmarks: `python -m benchmarks [--only loop,strategies] [--quick] [--json PATH]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 from benchmarks.report import as_json, machine, show
 
-ALL: Final = ("loop", "input", "end_to_end", "exactness")
+ALL: Final = ("loop", "input", "end_to_end", "exactness", "strategies")
 
 
 def main() -> None:

@@ -1,0 +1,78 @@
+"""How many bytes of a process's memory are in use, and how many were at most.
+
+Counted by the C library (glibc), from which torch takes a CPU tensor's memory: all threads' tensors, whoever holds
+them, are in its figure, and what is freed is not. The resident set also has what the allocator keeps for later; a walk
+over Python's objects misses what autograd and the reducers of C++ hold. The peak is found by asking again and again
+from a thread, so one that is over within a millisecond may be missed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final, final
+
+_EVERY_S: Final = 0.0002
+_SWITCH_S: Final = 0.0001  # the interpreter's lock goes round so often, else the thread waits 5 ms for it
+
+
+class _Mallinfo2(ctypes.Structure):  # of glibc's <malloc.h>
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+@final
+class LiveBytes:
+    """Counts from what is in use at its making on."""
+
+    def __init__(self) -> None:
+        self._ask = ctypes.CDLL(None).mallinfo2
+        self._ask.restype = _Mallinfo2
+        self._start = 0
+        self._start = self.now()
+
+    def now(self) -> int:
+        """Return the bytes in use, without garbage."""
+        gc.collect()
+        return self._bytes() - self._start
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """Do the work and return the most bytes that were in use meanwhile."""
+        most = [self.now()]
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_EVERY_S):
+                most[0] = max(most[0], self._bytes() - self._start)
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            work()
+        finally:
+            done.set()
+            thread.join()
+            sys.setswitchinterval(before)
+        return most[0]
+
+    def _bytes(self) -> int:
+        info = self._ask()
+        return int(info.uordblks + info.hblkhd)

@@ -1,0 +1,164 @@
+"""The memory of a rank under each strategy, against what it should hold; and what the canonical sum adds to it.
+
+In use between two steps and at most during a step, as the C library counts it (live_bytes.py), from before the model is
+built on; a process first trains a smaller one, so that imports and buffers of connections are not counted. Theory is
+that of Rajbhandari et al. 2020, sections 5.1 to 5.3. Of parameters P, gradients G and optimizer state S, which is 2 P
+for AdamW, a rank of W holds
+
+| | between steps | at most in a step |
+|---|---|---|
+| zero1 | P + S / W | P + G + S / W |
+| zero2 | (P + S) / W | P + (G + S) / W |
+| zero3, and hsdp in a replica | (P + S) / W | (P + G + S) / W |
+
+and a constant on top of it: 4 MiB for buffers and what Python holds, and in a step the activations of a micro-batch, as
+much as autograd saves for it, and
+
+- zero1: four buckets; that is two of gradients in exchange, each with the parts it is made of;
+- zero2, zero3, hsdp: five times the largest block. One's parameters are in use and another's are gathered ahead, there
+  are the gradients of one, and those of two may be under way (parallel/sharded.py);
+- zero2: P / W more, since fully_shard keeps the shards beside the whole.
+
+AdamW in its multi-tensor form makes a temporary copy of half of S, when activations and blocks are gone. So of what
+backward and what the update take on top of P and S, the larger counts.
+
+The sum of M micro-batches keeps at most log2(M / W) + 1 copies of the gradients; under zero2 and zero3 of a rank's rows
+of them. That is what the peak of a step with M exceeds that of one with W by, and the copy that both have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.learners import Side, Work, ours, torchs
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.report import Result, Target, compare
+from lockstep.parallel.units import find_units
+from lockstep.runtime.world import World
+
+MEMBERS: Final = {
+    "zero1": (2, 2),
+    "zero2": (2, 2),
+    "zero3": (2, 2),
+    "hsdp": (4, 2),
+}  # processes, and those of a replica
+OVER: Final = 1.10  # at most so many times theory's
+BUCKET_BYTES: Final = 8 << 20  # strategies' default
+BUFFER_BYTES: Final = 4 << 20  # what an engine holds beside tensors of the model's size
+BLOCKS: Final = 5
+_WARM: Final = "ViT-Tiny"
+
+When = Literal["between steps", "in a step"]
+
+
+def results(quick: bool) -> list[Result]:
+    """Measure each strategy between steps and in a step, then the sum of more and more micro-batches."""
+    turns = 1 if quick else 5
+    names = ["zero3"] if quick else list(MEMBERS)
+    whens: list[When] = ["between steps", "in a step"]
+    memory = [memory_of(name, when, turns) for name in names for when in whens]
+    times = [2] if quick else [2, 4, 8]
+    return memory + [
+        copies_of(name, each, turns) for name in (["zero3"] if quick else ["zero1", "zero3"]) for each in times
+    ]
+
+
+def memory_of(name: str, when: When, turns: int) -> Result:
+    """Compare the memory of a rank under our strategy `name`, and torch's counterpart, with theory."""
+    size, members = MEMBERS[name]
+    work = Work("ViT-Small", "AdamW", 1, microbatches=size)
+    mine, theirs = f"lockstep {name}", f"torch's {name}"
+    sides: dict[str, Side] = {theirs: torchs, mine: ours}
+    measured = take_turns(
+        {key: Contestant(partial(_measured, when, side, name, work), size) for key, side in sides.items()}, turns
+    )
+    expected = Sizes.of(work).expected(name, members, when) / 2**20
+    return compare(
+        f"strategies-memory-{name}-{when.replace(' ', '-')}",
+        f"memory {when}: {name}, ViT-Small at 32x32, AdamW, {size} processes, micro-batches of 1",
+        "MiB, the largest rank",
+        {"theory": [expected] * turns, **measured},
+        "theory",
+        [Target(mine, "theory", "at most", OVER)],
+    )
+
+
+def copies_of(name: str, times: int, turns: int) -> Result:
+    """Compare the copies of gradients that the sum keeps, of `times` micro-batches a process, with the bound."""
+    size, _ = MEMBERS[name]
+    work = Work("ViT-Small", "SGD", 1, microbatches=size)
+    contestants = {
+        each: Contestant(partial(_measured, "in a step", ours, name, replace(work, microbatches=each * size)), size)
+        for each in (1, times)
+    }
+    peaks = take_turns({str(each): contestant for each, contestant in contestants.items()}, turns)
+    copy = Sizes.of(work).parameters / (1 if name == "zero1" else size) / 2**20
+    copies = [1 + (most - least) / copy for most, least in zip(peaks[str(times)], peaks["1"], strict=True)]
+    bound = "log2(M / W) + 1"
+    return compare(
+        f"strategies-copies-{name}-{times}",
+        f"copies of the gradients: {name}, ViT-Small at 32x32, {size} processes, {times * size} micro-batches of 1",
+        "copies",
+        {bound: [math.log2(times) + 1.0] * turns, f"lockstep {name}": copies},
+        bound,
+        [Target(f"lockstep {name}", bound, "at most", 1.0)],
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model and of what training it takes."""
+
+    parameters: int
+    state: int  # of the optimizer
+    block: int  # the largest that is gathered on its own
+    activations: int  # that autograd saves for one micro-batch
+
+    @classmethod
+    def of(cls, work: Work) -> Sizes:
+        """Work them out from the model."""
+        model = work.build()
+        parameters = sum(parameter.nbytes for parameter in model.parameters())
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        saved: dict[int, Tensor] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its place
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(work.batch(0).inputs)
+        return cls(
+            parameters,
+            parameters * (2 if work.optimizer == "AdamW" else 1),
+            max(sum(parameter.nbytes for parameter in unit.parameters()) for unit in find_units(model)),
+            sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own),
+        )
+
+    def expected(self, name: str, members: int, when: When) -> float:
+        """Return what a rank should hold."""
+        shard, state = self.parameters / members, self.state / members
+        held = (self.parameters if name == "zero1" else shard) + state
+        if when == "between steps":
+            return held + BUFFER_BYTES
+        gradients = self.parameters if name == "zero1" else shard
+        gathered = self.parameters if name == "zero2" else 0
+        exchanged = 4 * BUCKET_BYTES if name == "zero1" else BLOCKS * self.block
+        backward = gradients + gathered + exchanged + self.activations
+        update = shard + state / 2
+        return held + max(backward, update) + BUFFER_BYTES
+
+
+def _measured(when: When, side: Side, name: str, work: Work, world: World) -> Turn:
+    side(name, replace(work, model=_WARM), world)()
+    live = LiveBytes()
+    do = side(name, work, world)
+    do()
+    return lambda: (live.peak(do) if when == "in a step" else live.now()) / 2**20

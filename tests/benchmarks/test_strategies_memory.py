@@ -1,0 +1,52 @@
+"""Memory is counted to the byte, peaks are seen, and theory is ZeRO's."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.learners import Work
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.strategies_memory import BUFFER_BYTES, Sizes
+
+MIB = 2**20
+
+
+def test_what_is_in_use_is_counted_and_what_is_freed_is_not() -> None:
+    live = LiveBytes()
+    kept = torch.ones(8 * MIB, dtype=torch.uint8)
+    freed = torch.ones(16 * MIB, dtype=torch.uint8)
+    assert live.now() == pytest.approx(24 * MIB, rel=0.02)
+    del freed
+    assert live.now() == pytest.approx(kept.nbytes, rel=0.02)
+
+
+def test_a_peak_is_seen_though_it_is_over() -> None:
+    live = LiveBytes()
+
+    def work() -> None:
+        torch.ones(32 * MIB, dtype=torch.uint8)
+        passing = torch.ones(64 * MIB, dtype=torch.uint8)
+        time.sleep(0.05)
+        del passing
+
+    assert live.peak(work) == pytest.approx(64 * MIB, rel=0.02)
+    assert live.now() < MIB
+
+
+def test_theory_divides_what_a_strategy_divides() -> None:
+    sizes = Sizes(parameters=100 * MIB, state=200 * MIB, block=0, activations=7 * MIB)
+    between = {name: sizes.expected(name, 4, "between steps") - BUFFER_BYTES for name in ("zero1", "zero2", "zero3")}
+    assert between == {"zero1": 150 * MIB, "zero2": 75 * MIB, "zero3": 75 * MIB}
+    within = {name: sizes.expected(name, 4, "in a step") - BUFFER_BYTES for name in ("zero2", "zero3")}
+    assert within == {"zero2": (75 + 25 + 100 + 7) * MIB, "zero3": (75 + 25 + 25) * MIB}
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    sizes = Sizes.of(Work("ViT-Tiny", "AdamW", 1, microbatches=1))
+    assert sizes.parameters == 5_362_762 * 4
+    assert sizes.state == 2 * sizes.parameters
+    assert sizes.parameters / 13 < sizes.block < sizes.parameters / 12
+    assert MIB < sizes.activations < 20 * MIB
