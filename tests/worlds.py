@@ -28,6 +28,7 @@ from lockstep.parent import die_with_parent
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import open_world
 
+LARGEST_BYTES = 300 << 20  # of a worker's own memory: a pool that has grown beyond it is ended
 GRACE_S = 1.0  # for the other ranks, once one has failed: most of them wait in vain in an exchange
 START_S = 60.0
 
@@ -71,8 +72,9 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 30
     for worker in pool:
         _send(worker.connection, (function, args))
     answers, failures = _collect(pool, timeout)
-    if failures:
+    if failures or any(_own_bytes(worker.pid) > LARGEST_BYTES for worker in pool):
         _kill(size)
+    if failures:
         raise WorldError("\n".join(failures), answers)
     return [answers[rank] for rank in range(size)]
 
@@ -159,6 +161,15 @@ def _start(size: int) -> list[_Worker]:
         rank, pid = _receive(connection)
         pool[rank] = _Worker(connection, pid)
     return [pool[rank] for rank in range(size)]
+
+
+def _own_bytes(pid: int) -> int:
+    """Return the memory that a process shares with no other: workers share what the nursery has imported."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Private_Dirty:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _kill(size: int) -> None:
