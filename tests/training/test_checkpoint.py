@@ -280,7 +280,8 @@ def test_load_says_what_to_give(tmp_path: Path) -> None:
 @pytest.fixture
 def file_size_limit() -> Iterator[int]:
     """Let no file grow beyond the limit: the kernel refuses the write, as on a full disk."""
-    limit, before = 16384, resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Far above what the test run itself writes meanwhile: its output may go to a file that has grown long.
+    limit, before = 16 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     yield limit
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
