@@ -173,7 +173,7 @@ recipe:
         (
             "run.kep=2",
             "run.kep: unknown key; did you mean 'keep'? Valid: dir, resume, save_every, evaluate_every, "
-            "keep, log_every, tensorboard",
+            "keep, save_async, log_every, tensorboard",
         ),
         (
             "run.save_every.hours=2",
