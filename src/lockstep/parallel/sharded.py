@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.core.mesh import Place
 from lockstep.core.shard import Held, alike
-from lockstep.core.tree import Block, Counter, total
+from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_
 from lockstep.parallel.local import Lay
@@ -206,10 +206,7 @@ class _Dealt:
 
     def _complete(self, unit: int, output: Tensor) -> None:
         pieces = self._counters[unit].pieces()
-        output.copy_(self._across(pieces, self._leaves, output) if self._place.replicas > 1 else self._alone(pieces))
-
-    def _alone(self, pieces: Mapping[Block, Tensor]) -> Tensor:
-        return total(pieces, self._leaves, add_)
+        output.copy_(self._across(pieces, self._leaves, output))
 
 
 def _check(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Place, check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
@@ -47,11 +47,7 @@ class Strategy:
                 f"strategy hsdp: replicate={self.replicate} does not divide {processes} processes; "
                 f"use {', '.join(fitting)}"
             )
-        if processes > microbatches:
-            raise UsageError(
-                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
-                f"use at most {microbatches}"
-            )
+        check_work(processes, microbatches)
         if processes == self.replicate:
             raise UsageError(
                 f"strategy hsdp: {processes} processes in {self.replicate} replicas leave one for each, which shares "

@@ -10,8 +10,7 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from lockstep.core.mesh import Place
-from lockstep.errors import UsageError
+from lockstep.core.mesh import Place, check_work
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -40,11 +39,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work."""
-        if processes > microbatches:
-            raise UsageError(
-                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
-                f"use at most {microbatches}"
-            )
+        check_work(processes, microbatches)
 
     def place(self, rank: int, size: int) -> Place:
         """Return where a rank stands: it has a contiguous part of the micro-batches."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Place, check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
@@ -36,11 +36,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work, or none would share with another."""
-        if processes > microbatches:
-            raise UsageError(
-                f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
-                f"use at most {microbatches}"
-            )
+        check_work(processes, microbatches)
         if processes == 1:
             raise UsageError("strategy zero3: one process has nobody to share with; use 2 or more, or strategy single")
 
