@@ -12,12 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Final, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,6 +33,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE
 from lockstep.launchers import detect
 from lockstep.parallel.engine import Engine, Sums
+from lockstep.parallel.layout import gathered
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.meter import Meter
 from lockstep.runtime.precision import fix_kernels
@@ -186,9 +185,9 @@ def wholes(world: World, tensors: Mapping[str, Held]) -> Iterator[tuple[str, Ten
     yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
     cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
     for group in _groups(cut):
-        gathered = _gathered(world, group)
+        whole = gathered(world, group)
         if world.rank == 0:
-            yield from gathered
+            yield from whole.items()
 
 
 def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
@@ -196,35 +195,14 @@ def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
     group: dict[str, Shard] = {}
     size = 0
     for name, shard in shards.items():
-        if group and size + _bytes(shard) > _GATHERED_BYTES:
+        length = shard.shape.numel() * shard.tensor.element_size()
+        if group and size + length > _GATHERED_BYTES:
             yield group
             group, size = {}, 0
         group[name] = shard
-        size += _bytes(shard)
+        size += length
     if group:
         yield group
-
-
-def _gathered(world: World, shards: Mapping[str, Shard]) -> list[tuple[str, Tensor]]:
-    """Return the whole tensors, on the CPU; bytes of one rank and zeros of the others add up to them."""
-    ends = list(accumulate(_bytes(shard) for shard in shards.values()))
-    table = torch.zeros(ends[-1], dtype=torch.uint8)
-    places = [table[end - _bytes(shard) : end] for end, shard in zip(ends, shards.values(), strict=True)]
-    for place, shard in zip(places, shards.values(), strict=True):
-        if shard.primary and shard.tensor.numel():
-            own = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            first = shard.first * shard.shape[1:].numel() * shard.tensor.element_size()
-            place[first : first + len(own)] = own
-    world.add_(table)
-    return [
-        (name, place[: shard.shape.numel() * shard.tensor.element_size()].view(shard.tensor.dtype).reshape(shard.shape))
-        for place, (name, shard) in zip(places, shards.items(), strict=True)
-    ]
-
-
-def _bytes(shard: Shard) -> int:
-    """Return the size of the whole, rounded up so that what lies behind it begins where any dtype may begin."""
-    return -(-shard.shape.numel() * shard.tensor.element_size() // 16) * 16
 
 
 def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, float]:

@@ -8,6 +8,7 @@ element by element does the same to a row wherever it lies. What looks at whole 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol, final
 
 import torch
@@ -129,20 +130,31 @@ def add_flags_(world: World, flags: Sequence[Tensor]) -> None:
 def gathered(world: World, tensors: Mapping[str, Held]) -> dict[str, Tensor]:
     """Return all tensors whole, on every rank; those that are cut come to the CPU. All ranks call it alike.
 
-    For models that fit: what a checkpoint needs goes to the disk without it (training/checkpoint.py).
+    For what fits: a checkpoint goes to the disk without it (training/shards.py).
     """
-    return {name: _gathered(world, held) for name, held in tensors.items()}
+    shards = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
+    # One table of bytes for all, each on one rank and zero on the others: a float's sum would turn -0.0 into 0.0.
+    ends = list(accumulate((_bytes(shard) for shard in shards.values()), initial=0))
+    table = torch.zeros(ends[-1], dtype=torch.uint8)
+    for start, shard in zip(ends, shards.values(), strict=False):
+        if shard.primary and shard.tensor.numel():
+            own = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            first = start + shard.first * shard.shape[1:].numel() * shard.tensor.element_size()
+            table[first : first + len(own)] = own
+    if shards:
+        world.add_(table)
+    starts = dict(zip(shards, ends, strict=False))
+    return {
+        name: _whole(table, starts[name], held) if isinstance(held, Shard) else held.detach()
+        for name, held in tensors.items()
+    }
 
 
-def _gathered(world: World, held: Held) -> Tensor:
-    if not isinstance(held, Shard):
-        return held.detach()
-    # Bytes, since each is on one rank and zero on the others: a float's sum would turn -0.0 into 0.0.
-    size = held.tensor.element_size()
-    row = held.shape[1:].numel() * size
-    table = torch.zeros(held.shape.numel() * size, dtype=torch.uint8)
-    if held.primary and held.tensor.numel():
-        first = held.first * row
-        own = held.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        table[first : first + len(own)] = own
-    return world.add_(table).view(held.tensor.dtype).reshape(held.shape)
+def _whole(table: Tensor, start: int, shard: Shard) -> Tensor:
+    own = table[start : start + shard.shape.numel() * shard.tensor.element_size()]
+    return own.view(shard.tensor.dtype).reshape(shard.shape)
+
+
+def _bytes(shard: Shard) -> int:
+    """Return the size of the whole, rounded up so that what lies behind it begins where any dtype may begin."""
+    return -(-shard.shape.numel() * shard.tensor.element_size() // 16) * 16
