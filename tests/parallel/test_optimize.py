@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lockstep.errors import UsageError
-from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
+from lockstep.parallel.optimize import bare_step, check_optimizer, check_rows, make_optimizer
 
 
 def _parameters() -> list[tuple[str, Parameter]]:
@@ -192,3 +192,28 @@ def test_what_works_element_by_element_may_be_cut(name: str) -> None:
 def test_what_looks_at_whole_tensors_may_not(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"strategy zero1: optimizer .* use strategy ddp"):
         check_rows(partial(make_optimizer, name=name, lr=0.1, options=options), "zero1")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "adopt"])
+def test_the_bare_step_is_torchs_without_its_record(name: str) -> None:
+    records, values = [], []
+    for bare in (False, True):
+        optimizer = _make(name)
+        step = bare_step(optimizer) if bare else optimizer.step
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 0.5)
+        with torch.profiler.profile() as profiler:
+            step()
+        records.append(any(event.key.startswith("Optimizer.step") for event in profiler.key_averages()))
+        values.append([parameter.detach() for group in optimizer.param_groups for parameter in group["params"]])
+    assert records == [True, False]
+    assert all(torch.equal(*pair) for pair in zip(*values, strict=True))
+
+
+def test_a_step_that_somebody_put_in_place_of_torchs_is_the_bare_one() -> None:
+    optimizer = _make("sgd")
+    called: list[str] = []
+    optimizer.step = lambda: called.append("mine")  # type: ignore[assignment, misc]
+    bare_step(optimizer)()
+    assert called == ["mine"]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from types import MethodType
 from typing import Any, Final, cast
 
 import torch
@@ -99,6 +100,18 @@ def check_rows(make: Callable[[Iterable[Named]], Optimizer], strategy: str) -> N
                 f"strategy {strategy}: optimizer {name} treats rows of a tensor otherwise than the whole tensor, so it "
                 f"cannot be cut; use strategy ddp, or an optimizer such as sgd, adamw, lars or lamb without fused=true"
             )
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], object]:
+    """Return the step of `optimizer` without what torch wraps around it: a record for its profiler, and step hooks.
+
+    That record is made whether anybody profiles or not, and takes longer than the update of a small model. An optimizer
+    that torch has not wrapped, or that has been given a step of its own, is returned its step as it is.
+    """
+    step = type(optimizer).step
+    if "step" in vars(optimizer) or not getattr(step, "hooked", False):
+        return cast(Callable[[], object], optimizer.step)
+    return MethodType(cast(Any, step).__wrapped__, optimizer)
 
 
 def _tried(make: Callable[[Iterable[Named]], Optimizer], heights: Sequence[int]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.parallel.engine import Update
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimize import bare_step
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.precision import loss_scaler
 
@@ -38,6 +39,7 @@ class Updates:
         self, layout: Trained, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device
     ) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms)
+        self._bare_step = bare_step(self.optimizer)
         self._layout = layout
         self._trained = [tensor for _, tensor in layout.trained]
         self._skip_nonfinite = numerics.skip_nonfinite
@@ -83,7 +85,7 @@ class Updates:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if not self._scales:
-            self.optimizer.step()
+            self._bare_step()
             return True
         # The scaler does not say whether it stepped. It leaves the optimizer alone where it found an infinity.
         found = self._infinities()
