@@ -13,6 +13,7 @@ PLACED = {
     "fsdp": ("placement.strategy=fsdp", "placement.processes=3", "placement.recompute=full"),
     "hsdp": ("placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4", "run.save_async=true"),
     "pipeline": ("placement.strategy=pipeline", "placement.processes=2", "run.save_async=true"),
+    "pipelines": ("placement.strategy={name: pipeline, shard: 2, schedule: zero_bubble}", "placement.processes=4"),
 }
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 
@@ -29,7 +30,9 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     assert trained.err == ""
 
 
-@pytest.mark.parametrize(("before", "after"), [("fsdp", "zero1"), ("hsdp", "zero2"), ("pipeline", "fsdp")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("fsdp", "zero1"), ("hsdp", "pipelines"), ("pipelines", "zero2"), ("pipeline", "fsdp")]
+)
 def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, before, after):
     stopped = stop(start, "recipe.microbatches=4", *PLACED[before], number=signal.SIGTERM)
     (end,) = events(stopped.folder / "run", "stopped")

@@ -89,22 +89,49 @@ def test_what_must_happen_in_the_cases_happens() -> None:
     assert still == {"twice.frozen", "twice.seen"}
 
 
+# Pipelines that share an optimizer's work by rows: no rank can tell more than its part.
+SHARED: dict[str, tuple[Case, int, dict[str, Any]]] = {
+    "one stage": (Case(clip=0.1, ema=True), 2, {"shard": 2}),
+    "two stages": (Case(clip=0.1, ema=True, optimizer="adamw"), 4, {"shard": 2}),
+    "lamb, uneven": (Case(microbatches=3, optimizer="lamb", clip=0.1, samples=(11, 8, 1)), 3, {"shard": 3}),
+    "lars, split": (Case(optimizer="lars"), 4, {"shard": 2, "schedule": "zero_bubble"}),
+    "groups": (Case(optimizer="nadamw", by_hand=GROUPS), 4, {"shard": 2, "schedule": "interleaved"}),
+    "fp16, skipping": (Case(precision="fp16", initial_scale=2.0**20), 4, {"shard": 2}),
+    "replicas too": (Case(clip=0.1, optimizer="lamb"), 4, {"replicate": 2, "shard": 2}),
+    "of all kinds": (Case("mlp", optimizer="adamw", microbatches=8), 8, {"replicate": 2, "shard": 2}),
+}
+
+
+@cache
+def whole_alone(name: str) -> Trace:
+    return going_on(World(ALONE, torch.device("cpu")), SHARED[name][0], None, 0, None)[0]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", SHARED)
+def test_pipelines_that_share_the_optimizer_give_the_bits_of_one_process(name: str) -> None:
+    case, size, options = SHARED[name]
+    for trace, _ in worlds.run(size, going_on, case, options, 0, None):
+        assert trace == whole_alone(name)
+
+
 @pytest.mark.worlds
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_run_goes_on_elsewhere(optimizer: str) -> None:
-    """From a pipeline to one process, and back to another pipeline."""
-    case = Case(optimizer=optimizer, ema=True)
+    """From a pipeline to two that share an optimizer, to one process, and back to another pipeline."""
+    case = Case(optimizer=optimizer, ema=True, samples=(11, 8, 3, 8))
     world = World(ALONE, torch.device("cpu"))
     whole, _ = going_on(world, case, None, 0, None)
     first, state = worlds.run(3, going_on, replace(case, samples=(11,)), {"schedule": "1f1b"}, 0, None)[1]
-    second, state = going_on(world, replace(case, samples=(11, 8)), None, 1, state)
-    for third, _ in worlds.run(2, going_on, case, {"schedule": "zero_bubble"}, 2, state):
-        assert {**first, **second, **third} == whole
+    second, state = worlds.run(4, going_on, replace(case, samples=(11, 8)), {"shard": 2}, 1, state)[1]
+    third, state = going_on(world, replace(case, samples=(11, 8, 3)), None, 2, state)
+    for fourth, _ in worlds.run(2, going_on, case, {"schedule": "zero_bubble"}, 3, state):
+        assert {**first, **second, **third, **fourth} == whole
 
 
-def lying(world: World, case: Case) -> tuple[int, int, list[str]]:
+def lying(world: World, case: Case, options: dict[str, Any]) -> tuple[int, int, list[str]]:
     """Return how many elements lie here and in all, and which parameters have an optimizer's state here."""
-    training, _ = pipeline_models.trained(world, case, {})
+    training, _ = pipeline_models.trained(world, case, options)
     state = training.state()
     shards: list[Any] = [*state.model.values()]
     here = [name for name, held in state.optimizer.items() if held.tensor.numel()]  # type: ignore[union-attr]
@@ -115,8 +142,26 @@ def lying(world: World, case: Case) -> tuple[int, int, list[str]]:
 @pytest.mark.worlds
 def test_a_rank_holds_its_stages_alone() -> None:
     case = Case("mlp", samples=(8,))
-    answers = worlds.run(3, lying, case)
+    answers = worlds.run(3, lying, case, {})
     assert sum(here for here, _, _ in answers) == answers[0][1]
     assert all(0 < here < 0.8 * whole for here, whole, _ in answers)
     held = [name for _, _, names in answers for name in names]
     assert len(held) == len(set(held)) == len(pipeline_models.build(case).state_dict())
+
+
+def optimizer_elements(world: World, case: Case, options: dict[str, Any]) -> tuple[int, int]:
+    """Return how many elements of the optimizer's state lie here, and how many of those this rank is to tell."""
+    training, _ = pipeline_models.trained(world, case, options)
+    held: list[Any] = [*training.state().optimizer.values()]
+    training.close()
+    return sum(each.tensor.numel() for each in held), sum(each.tensor.numel() for each in held if each.primary)
+
+
+@pytest.mark.worlds
+def test_sharing_pipelines_cut_the_optimizer_s_state() -> None:
+    case = Case("mlp", samples=(8,), optimizer="adamw")
+    for options in ({"shard": 2}, {"replicate": 2}):
+        answers = worlds.run(4, optimizer_elements, case, options)
+        whole = sum(told for _, told in answers)
+        assert whole == sum(here for here, _ in worlds.run(2, optimizer_elements, case, {}))
+        assert sum(here for here, _ in answers) == pytest.approx(whole if "shard" in options else 2 * whole, rel=0.03)

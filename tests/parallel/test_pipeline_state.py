@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layout import Slots, gathered
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named, optimizer_state
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
@@ -76,12 +76,16 @@ def names_of_all() -> OptimizerNames:
     return OptimizerNames(whole, grouped(whole))
 
 
+def slots(trained: Sequence[Named]) -> Slots:
+    return Slots(trained, lambda _, tensor: tensor)
+
+
 def told(world: World, held: str) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Train what this rank holds and return the state of all, whole."""
     trained = parameters(held.split()[world.rank])
     optimizer = grouped(trained)
     moved(trained, optimizer, 2)
-    tensors, scalars = names_of_all().state(world, trained, optimizer, primary=True)
+    tensors, scalars = names_of_all().state(world, trained, optimizer, slots(trained), primary=True)
     shards = [
         name for name, held in tensors.items() if isinstance(held, Shard) and held.tensor.numel() and held.primary
     ]
@@ -91,7 +95,7 @@ def told(world: World, held: str) -> tuple[dict[str, Tensor], dict[str, Any], li
 def went_on(world: World, held: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, Tensor]:
     trained = parameters(held.split()[world.rank])
     optimizer = grouped(trained)
-    names_of_all().load(trained, optimizer, tensors, scalars)
+    names_of_all().load(trained, optimizer, slots(trained), tensors, scalars)
     moved(trained, optimizer, 1)
     return {name: tensor.detach() for name, tensor in trained}
 
@@ -114,7 +118,7 @@ def test_groups_that_only_some_ranks_have_keep_their_numbers(held: str) -> None:
     loaded = parameters("abcd")
     other = grouped(loaded)
     moved(loaded, other, 0)
-    names_of_all().load(loaded, other, expected, expected_scalars)
+    names_of_all().load(loaded, other, slots(loaded), expected, expected_scalars)
     moved(loaded, other, 1)
     found = {
         name: tensor
@@ -126,5 +130,6 @@ def test_groups_that_only_some_ranks_have_keep_their_numbers(held: str) -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     trained = parameters("abcd")
+    foreign = {"e/exp_avg": torch.zeros(1)}
     with pytest.raises(UsageError, match="it is of another model; this one has no e"):
-        names_of_all().load(trained, grouped(trained), {"e/exp_avg": torch.zeros(1)}, {"slots": {}, "groups": [{}, {}]})
+        names_of_all().load(trained, grouped(trained), slots(trained), foreign, {"slots": {}, "groups": [{}, {}]})

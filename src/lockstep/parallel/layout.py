@@ -7,7 +7,7 @@ element by element does the same to a row wherever it lies. What looks at whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol, final
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.norm import row_norms
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import Held, Shard, rows_of
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -37,19 +37,12 @@ class GradientSum(Protocol):
         ...
 
 
-class Layout(Protocol):
-    """Where a model's tensors are. All ranks call each method in the same order."""
+class Trained(Protocol):
+    """What is trained on this rank, and where it lies. All ranks call each method in the same order."""
 
     @property
     def trained(self) -> Sequence[Named]:
         """What this rank's optimizer moves, in the model's order."""
-        ...
-
-    @property
-    def gradients(self) -> GradientSum: ...
-
-    def state(self) -> dict[str, Held]:
-        """Return the model's state, under the names of a single process."""
         ...
 
     def held(self, name: str, tensor: Tensor) -> Held:
@@ -73,6 +66,17 @@ class Layout(Protocol):
 
     def settle(self) -> None:
         """Call after an update: bring what is trained to where the model computes with it."""
+        ...
+
+
+class Layout(Trained, Protocol):
+    """Where all of a model's tensors are."""
+
+    @property
+    def gradients(self) -> GradientSum: ...
+
+    def state(self) -> dict[str, Held]:
+        """Return the model's state, under the names of a single process."""
         ...
 
     def reload(self) -> None:
@@ -104,7 +108,7 @@ class RowNorms:
                 own = row_norms(tensor).cpu()
                 table[start + part.first : start + part.first + len(own)] = own
             start += rows
-        return self._world.add_(table).to(next(iter(tensors)).device)
+        return self._world.add_(table).to(next(iter(tensors.values())).device)
 
     def of_tensors(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
         """Return the norm of each whole tensor."""
@@ -114,6 +118,32 @@ class RowNorms:
     def _heights(self, tensors: Iterable[Tensor]) -> list[int]:
         shapes = [self._parts[parameter].shape for parameter in tensors]
         return [shape[0] if shape else 1 for shape in shapes]
+
+
+@final
+class Slots:
+    """Where the tensors of an optimizer's state lie: one that has its parameter's shape lies as that does."""
+
+    def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], Held]) -> None:
+        """Take what a layout says is `trained` and how that is `held`."""
+        self._by_name = dict(trained)
+        self._held = held
+
+    def held(self, name: str, tensor: Tensor) -> Held:
+        """Return this rank's tensor `name`, which is `<parameter>/<slot>`, as it lies."""
+        owner = name.rpartition("/")[0]
+        parameter = self._by_name.get(owner)
+        lies_alike = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
+        return self._held(owner, tensor) if lies_alike else tensor
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of the whole tensor `name`."""
+        owner = name.rpartition("/")[0]
+        parameter = self._by_name.get(owner)
+        if parameter is None:
+            return whole
+        held = self._held(owner, parameter)
+        return rows_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
 
 
 def trained_parameters(model: nn.Module) -> list[Named]:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from lockstep.core import random
 from lockstep.core.mesh import Place
-from lockstep.core.norm import row_norms
 from lockstep.core.order import Step
 from lockstep.core.pipeline_schedule import Action, Schedule, actions
 from lockstep.core.shard import Held, local
@@ -31,14 +30,14 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layout import add_flags_, trained_parameters
+from lockstep.parallel.layout import Slots, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
+from lockstep.parallel.pipeline_layout import StageLayout, StageSums
 from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
-from lockstep.parallel.updating import Updates, gradient
+from lockstep.parallel.updating import Updates
 from lockstep.runtime.canonical import CanonicalSum, add_
 from lockstep.runtime.pipeline import Post, Value, Values
 from lockstep.runtime.precision import autocast
@@ -48,13 +47,15 @@ from lockstep.tasks.base import MicroBatch, Task
 
 @dataclass(frozen=True)
 class Pipe:
-    """How a model lies on the ranks: in `replicas` pipelines of consecutive ranks, stage s on rank s mod ranks of each.
+    """How a model lies on the ranks: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
 
-    `cut` names the modules that begin the stages but the first; without, the stages are cut by cost.
+    There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `cut` names the
+    modules that begin the stages but the first; without, the stages are cut by cost.
     """
 
     schedule: Schedule = "1f1b"
     replicas: int = 1
+    sharers: int = 1
     stages_per_rank: int = 1
     cut: tuple[str, ...] = ()
     recompute: bool = False
@@ -82,8 +83,9 @@ class PipelineEngine:
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
-        self._ranks = world.size // pipe.replicas  # of one pipeline
-        self._replica, self._rank = divmod(world.rank, self._ranks)
+        self._pipelines = pipe.replicas * pipe.sharers
+        self._ranks = world.size // self._pipelines  # of one pipeline
+        self._pipeline, self._rank = divmod(world.rank, self._ranks)
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = task.build_model()
         cut = find_cut(self._model, self._last + 1, shape, pipe.cut)
@@ -104,14 +106,22 @@ class PipelineEngine:
         self._evaluating = {number: stage_module(self._model.eval(), cut, number) for number in numbers}
         self._training = {number: stage_module(self._model.train(), cut, number) for number in numbers}
         self._ema = Ema(self._part.state_dict(), numerics.ema_decay) if numerics.ema_decay is not None else None
-        self._trained = trained_parameters(self._part)
-        parameters = trained_parameters(self._model)
-        layout = _StageLayout(world, parameters, self._trained, self._speaks)
-        self._updates = Updates(layout, make_optimizer, numerics, world.device)
+        self._across = self._sum_across()
+        self._replica = self._pipeline // pipe.sharers
+        self._layout = StageLayout(
+            world,
+            self._model,
+            self._part,
+            StageSums([*self._stages.values()], self._across),
+            world.among(self._groups_of_sharers()),
+            self._pipeline,
+            self._replica,
+        )
+        self._slots = Slots(self._layout.trained, self._layout.held)
+        self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._across = self._sum_across()
         self._post = Post(world.device)
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
         self._loss = torch.zeros((), dtype=torch.float64)
@@ -123,18 +133,19 @@ class PipelineEngine:
         self._own_losses = []
         leaves = min(self._numerics.microbatches, step.samples)
         pipe = self._pipe
+        self._layout.gradients.begin(leaves, microbatches)
         for action in actions(pipe.schedule, self._rank, self._ranks, pipe.stages_per_rank, len(microbatches)):
             self._act(action, microbatches[action.microbatch], step)
         self._post.finish()
+        self._layout.gradients.finish()
         for stage in self._stages.values():
-            stage.finish(leaves, step.samples, self._across)
+            stage.observe(leaves, step.samples, self._across)
         self._loss = self._total_loss(leaves)
         return Sums(self._loss, step.samples, self._own_losses)
 
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
-        named = trained_parameters(self._model)
-        return {name: shard(p if p.is_meta else gradient(p), self._speaks) for name, p in named}
+        return self._layout.all_gradients()
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -157,7 +168,9 @@ class PipelineEngine:
 
     def state(self) -> State:
         """See Engine. All ranks call it."""
-        tensors, scalars = self._names.state(self._world, self._trained, self._updates.optimizer, self._speaks)
+        tensors, scalars = self._names.state(
+            self._world, self._layout.trained, self._updates.optimizer, self._slots, self._replica == 0
+        )
         return State(
             model=shards(self._model.state_dict(), self._speaks),
             optimizer=tensors,
@@ -172,7 +185,7 @@ class PipelineEngine:
         for stage in self._stages.values():
             stage.running.reload()
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
-        self._names.load(self._trained, self._updates.optimizer, whole, state.scalars["optimizer"])
+        self._names.load(self._layout.trained, self._updates.optimizer, self._slots, whole, state.scalars["optimizer"])
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
             _check_names(state.ema, self._model)
@@ -246,7 +259,7 @@ class PipelineEngine:
         return self._post.receive(self._rank_of(stage), line)
 
     def _rank_of(self, stage: int) -> int:
-        return self._replica * self._ranks + stage % self._ranks
+        return self._pipeline * self._ranks + stage % self._ranks
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
@@ -268,15 +281,25 @@ class PipelineEngine:
 
     def _sum_across(self) -> CanonicalSum | None:
         """Return what adds over the ranks that have the same stages as this one, if there are any."""
-        if self._pipe.replicas == 1:
+        if self._pipelines == 1:
             return None
-        places = [Place(replica, self._pipe.replicas) for replica in range(self._pipe.replicas)]
-        return CanonicalSum(self._replica, places, self._world.grid(self._ranks).across)
+        places = [Place(pipeline, self._pipelines) for pipeline in range(self._pipelines)]
+        return CanonicalSum(self._pipeline, places, self._world.grid(self._ranks).across)
+
+    def _groups_of_sharers(self) -> list[list[int]]:
+        """Return, group by group, the ranks which share the optimizer's work for the same stages."""
+        sharers = self._pipe.sharers
+        firsts = range(0, self._pipelines, sharers)
+        return [
+            [(first + number) * self._ranks + rank for number in range(sharers)]
+            for first in firsts
+            for rank in range(self._ranks)
+        ]
 
     @property
     def _speaks(self) -> bool:
         """Whether this rank's pipeline tells what all of them know."""
-        return self._replica == 0
+        return self._pipeline == 0
 
     def _total_loss(self, leaves: int) -> Tensor:
         """Return the sum of all losses, which the last stages have, on every rank."""
@@ -317,40 +340,6 @@ class PipelineEngine:
         own, tensors = self._ema.state(), self._model.state_dict()
         ordered = sorted(tensors, key=lambda name: not tensors[name].is_floating_point())
         return {name: shard(own[name] if name in own else _widened(tensors[name]), self._speaks) for name in ordered}
-
-
-@final
-class _StageLayout:
-    """What is trained on this rank: whole parameters, those of its stages."""
-
-    def __init__(self, world: World, all_trained: Sequence[Named], trained: Sequence[Named], speaks: bool) -> None:
-        self._world = world
-        self._all = all_trained  # of the whole model; those of other ranks' stages are on the meta device
-        self._speaks = speaks
-        self.trained = trained
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See Layout: the rows of all ranks, in the model's order."""
-        own = iter(tensors)
-        norms: list[Tensor] = []
-        for _, parameter in self._all:
-            tensor = None if parameter.is_meta else next(own)
-            if tensor is None or not self._speaks:
-                norms.append(torch.zeros(parameter.shape[0] if parameter.ndim else 1, dtype=torch.float64))
-            else:
-                norms.append(row_norms(tensor).cpu())
-        return self._world.add_(torch.cat(norms)).to(self._world.device)
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """See Layout."""
-        return whole_norms(tensors)
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """See Layout."""
-        add_flags_(self._world, flags)
-
-    def settle(self) -> None:
-        """See Layout."""
 
 
 def _checked(values: Sequence[object]) -> list[Tensor | int]:

@@ -105,8 +105,8 @@ class Stage:
         assert finish is not None
         self._gradients.push(number, finish())
 
-    def finish(self, leaves: int, samples: int, across: CanonicalSum | None) -> None:
-        """Leave the canonical sums of a step of so many micro-batches in `grad` and `observed`.
+    def add_gradients(self, leaves: int, across: CanonicalSum | None) -> None:
+        """Leave the canonical sums of a step of so many micro-batches in `grad`.
 
         `across` adds over the ranks that have the same stage, where there are several; all of them call this.
         """
@@ -117,6 +117,9 @@ class Stage:
             gradients = list(_added_across(pieces, leaves, self.parameters, across))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    def observe(self, leaves: int, samples: int, across: CanonicalSum | None) -> None:
+        """Leave the mean of what a step's micro-batches observed in `observed`, as add_gradients does the sums."""
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import Held, Shard, local
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layout import Slots
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.runtime.world import World
@@ -51,36 +52,38 @@ class OptimizerNames:
         self._place = {name: place for place, name in enumerate(self._group_of)}
 
     def state(
-        self, world: World, trained: Sequence[Named], optimizer: Optimizer, primary: bool
+        self, world: World, trained: Sequence[Named], optimizer: Optimizer, slots: Slots, primary: bool
     ) -> tuple[dict[str, Held], dict[str, Any]]:
         """Return what optimizer_state would return in one process, its tensors as shards. All ranks call it.
 
-        `optimizer` is this rank's and has `trained`; where several ranks have the same, one of them is `primary`.
+        `optimizer` is this rank's and has `trained`, and its tensors lie as `slots` says; where several ranks have the
+        same, one of them is `primary`.
         """
         own, scalars = optimizer_state(trained, optimizer)
         groups = self._own_groups(trained, optimizer)
-        tensors = {self._renamed(name, groups): tensor for name, tensor in own.items()}
+        tensors = {self._renamed(name, groups): slots.held(name, tensor) for name, tensor in own.items()}
         told = {
-            "tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()},
+            "tensors": {name: [list(held.shape), str(local(held).dtype)] for name, held in tensors.items()},
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
         heard = [json.loads(text) for text in exchanged(world, json.dumps(told if primary else {}))]
         owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
         forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
-        slots = {name: value for each in heard for name, value in each.get("slots", {}).items()}
+        numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}
         numbers = {int(key): value for each in heard for key, value in each.get("groups", {}).items()}
         merged: dict[str, Held] = {
             name: _shard(tensors.get(name), forms[name], owner[name] == world.rank)
             for name in sorted(forms, key=self._order)
         }
-        ordered = {name: slots[name] for name in sorted(slots, key=self._order)}
+        ordered = {name: numbers_of[name] for name in sorted(numbers_of, key=self._order)}
         return merged, {"slots": ordered, "groups": [numbers[number] for number in sorted(numbers)]}
 
     def load(
         self,
         trained: Sequence[Named],
         optimizer: Optimizer,
+        slots: Slots,
         tensors: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
     ) -> None:
@@ -95,11 +98,11 @@ class OptimizerNames:
                 if number in groups:
                     mine[f"{_GROUP}{groups.index(number)}/{slot}"] = tensor
             elif owner in names:
-                mine[name] = tensor
+                mine[name] = slots.own(name, tensor)
             elif owner not in self._group_of:
                 raise UsageError(f"optimizer state: it is of another model; this one has no {owner}")
-        slots = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
-        own = {"slots": slots, "groups": [scalars["groups"][number] for number in groups]}
+        told = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
+        own = {"slots": told, "groups": [scalars["groups"][number] for number in groups]}
         load_optimizer_state(trained, optimizer, mine, own)
 
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
@@ -139,10 +142,12 @@ def _tiny(dim: int, number: int) -> Parameter:
     return parameter
 
 
-def _shard(tensor: Tensor | None, form: tuple[list[int], str], primary: bool) -> Shard:
+def _shard(held: Held | None, form: tuple[list[int], str], primary: bool) -> Shard:
     shape, dtype = form
     size = torch.Size(shape)
-    if tensor is not None:
-        return Shard(tensor, 0, size, primary)
+    if isinstance(held, Shard):
+        return held
+    if held is not None:
+        return Shard(held, 0, size, primary)
     kind = getattr(torch, dtype.removeprefix("torch."))
     return Shard(torch.empty((0, *size[1:]), dtype=kind), 0, size, False)

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.parallel.engine import Update
+from lockstep.parallel.layout import Trained
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
-from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.precision import loss_scaler
-
-
-class Trained(Protocol):
-    """What is trained on this rank, as a Layout (parallel/layout.py) says it."""
-
-    @property
-    def trained(self) -> Sequence[Named]: ...
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor: ...
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor: ...
-
-    def agree_(self, flags: Sequence[Tensor]) -> None: ...
-
-    def settle(self) -> None: ...
 
 
 @final

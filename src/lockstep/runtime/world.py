@@ -179,12 +179,19 @@ class World:
         self.add_(torch.zeros(1))
 
     def beside(self) -> World:
-        """Return the same ranks in groups of their own, for another thread. All ranks call it; nobody closes it."""
-        if self.size == 1:
-            return self
-        info = RankInfo(self.rank, self.size, self.local_rank, self.local_size, "beside")
-        group = dist.new_group(timeout=self._timeout)
-        assert isinstance(group, dist.ProcessGroup)
+        """Return the same ranks in a group of their own, for another thread. All ranks call it; nobody closes it."""
+        return self.among([list(range(self.size))])
+
+    def among(self, groups: list[list[int]]) -> World:
+        """Return those ranks that stand in one of `groups` with this one, as a world of their own.
+
+        Each rank is in one group. All ranks call it; nobody closes it.
+        """
+        [ranks] = [ranks for ranks in groups if self.rank in ranks]
+        info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
+        if all(len(each) == 1 for each in groups):
+            return World(info, self.device)
+        group = self._own_group(groups)
         return World(info, self.device, (group, group), self._timeout)
 
     def close(self) -> None:

@@ -27,25 +27,31 @@ from lockstep.tasks.base import Task
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`schedule`: the order of the work. `replicate`: how many pipelines share the micro-batches. `stages_per_rank`:
-    how many stages each process has (interleaved: 2 unless said otherwise, else 1). `cut`: the modules that begin the
+    """`schedule`: the order of the work. `replicate`: how many replicas share the micro-batches. `shard`: how many
+    pipelines a replica has, which share its micro-batches and, by rows, the optimizer's state. `stages_per_rank`: how
+    many stages each process has (interleaved: 2 unless said otherwise, else 1). `cut`: the modules that begin the
     stages but the first; left out, stages are cut by cost. `recompute`: hold the inputs of a stage instead of its
     activations, and compute its forward again in its backward.
     """
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "the model, into stages; with replicate the micro-batches of a step too"
+    cuts: ClassVar[str] = "the model, into stages; micro-batches with replicate, and with shard the optimizer's state"
     needs: ClassVar[str] = "a model that calls at least as many modules one after the other as there are stages"
     communication: ClassVar[str] = "what crosses from stage to stage, and its gradient, for each micro-batch"
     recomputes: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = True
-    cuts_rows: ClassVar[bool] = False
 
     schedule: Schedule = "1f1b"
     replicate: Annotated[int, Field(ge=1)] = 1
+    shard: Annotated[int, Field(ge=1)] = 1
     stages_per_rank: Annotated[int, Field(ge=1)] | None = None
     cut: tuple[str, ...] = ()
     recompute: bool = False
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether the optimizer sees but rows of tensors."""
+        return self.shard > 1
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the options do not fit each other or the number of processes."""
@@ -57,17 +63,20 @@ class Strategy:
             )
         if per_rank == 1 and self.schedule == "interleaved":
             raise UsageError("strategy pipeline: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
-        if processes % self.replicate:
+        pipelines = self._pipelines
+        asked = " x ".join(
+            f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
+        )
+        if processes % pipelines:
             raise UsageError(
-                f"strategy pipeline: replicate={self.replicate} does not divide {processes} processes; use "
+                f"strategy pipeline: {asked} does not divide {processes} processes; use "
                 f"{', '.join(str(each) for each in range(1, processes + 1) if processes % each == 0)}"
             )
-        if self.replicate > microbatches:
+        if pipelines > microbatches:
             raise UsageError(
-                f"strategy pipeline: replicate={self.replicate} but only {microbatches} micro-batches; use at most "
-                f"{microbatches}"
+                f"strategy pipeline: {asked} but only {microbatches} micro-batches; use at most {microbatches}"
             )
-        stages = processes // self.replicate * per_rank
+        stages = processes // pipelines * per_rank
         if self.cut and len(self.cut) != stages - 1:
             raise UsageError(
                 f"strategy pipeline: cut names {len(self.cut)} modules, but there are {stages} stages, {per_rank} for "
@@ -79,7 +88,7 @@ class Strategy:
 
         It is built on the meta device, or on the CPU where that fails; `shape` is that of one sample.
         """
-        stages = processes // self.replicate * self._per_rank()
+        stages = processes // self._pipelines * self._per_rank()
         try:
             with torch.device("meta"):
                 blank = build()
@@ -91,13 +100,17 @@ class Strategy:
 
     def place(self, rank: int, size: int) -> Place:
         """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""
-        replica, number = divmod(rank, size // self.replicate)
-        return Place(replica, self.replicate, speaks=number == 0)
+        pipeline, number = divmod(rank, size // self._pipelines)
+        return Place(pipeline, self._pipelines, speaks=number == 0)
 
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        pipe = Pipe(self.schedule, self.replicate, self._per_rank(), self.cut, self.recompute)
+        pipe = Pipe(self.schedule, self.replicate, self.shard, self._per_rank(), self.cut, self.recompute)
         return PipelineEngine(task, make_optimizer, world, numerics, pipe, task.sample_shape)
+
+    @property
+    def _pipelines(self) -> int:
+        return self.replicate * self.shard
 
     def _per_rank(self) -> int:
         return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
