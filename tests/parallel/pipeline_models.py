@@ -117,6 +117,7 @@ class Case:
     clip: float | None = None
     ema: bool = False
     channels_last: bool = False
+    offload_activations: bool = False
     initial_scale: float = 1024.0
     skip_nonfinite: bool = False
     poisoned: int | None = None
@@ -150,6 +151,7 @@ def engine(world: World, case: Case, options: dict[str, Any] | None) -> Engine:
         skip_nonfinite=case.skip_nonfinite,
         ema_decay=0.9 if case.ema else None,
         channels_last=case.channels_last,
+        offload_activations=case.offload_activations,
     )
     if options is None:
         return single.Strategy().start(task, optimizer, world, numerics)

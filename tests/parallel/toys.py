@@ -91,6 +91,7 @@ class Case:
     skip_nonfinite: bool = False
     side: int = 6  # of the images, in pixels
     recompute: int = 0  # every so many blocks
+    offload_activations: bool = False
     poisoned: int | None = None  # the step whose last image is not finite
     strategy: str = "ddp"  # on several processes
     alone: str = "single"  # on one
@@ -108,6 +109,7 @@ class Case:
             skip_nonfinite=self.skip_nonfinite,
             ema_decay=0.9 if self.ema else None,
             channels_last=self.channels_last,
+            offload_activations=self.offload_activations,
         )
 
 

@@ -27,6 +27,7 @@ from lockstep.core.order import Step
 from lockstep.core.shard import Held, Shard, alike, local, rows_of
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
+from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
@@ -69,6 +70,7 @@ class LocalEngine:
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._by_name = dict(self._layout.trained)
         self._autocast = autocast(numerics.precision, world.device)
+        self._training = around_forward(self._autocast, self._model, world.device, numerics.offload_activations)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(places)
@@ -186,7 +188,7 @@ class LocalEngine:
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
-        with self._autocast:
+        with self._training:
             outputs = self._forward(self._laid_out(microbatch.inputs))
             return self._task.loss_sum(outputs, microbatch.targets)
 

@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 
 @dataclass(frozen=True)
 class Numerics:
-    """The part of a recipe that an engine computes by."""
+    """The part of a recipe that an engine computes by, and of the placement what changes its forward, not the bits."""
 
     microbatches: int
     seed: int = 0
@@ -28,3 +28,4 @@ class Numerics:
     ema_decay: float | None = None
     channels_last: bool = False
     compile: bool = False
+    offload_activations: bool = False

@@ -27,6 +27,7 @@ from lockstep.core.pipeline_schedule import Action, Schedule, actions
 from lockstep.core.shard import Held, local
 from lockstep.core.tree import Counter, total
 from lockstep.errors import TrainingError, UsageError
+from lockstep.parallel.activations import around_forward
 from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
@@ -120,6 +121,8 @@ class PipelineEngine:
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
+        offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
+        self._around = around_forward(self._autocast, self._model, world.device, offload)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._post = Post(world.device)
@@ -217,7 +220,7 @@ class PipelineEngine:
 
         def compute(values: Values) -> Sequence[Tensor | int]:
             before[:] = self._seed(step, index, states)
-            with self._autocast:
+            with self._around:
                 outputs = _checked(self._training[number](*values))
                 return [self._task.loss_sum(_tensor(outputs[0]), microbatch.targets)] if last else outputs
 

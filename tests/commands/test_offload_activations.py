@@ -1,0 +1,26 @@
+"""`placement.offload_activations` comes to the engine; a CPU, where it changes nothing, could not tell."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.commands._setup import setup, start
+from lockstep.config.load import load
+from lockstep.parallel import local
+from lockstep.runtime.world import ALONE, World
+
+
+@pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])
+def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def note(inner: Any, model: nn.Module, device: torch.device, offload: bool) -> Any:
+        told.append(offload)
+        return inner
+
+    monkeypatch.setattr(local, "around_forward", note)
+    config = load("digits", words).config
+    start(setup(config.recipe, 4), config.placement, World(ALONE, torch.device("cpu")), 4)
+    assert told == [bool(words)]
