@@ -165,6 +165,7 @@ recipe:
             "recipe.precision: expected one of fp32, bf16, fp16; got 'fp61'; did you mean 'fp16'?",
         ),
         ("recipe.precision=16", "recipe.precision: expected one of fp32, bf16, fp16; got 16"),
+        ("placement.offload_activations=yes", "placement.offload_activations: expected true or false; got 'yes'"),
         (
             "placement.rendezvous=tcp:/host",
             "placement.rendezvous: expected env://, tcp://HOST:PORT or file:///PATH; got 'tcp:/host'",

@@ -55,7 +55,7 @@ class Setup:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
         return _optimizer(self.recipe)(trained, norms=norms)
 
-    def numerics(self, microbatches: int) -> Numerics:
+    def numerics(self, microbatches: int, offload_activations: bool = False) -> Numerics:
         """Return what an engine computes by."""
         recipe = self.recipe
         return Numerics(
@@ -68,6 +68,7 @@ class Setup:
             ema_decay=recipe.ema.decay if recipe.ema else None,
             channels_last=recipe.memory_format == "channels_last",
             compile=recipe.compile,
+            offload_activations=offload_activations,
         )
 
     def loader(self, world: World, place: Place, microbatches: int, workers: int) -> Loader:
@@ -151,7 +152,8 @@ def start(ready: Setup, placement: Placement, world: World, microbatches: int) -
     if placement.recompute != "none" and not chosen.recomputes:
         every = 1 if placement.recompute == "full" else int(placement.recompute.removeprefix("every_"))
         task = replace(task, build=partial(_recomputing, task.build, every))
-    engine = chosen.start(task, ready.optimizer, world, ready.numerics(microbatches))
+    numerics = ready.numerics(microbatches, placement.offload_activations)
+    engine = chosen.start(task, ready.optimizer, world, numerics)
     return name, chosen.place(world.rank, world.size), engine
 
 

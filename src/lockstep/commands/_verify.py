@@ -179,7 +179,9 @@ class _Contest:
         self._launched = 0
         self._half = max(1, len(job.numbers) // 2)
         # The plainest way there is: nothing of the placement that should not matter.
-        self._single = _candidate(job.loaded, _SINGLE, 1, {"recompute": "none", "workers": 0})
+        self._single = _candidate(
+            job.loaded, _SINGLE, 1, {"recompute": "none", "offload_activations": False, "workers": 0}
+        )
         self._facts = Facts()
 
     def look(self) -> Facts:
