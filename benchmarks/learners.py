@@ -7,6 +7,7 @@
 | zero2 | fully_shard (FSDP2) with reshard_after_forward=False |
 | zero3 | fully_shard |
 | hsdp | fully_shard on a mesh of 2 replicas |
+| pipeline-*schedule* | that schedule of torch.distributed.pipelining |
 
 Both cut at the same blocks and have the same multi-tensor optimizer.
 """
@@ -30,6 +31,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
 from lockstep.parallel.numerics import Numerics
@@ -91,9 +93,10 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
 def ours(name: str, work: Work, world: World) -> Do:
     """Return what does a step under our strategy `name`."""
     fix_kernels(threads=1)
-    strategy: Any = import_module(f"lockstep.strategies.{name}").Strategy()
+    kind, _, schedule = name.partition("-")
+    strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(schedule))
     engine = strategy.start(
-        Classification(work.build),
+        Classification(work.build, sample_shape=SAMPLE),
         lambda trained, _: make_optimizer(trained, name=work.optimizer, lr=LR, options=work.options),
         world,
         Numerics(microbatches=work.microbatches),
@@ -110,6 +113,9 @@ def ours(name: str, work: Work, world: World) -> Do:
 
 def torchs(name: str, work: Work, world: World) -> Do:
     """Return what does a step with torch's counterpart of our strategy `name`."""
+    kind, _, schedule = name.partition("-")
+    if kind == "pipeline":
+        return _pipelined(schedule, work, world)
     model, optimizer = _TORCHS[name](world, work, work.build())
     own = work.batches(Place(member=world.rank, members=world.size))
 
@@ -119,6 +125,26 @@ def torchs(name: str, work: Work, world: World) -> Do:
             whole = isinstance(model, DistributedDataParallel) and microbatch is not own[-1]
             with cast(Any, model).no_sync() if whole else nullcontext():
                 (F.cross_entropy(model(microbatch.inputs), microbatch.targets) / len(own)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return do
+
+
+def _options(schedule: str) -> dict[str, Any]:
+    if not schedule:
+        return {}
+    return {"schedule": schedule, "stages_per_rank": SCHEDULES[schedule][2]}
+
+
+def _pipelined(schedule: str, work: Work, world: World) -> Do:
+    part, run = pipelined(schedule, work.build(), work.microbatches, world.rank, world.size)
+    optimizer = _optimizer(work, part)
+    batches = work.batches(Place())
+    inputs, targets = torch.cat([each.inputs for each in batches]), torch.cat([each.targets for each in batches])
+
+    def do() -> None:
+        run(inputs, targets)
         optimizer.step()
         optimizer.zero_grad()
 

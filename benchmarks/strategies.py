@@ -1,8 +1,8 @@
 """What cutting a model costs: a whole step and the memory of each strategy, against torch's own and against theory.
 
-Both train on the same micro-batches, one on each process of one thread: torchvision's ResNet-18 by SGD with momentum,
-timm's vit_tiny by AdamW. Both keep freed memory. What is compared with what stands in learners.py; memory is in
-strategies_memory.py.
+Both train on the same micro-batches, one on each process of one thread, and four in all in a pipeline: torchvision's
+ResNet-18 by SGD with momentum, timm's vit_tiny by AdamW. Both keep freed memory. What is compared with what stands in
+learners.py; memory is in strategies_memory.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Final
 
 from benchmarks import strategies_memory
 from benchmarks.learners import Side, Work, ours, torchs
+from benchmarks.pipelines import SCHEDULES
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.world import World
 
-PROCESSES: Final = {"zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4}
+PROCESSES: Final = {"zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4} | {f"pipeline-{each}": 2 for each in SCHEDULES}
 SLOWER: Final = 1.10  # at most so many times torch's
 
 
@@ -36,7 +37,8 @@ def time_of(name: str, model: str, turns: int) -> Result:
     """Compare the time of a step under our strategy `name` with that of torch's counterpart."""
     size = PROCESSES[name]
     optimizer, samples = ("SGD", 64) if model == "ResNet-18" else ("AdamW", 16)
-    work = Work(model, optimizer, samples, microbatches=size)
+    count = 4 if name.startswith("pipeline") else size
+    work = Work(model, optimizer, samples, count)
     mine, theirs = f"lockstep {name}", f"torch's {name}"
     contestants = {
         theirs: Contestant(partial(_timed, torchs, name, work), size),
@@ -44,7 +46,7 @@ def time_of(name: str, model: str, turns: int) -> Result:
     }
     return compare(
         f"strategies-time-{name}-{model}",
-        f"step time: {name}, {model} at 32x32, {optimizer}, {size} processes, micro-batches of {samples}",
+        f"step time: {name}, {model} at 32x32, {optimizer}, {size} processes, {count} micro-batches of {samples}",
         "s a step",
         take_turns(contestants, turns),
         theirs,

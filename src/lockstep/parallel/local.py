@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
-from lockstep.core.shard import Held, Shard, alike, local, rows_of
+from lockstep.core.shard import Held, alike, local, rows_of
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.ema import Ema
 from lockstep.parallel.engine import State, Sums, Update
-from lockstep.parallel.layout import Layout
+from lockstep.parallel.layout import Layout, Slots
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.updating import Updates, gradient
@@ -68,7 +68,7 @@ class LocalEngine:
         self._forward = torch.compile(self._model) if numerics.compile else self._model
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
-        self._by_name = dict(self._layout.trained)
+        self._slots = Slots(self._layout.trained, self._layout.held)
         self._autocast = autocast(numerics.precision, world.device)
         self._training = around_forward(self._autocast, self._model, world.device, numerics.offload_activations)
         self._generators = world.generators()
@@ -139,7 +139,7 @@ class LocalEngine:
         ema = self._ema.state() if self._ema is not None else None
         return State(
             model=model,
-            optimizer={name: self._held(name, tensor) for name, tensor in tensors.items()},
+            optimizer={name: self._slots.held(name, tensor) for name, tensor in tensors.items()},
             ema={name: alike(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
@@ -155,7 +155,7 @@ class LocalEngine:
             local(held).copy_(rows_of(local(state.model[name]), held))
         self._running.reload()
         self._layout.reload()
-        tensors = {name: self._own(name, local(whole)) for name, whole in state.optimizer.items()}
+        tensors = {name: self._slots.own(name, local(whole)) for name, whole in state.optimizer.items()}
         load_optimizer_state(self._layout.trained, self._updates.optimizer, tensors, state.scalars["optimizer"])
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
@@ -165,20 +165,6 @@ class LocalEngine:
         """See Engine."""
         self._layout.close()
         self._lane.close()
-
-    def _held(self, name: str, tensor: Tensor) -> Held:
-        """Return a tensor of the optimizer's as it lies: what has the shape of its parameter lies as that does."""
-        parameter = self._by_name.get(name.rpartition("/")[0])
-        alike = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
-        return self._layout.held(name.rpartition("/")[0], tensor) if alike else tensor
-
-    def _own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the optimizer's."""
-        parameter = self._by_name.get(name.rpartition("/")[0])
-        if parameter is None:
-            return whole
-        held = self._layout.held(name.rpartition("/")[0], parameter)
-        return rows_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
 
     def _averaged(self, decay: float) -> Ema:
         return Ema({name: local(held) for name, held in self._layout.state().items()}, decay)
