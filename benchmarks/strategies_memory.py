@@ -22,6 +22,9 @@ much as autograd saves for it, and
 AdamW in its multi-tensor form makes a temporary copy of half of S, when activations and blocks are gone. So of what
 backward and what the update take on top of P and S, the larger counts.
 
+A rank of a pipeline holds P and S of its stage, and in a step log2(M) + 1 copies of its gradients and the activations
+of as many micro-batches as its schedule has in flight: with 1f1b one for each stage from here to the end.
+
 The sum of M micro-batches keeps at most log2(M / W) + 1 copies of the gradients; under zero2 and zero3 of a rank's rows
 of them. That is what the peak of a step with M exceeds that of one with W by, and the copy that both have.
 """
@@ -34,12 +37,14 @@ from functools import partial
 from typing import Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.learners import Side, Work, ours, torchs
 from benchmarks.live_bytes import LiveBytes
+from benchmarks.pipelines import SAMPLE
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.parallel.pipeline_cut import find_cut, stage_module
 from lockstep.parallel.units import find_units
 from lockstep.runtime.world import World
 
@@ -64,6 +69,7 @@ def results(quick: bool) -> list[Result]:
     names = ["zero3"] if quick else list(MEMBERS)
     whens: list[When] = ["between steps", "in a step"]
     memory = [memory_of(name, when, turns) for name in names for when in whens]
+    memory += [memory_of_pipeline(when, turns) for when in whens]
     times = [2] if quick else [2, 4, 8]
     return memory + [
         copies_of(name, each, turns) for name in (["zero3"] if quick else ["zero1", "zero3"]) for each in times
@@ -74,17 +80,36 @@ def memory_of(name: str, when: When, turns: int) -> Result:
     """Compare the memory of a rank under our strategy `name`, and torch's counterpart, with theory."""
     size, members = MEMBERS[name]
     work = Work("ViT-Small", "AdamW", 1, microbatches=size)
+    return _memory(name, work, size, when, Sizes.of(work.build(), work).expected(name, members, when), turns)
+
+
+def memory_of_pipeline(when: When, turns: int) -> Result:
+    """Compare the memory of the largest rank of a pipeline with theory."""
+    ranks, microbatches = 2, 4
+    work = Work("ViT-Small", "AdamW", 1, microbatches)
+    model = work.build().train()
+    cut = find_cut(model, ranks, SAMPLE)
+    values: list[Tensor] = [work.batch(0).inputs]
+    expected = []
+    for rank in range(ranks):
+        stage = stage_module(model, cut, rank)
+        sizes = Sizes.of(stage, work, values[0])
+        expected.append(sizes.expected_of_stage(microbatches, min(ranks - rank, microbatches), when))
+        values = [value.detach() for value in stage(*values)]
+    return _memory("pipeline-1f1b", work, ranks, when, max(expected), turns)
+
+
+def _memory(name: str, work: Work, size: int, when: When, expected: float, turns: int) -> Result:
     mine, theirs = f"lockstep {name}", f"torch's {name}"
     sides: dict[str, Side] = {theirs: torchs, mine: ours}
     measured = take_turns(
         {key: Contestant(partial(_measured, when, side, name, work), size) for key, side in sides.items()}, turns
     )
-    expected = Sizes.of(work).expected(name, members, when) / 2**20
     return compare(
         f"strategies-memory-{name}-{when.replace(' ', '-')}",
-        f"memory {when}: {name}, ViT-Small at 32x32, AdamW, {size} processes, micro-batches of 1",
+        f"memory {when}: {name}, ViT-Small at 32x32, AdamW, {size} processes, {work.microbatches} micro-batches of 1",
         "MiB, the largest rank",
-        {"theory": [expected] * turns, **measured},
+        {"theory": [expected / 2**20] * turns, **measured},
         "theory",
         [Target(mine, "theory", "at most", OVER)],
     )
@@ -99,7 +124,7 @@ def copies_of(name: str, times: int, turns: int) -> Result:
         for each in (1, times)
     }
     peaks = take_turns({str(each): contestant for each, contestant in contestants.items()}, turns)
-    copy = Sizes.of(work).parameters / (1 if name == "zero1" else size) / 2**20
+    copy = Sizes.of(work.build(), work).parameters / (1 if name == "zero1" else size) / 2**20
     copies = [1 + (most - least) / copy for most, least in zip(peaks[str(times)], peaks["1"], strict=True)]
     bound = "log2(M / W) + 1"
     return compare(
@@ -122,9 +147,8 @@ class Sizes:
     activations: int  # that autograd saves for one micro-batch
 
     @classmethod
-    def of(cls, work: Work) -> Sizes:
-        """Work them out from the model."""
-        model = work.build()
+    def of(cls, model: nn.Module, work: Work, inputs: Tensor | None = None) -> Sizes:
+        """Work them out from a model or a stage of one, which is given `inputs`."""
         parameters = sum(parameter.nbytes for parameter in model.parameters())
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         saved: dict[int, Tensor] = {}
@@ -134,11 +158,11 @@ class Sizes:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model(work.batch(0).inputs)
+            model(work.batch(0).inputs if inputs is None else inputs)
         return cls(
             parameters,
             parameters * (2 if work.optimizer == "AdamW" else 1),
-            max(sum(parameter.nbytes for parameter in unit.parameters()) for unit in find_units(model)),
+            max((sum(parameter.nbytes for parameter in unit.parameters()) for unit in find_units(model)), default=0),
             sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own),
         )
 
@@ -154,6 +178,15 @@ class Sizes:
         backward = gradients + gathered + exchanged + self.activations
         update = shard + state / 2
         return held + max(backward, update) + BUFFER_BYTES
+
+    def expected_of_stage(self, microbatches: int, in_flight: int, when: When) -> float:
+        """Return what a rank of a pipeline should hold that has this stage."""
+        held = self.parameters + self.state + BUFFER_BYTES
+        if when == "between steps":
+            return held
+        copies = math.log2(microbatches) + 1
+        backward = copies * self.parameters + in_flight * self.activations
+        return held + max(backward, self.parameters + self.state / 2)
 
 
 def _measured(when: When, side: Side, name: str, work: Work, world: World) -> Turn:
