@@ -26,11 +26,6 @@ def row_norms(tensor: Tensor) -> Tensor:
     return norms.double()
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm over all elements of all tensors: float64, 0-dim."""
-    return norm_of_rows(torch.cat([row_norms(tensor) for tensor in tensors]))
-
-
 def norm_of_rows(norms: Tensor) -> Tensor:
     """Return the norm of all rows together, given the norm of each: float64, 0-dim."""
     norm: Tensor = torch.linalg.vector_norm(norms)

@@ -8,7 +8,7 @@ rows that lie on several ranks, and they add a norm up in the order of memory. H
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -70,10 +70,8 @@ class Lars(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do a step."""
         loss = _evaluated(closure)
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._step_group(parameters, group)
+        for parameters, group in _with_gradients(self):
+            self._step_group(parameters, group)
         return loss
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -149,10 +147,8 @@ class Lamb(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do a step."""
         loss = _evaluated(closure)
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._step_group(parameters, group)
+        for parameters, group in _with_gradients(self):
+            self._step_group(parameters, group)
         return loss
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -190,6 +186,14 @@ class Lamb(Optimizer):
         updates = torch._foreach_div(means, corrections[0])
         torch._foreach_div_(updates, denominators)
         return list(updates)
+
+
+def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+    """Yield each group that has a gradient, with those of its parameters that have one."""
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if parameters:
+            yield parameters, group
 
 
 def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
