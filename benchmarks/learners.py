@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
+from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.units import find_units
@@ -90,8 +91,8 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
 }
 
 
-def ours(name: str, work: Work, world: World) -> Do:
-    """Return what does a step under our strategy `name`."""
+def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch], Step]:
+    """Start our strategy `name`; return its engine, this rank's micro-batches and the step they make."""
     fix_kernels(threads=1)
     kind, _, schedule = name.partition("-")
     strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(schedule))
@@ -102,7 +103,12 @@ def ours(name: str, work: Work, world: World) -> Do:
         Numerics(microbatches=work.microbatches),
     )
     own = work.batches(strategy.place(world.rank, world.size))
-    step = Step(0, 0, 0, work.microbatches * work.samples, 0, False)
+    return engine, own, Step(0, 0, 0, work.microbatches * work.samples, 0, False)
+
+
+def ours(name: str, work: Work, world: World) -> Do:
+    """Return what does a step under our strategy `name`."""
+    engine, own, step = start(name, work, world)
 
     def do() -> None:
         engine.forward_backward(own, step)
