@@ -3,30 +3,28 @@
 from collections.abc import Mapping
 
 import pytest
+from environments import (
+    HOROVOD,
+    MPICH,
+    MPICH_IN_SLURM,
+    OPENMPI,
+    SLURM_ARBITRARY,
+    SLURM_BATCH,
+    SLURM_BLOCK,
+    SLURM_CYCLIC,
+    SLURM_ONE_HOST,
+    SLURM_ONE_TASK,
+    SLURM_PMI2,
+    SLURM_SALLOC,
+    SLURM_UNEVEN,
+    TORCHRUN,
+)
 
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers import detect, environment, torchrun
+from lockstep.launchers import ORDER, detect, environment, horovodrun, hydra, look, openmpi, slurm, torchrun
 
-# As torchrun 2.x sets them in the second process of the second of two nodes with two processes each; torch's
-# distributed.launch, with and without --use_env, sets the same.
-TORCHRUN = {
-    "LOCAL_RANK": "1",
-    "RANK": "3",
-    "GROUP_RANK": "1",
-    "ROLE_RANK": "3",
-    "ROLE_NAME": "default",
-    "LOCAL_WORLD_SIZE": "2",
-    "WORLD_SIZE": "4",
-    "GROUP_WORLD_SIZE": "2",
-    "ROLE_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
+ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +43,24 @@ TORCHRUN = {
             {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
             RankInfo(5, 8, 1, 4, "environment"),
         ),
+        (SLURM_BLOCK, RankInfo(3, 4, 0, 1, "slurm", "n1", 20016)),
+        (SLURM_CYCLIC, RankInfo(2, 4, 1, 3, "slurm", "n1", 20032)),
+        (SLURM_UNEVEN, RankInfo(4, 5, 3, 4, "slurm", "n1", 20048)),
+        (SLURM_ONE_HOST, RankInfo(1, 2, 1, 2, "slurm", "127.0.0.1", 20097)),
+        (SLURM_PMI2, RankInfo(1, 3, 1, 2, "slurm", "n1", 20064)),
+        (SLURM_BLOCK | ADDRESS, RankInfo(3, 4, 0, 1, "slurm", "node7", 29500)),
+        (SLURM_ARBITRARY | ADDRESS, RankInfo(0, 3, 0, 2, "slurm", "node7", 29500)),
+        (SLURM_ONE_TASK, None),  # a place like any machine
+        (SLURM_BATCH, None),
+        (SLURM_SALLOC, None),
+        ({"SLURM_JOB_ID": "17"}, None),
+        (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967290"}, None),  # what salloc starts on the first host
+        (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967291"}, None),  # a batch script
+        (OPENMPI | ADDRESS, RankInfo(1, 3, 1, 3, "openmpi", "node7", 29500, openmpi._ADVICE)),
+        (MPICH, RankInfo(1, 3, 1, 3, "hydra", "127.0.0.1", 29500, hydra._ADVICE)),
+        (MPICH | ADDRESS, RankInfo(1, 3, 1, 3, "hydra", "node7", 29500, hydra._ADVICE)),
+        (MPICH_IN_SLURM, RankInfo(3, 5, 3, 4, "hydra", None, 29500, hydra._ADVICE)),
+        (HOROVOD | ADDRESS, RankInfo(3, 4, 1, 2, "horovodrun", "node7", 29500, horovodrun._ADVICE)),
     ],
 )
 def test_who_a_process_is(env: Mapping[str, str], info: RankInfo | None) -> None:
@@ -53,9 +69,64 @@ def test_who_a_process_is(env: Mapping[str, str], info: RankInfo | None) -> None
 
 def test_each_launcher_knows_its_own() -> None:
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert torchrun.detect(by_hand) is None
-    assert torchrun.detect(TORCHRUN) == detect(TORCHRUN)
-    assert environment.detect(by_hand) == RankInfo(0, 2, 0, 1, "environment")
+    envs = {
+        "torchrun": TORCHRUN,
+        "environment": by_hand,
+        "horovodrun": HOROVOD,
+        "openmpi": OPENMPI,
+        "hydra": MPICH,
+        "slurm": SLURM_BLOCK,
+    }
+    assert [launcher.name for launcher in ORDER] == list(envs)
+    for name, env in envs.items():
+        found = {launcher.name for launcher in ORDER if launcher.detect(env)}
+        assert found == {name} | ({"environment"} if name == "torchrun" else set())
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        (SLURM_BLOCK | TORCHRUN, "torchrun"),
+        (OPENMPI | TORCHRUN, "torchrun"),
+        (SLURM_BLOCK | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
+        (OPENMPI | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
+        (SLURM_BLOCK | {"WORLD_SIZE": "4"}, "slurm"),  # as batch scripts set it
+        (OPENMPI | {"HOROVOD_CONTROLLER": "mpi"}, "openmpi"),  # horovodrun over mpirun
+        (SLURM_BLOCK | OPENMPI, "openmpi"),
+        (MPICH_IN_SLURM, "hydra"),
+        (SLURM_PMI2, "slurm"),
+    ],
+)
+def test_the_launcher_that_came_last_decides(env: Mapping[str, str], name: str) -> None:
+    info = detect(env)
+    assert info is not None
+    assert info.launcher == name
+    assert next(each for each in look(env) if each.info).launcher.name == name
+
+
+def test_all_processes_of_a_job_have_one_port_and_jobs_have_others() -> None:
+    def port(env: Mapping[str, str]) -> int:
+        info = detect(env)
+        assert info is not None
+        assert info.port is not None
+        return info.port
+
+    assert port(OPENMPI) == port(OPENMPI | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"})
+    assert port(HOROVOD) == port(HOROVOD | {"HOROVOD_RANK": "0", "HOROVOD_HOSTNAME": "a"})
+    ports = {port(OPENMPI | {"PMIX_NAMESPACE": f"prterun-a-{job}@1"}) for job in range(50)}
+    ports |= {port(HOROVOD | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(job)}) for job in range(32768, 32818)}
+    assert len(ports) > 95
+    steps = {("7", "0"), ("7", "1"), ("7", "15"), ("8", "0"), ("4294901760", "5")}
+    ports = {port(SLURM_BLOCK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job, step in steps}
+    assert len(ports) == len(steps)
+    assert all(20_000 <= each < 29_000 for each in ports)
+
+
+def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
+    info = openmpi.detect(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "6"})
+    assert info is not None
+    assert info.master is None
+    assert "mpirun -x MASTER_ADDR=HOST" in info.advice
 
 
 @pytest.mark.parametrize(
@@ -63,12 +134,72 @@ def test_each_launcher_knows_its_own() -> None:
     [
         ({"RANK": "0"}, ["WORLD_SIZE is not set; set RANK and WORLD_SIZE"]),
         ({"WORLD_SIZE": "2"}, ["RANK is not set; set RANK and WORLD_SIZE"]),
+        ({"WORLD_SIZE": "2"} | SLURM_BATCH, ["RANK is not set; set RANK and WORLD_SIZE"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"]),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1: expected a whole number"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, ["LOCAL_RANK=: expected a whole number"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, ["MASTER_PORT=65536: ports go from 1 to 65535"]),
         (
             {"RANK": "one", "WORLD_SIZE": "two", "MASTER_PORT": "http"},
             [f"{name}: expected a whole number" for name in ("RANK=one", "WORLD_SIZE=two", "MASTER_PORT=http")],
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "x"},
+            [
+                "OMPI_COMM_WORLD_RANK=x: expected a whole number",
+                *(
+                    f"OMPI_COMM_WORLD_{name} is not set; mpirun of Open MPI sets it in each process"
+                    for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+                ),
+            ],
+        ),
+        (
+            OPENMPI | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "4"},
+            [
+                "OMPI_COMM_WORLD_RANK=3 with OMPI_COMM_WORLD_SIZE=3: ranks go from 0 to 2",
+                "OMPI_COMM_WORLD_LOCAL_RANK=4 with OMPI_COMM_WORLD_LOCAL_SIZE=3: ranks go from 0 to 2",
+            ],
+        ),
+        (
+            MPICH | {"MPI_LOCALNRANKS": "4"},
+            ["MPI_LOCALNRANKS=4 with PMI_SIZE=3: more on this host than in all"],
+        ),
+        (
+            {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"},
+            ["PMI_RANK is not set; mpiexec of MPICH and Intel MPI sets it in each process"],
+        ),
+        (
+            {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_LOCAL_RANK": "0"},
+            ["HOROVOD_RANK is not set; horovodrun sets it in each process"],
+        ),
+        (
+            SLURM_BLOCK | {"SLURM_STEP_TASKS_PER_NODE": "2(x", "SLURM_STEP_NODELIST": "n[2-1]", "SLURM_LOCALID": "a"},
+            [
+                "SLURM_LOCALID=a: expected a whole number",
+                "SLURM_STEP_TASKS_PER_NODE=2(x: expected counts such as 2(x3),1",
+                "SLURM_STEP_NODELIST=n[2-1]: expected numbers such as 1-2,5 in the brackets, not 2-1",
+            ],
+        ),
+        (
+            SLURM_BLOCK | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1"},
+            [
+                "SLURM_PROCID=4 with SLURM_STEP_NUM_TASKS=4: ranks go from 0 to 3",
+                "SLURM_LOCALID=1 with 1 tasks on host 1",
+            ],
+        ),
+        (
+            SLURM_BLOCK | {"SLURM_STEP_NODELIST": "n1"},
+            [
+                "SLURM_STEP_TASKS_PER_NODE says 4 tasks on 2 hosts, SLURM_STEP_NUM_TASKS 4, "
+                "SLURM_STEP_NODELIST 1 hosts, SLURM_NODEID host 1"
+            ],
+        ),
+        (
+            SLURM_ARBITRARY,
+            [
+                "SLURM_DISTRIBUTION=arbitrary: rank 0 is not on the first host of n[1-2], and srun does not say on "
+                "which; export MASTER_ADDR=HOST"
+            ],
         ),
     ],
 )
@@ -76,3 +207,17 @@ def test_what_cannot_be_is_told_all_at_once(env: Mapping[str, str], problems: li
     with pytest.raises(UsageError) as caught:
         detect(env)
     assert str(caught.value).splitlines() == problems
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST"])
+def test_a_step_without_its_variables_is_told(name: str) -> None:
+    env = {key: value for key, value in SLURM_BLOCK.items() if key != name}
+    with pytest.raises(UsageError, match=f"{name} is not set; srun sets it in each task"):
+        slurm.detect(env)
+
+
+def test_torchrun_is_not_what_has_torchs_names() -> None:
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
+    assert torchrun.detect(by_hand) is None
+    assert environment.detect(by_hand) == RankInfo(0, 2, 0, 1, "environment")
+    assert environment.detect({"RANK": "0"}) is None

@@ -145,7 +145,7 @@ def test_the_cpu_is_taken_where_asked_for_or_where_there_is_nothing_else(
 def test_a_taken_port_is_told_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        problem = f"rendezvous 127.0.0.1:{port}: rank 0 cannot listen there: Address already in use; choose another"
+        problem = f"127.0.0.1:{port}: rank 0 cannot listen there: Address already in use by pid {os.getpid()} "
         by_hand = RankInfo(0, 2, 0, 2, "environment", "127.0.0.1", port)
         for rendezvous in (f"tcp://127.0.0.1:{port}", "env://"):
             with pytest.raises(UsageError, match=problem):

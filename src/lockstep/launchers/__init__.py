@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from lockstep.core.rank import RankInfo
-from lockstep.launchers import environment, torchrun
+from lockstep.errors import UsageError
+from lockstep.launchers import environment, horovodrun, hydra, openmpi, slurm, torchrun
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How one launcher is found: by `detect`, which looks at `variables`."""
+
+    name: str
+    detect: Callable[[Mapping[str, str]], RankInfo | None]
+    variables: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one launcher made of an environment: a rank, a problem, or neither where it is not the launcher."""
+
+    launcher: Launcher
+    info: RankInfo | None
+    problem: str | None
+
+
+# Who is asked, one after the other, until one decides. The one that started a process last comes first: what it started
+# inherits the variables of all before.
+ORDER: Final = (
+    Launcher("torchrun", torchrun.detect, torchrun.VARIABLES),  # srun and mpirun start it once on each host
+    Launcher("environment", environment.detect, environment.VARIABLES),  # a script made them of its launcher's own
+    Launcher("horovodrun", horovodrun.detect, horovodrun.VARIABLES),  # over MPI it sets no rank, and mpirun decides
+    Launcher("openmpi", openmpi.detect, openmpi.VARIABLES),  # in a Slurm job it starts its daemons by srun
+    Launcher("hydra", hydra.detect, hydra.VARIABLES),  # so does this one: SLURM_PROCID is that of the daemon
+    Launcher("slurm", slurm.detect, slurm.VARIABLES),
+)
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return what the launcher says of this process, or None where no launcher started it.
 
-    torchrun comes first: it sets the plain variables too.
+    A launcher's variables that are wrong raise UsageError. So does one of RANK and WORLD_SIZE alone, but only where no
+    launcher decides: scripts for Slurm often set WORLD_SIZE, and leave the rank to srun.
     """
-    return torchrun.detect(env) or environment.detect(env)
+    for launcher in ORDER:
+        info = launcher.detect(env)
+        if info is not None:
+            return info
+    environment.check_half_set(env)
+    return None
+
+
+def look(env: Mapping[str, str]) -> tuple[Look, ...]:
+    """Return what each launcher makes of the environment, in order: the first that is not neither decides."""
+    return tuple(_looked(launcher, env) for launcher in ORDER)
+
+
+def _looked(launcher: Launcher, env: Mapping[str, str]) -> Look:
+    try:
+        return Look(launcher, launcher.detect(env), None)
+    except UsageError as error:
+        return Look(launcher, None, str(error))

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from lockstep.core.rank import RankInfo
-from lockstep.errors import UsageError
+from lockstep.core.variables import Variables, check_range
+
+VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MISSING: Final = "set RANK and WORLD_SIZE"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that the variables tell, or None where neither RANK nor WORLD_SIZE is set."""
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        return None
-    return from_variables(env, "environment")
+    """Return the rank that the variables tell, or None where RANK and WORLD_SIZE are not both set."""
+    return from_variables(env, "environment") if "RANK" in env and "WORLD_SIZE" in env else None
+
+
+def check_half_set(env: Mapping[str, str]) -> None:
+    """Raise UsageError where only one of RANK and WORLD_SIZE is set."""
+    if "RANK" in env or "WORLD_SIZE" in env:
+        from_variables(env, "environment")
 
 
 def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
@@ -20,16 +28,15 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
 
     Missing or impossible values raise UsageError, all of them at once.
     """
-    problems: list[str] = []
-    rank = _number(env, "RANK", None, problems)
-    size = _number(env, "WORLD_SIZE", None, problems)
-    local_rank = _number(env, "LOCAL_RANK", 0, problems)
-    local_size = _number(env, "LOCAL_WORLD_SIZE", 1, problems)
-    port = _number(env, "MASTER_PORT", 0, problems)
-    if not problems and not 0 <= rank < size:
-        problems.append(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}")
-    if problems:
-        raise UsageError("\n".join(problems))
+    variables = Variables(env, _MISSING)
+    rank = variables.number("RANK")
+    size = variables.number("WORLD_SIZE")
+    local_rank = variables.number("LOCAL_RANK", 0)
+    local_size = variables.number("LOCAL_WORLD_SIZE", 1)
+    port = variables.port(None)
+    if not variables.wrong:
+        check_range(variables, "RANK", rank, "WORLD_SIZE", size)
+    variables.check()
     return RankInfo(
         rank,
         size,
@@ -37,17 +44,5 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
         max(local_size, local_rank + 1),
         launcher,
         env.get("MASTER_ADDR"),
-        port or None,
+        port,
     )
-
-
-def _number(env: Mapping[str, str], name: str, default: int | None, problems: list[str]) -> int:
-    text = env.get(name)
-    if text is not None and text.isdecimal():
-        return int(text)
-    if text is None and default is not None:
-        return default
-    problems.append(
-        f"{name} is not set; set RANK and WORLD_SIZE" if text is None else f"{name}={text}: expected a whole number"
-    )
-    return 0

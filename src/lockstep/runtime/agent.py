@@ -84,8 +84,8 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
 
 
 def die_with_launcher(launcher: str) -> None:
-    """End with torchrun, should that be killed; a process started by hand may outlive its shell, as with nohup."""
-    if launcher == "torchrun":
+    """End with torchrun or mpirun, should that be killed; one started by hand may outlive its shell, as with nohup."""
+    if launcher in ("torchrun", "openmpi", "hydra"):
         die_with_parent()
 
 

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lockstep.core.devices import device_number, shared
 from lockstep.core.mesh import Place
-from lockstep.core.rank import RankInfo
+from lockstep.core.rank import RankInfo, meeting
 from lockstep.errors import UsageError
+from lockstep.runtime import ports
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.peers import naming_lost_peers
@@ -210,17 +212,20 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
     chosen = choose_device(device, info)
     if info.size == 1:
         return World(info, chosen)
-    _check_address(info, rendezvous)
+    address = meeting(info, rendezvous)
     if info.rank == 0:
-        _check_port(info, rendezvous)
+        _check_port(address)
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     with naming_lost_peers():
-        dist.init_process_group(backend, init_method=rendezvous, rank=info.rank, world_size=info.size, timeout=timeout)
+        dist.init_process_group(backend, init_method=address, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    return World(info, chosen, (first, second), timeout)
+    world = World(info, chosen, (first, second), timeout)
+    if world.on_gpu:
+        _check_devices(world)
+    return world
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
@@ -230,13 +235,9 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> tor
         return torch.device("cpu")
     if not count:
         raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
-    if info.local_rank >= count:
-        raise UsageError(
-            f"placement.processes: {info.local_size} processes on this host but {count} CUDA devices; "
-            f"use at most {count}, or placement.device=cpu"
-        )
+    number = device_number(count, info.local_rank, info.local_size, hidden="CUDA_VISIBLE_DEVICES" in os.environ)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
-    chosen = torch.device("cuda", info.local_rank)
+    chosen = torch.device("cuda", number)
     torch.cuda.set_device(chosen)
     return chosen
 
@@ -264,29 +265,20 @@ class _StopAgreement:
         return int(self._sent)
 
 
-def _check_address(info: RankInfo, rendezvous: str) -> None:
-    if rendezvous == "env://" and not (info.master and info.port):
+def _check_devices(world: World) -> None:
+    """Raise UsageError on all ranks where some have one device between them, which NCCL would not say so plainly."""
+    name = hashlib.sha256(str(torch.cuda.get_device_properties(world.device).uuid).encode()).digest()
+    table = torch.zeros(world.size, len(name), dtype=torch.uint8)
+    table[world.rank] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    world.add_(table)
+    for ranks in shared({rank: bytes(row.tolist()).hex() for rank, row in enumerate(table)}):
         raise UsageError(
-            "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them, or placement.rendezvous to "
-            "tcp://HOST:PORT or file:///PATH"
+            f"placement.device: ranks {', '.join(map(str, ranks))} have one CUDA device between them; let the "
+            f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host"
         )
 
 
-def _check_port(info: RankInfo, rendezvous: str) -> None:
-    if rendezvous.startswith("tcp://"):
-        host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
-        address = (host, int(port))
-    elif rendezvous == "env://" and info.launcher == "environment" and info.master and info.port:
-        address = (info.master, info.port)
-    else:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except (OSError, OverflowError) as error:  # the latter where it is no port at all
-            reason = error.strerror if isinstance(error, OSError) else "ports go from 1 to 65535"
-            raise UsageError(
-                f"rendezvous {address[0]}:{address[1]}: rank 0 cannot listen there: {reason}; "
-                f"choose another port, or end what holds it"
-            ) from error
+def _check_port(address: str) -> None:
+    if address.startswith("tcp://"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        ports.check(host.strip("[]"), int(port))

@@ -1,0 +1,119 @@
+"""Reads what a launcher says in variables: whole numbers and lists, with all that is wrong in them told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar, final
+
+from lockstep.core.rank import RankInfo
+from lockstep.errors import UsageError
+
+Parsed = TypeVar("Parsed")
+
+FIRST_PORT: Final = 20_000  # below what systems give to connections that ask for any port (Linux: from 32768)
+PORTS: Final = 8_999  # prime, so that numbers in steps of any size spread over all of them
+
+
+@final
+class Variables:
+    """Reads some variables of an environment; `missing` says of one that is not set what to do."""
+
+    def __init__(self, env: Mapping[str, str], missing: str) -> None:
+        self._env = env
+        self._missing = missing
+        self._problems: list[str] = []
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a whole number from 0, or `default` where the variable is not set. What is wrong counts as 0."""
+        text = self._env.get(name)
+        if text is not None and text.isdecimal():
+            return int(text)
+        if text is None and default is not None:
+            return default
+        self.problem(
+            f"{name} is not set; {self._missing}" if text is None else f"{name}={text}: expected a whole number"
+        )
+        return 0
+
+    def parsed(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
+        """Return what `parse` makes of a variable; its ValueError is a problem, and the list then empty."""
+        text = self._env.get(name)
+        if text is None:
+            self.problem(f"{name} is not set; {self._missing}")
+            return ()
+        try:
+            return parse(text)
+        except ValueError as error:
+            self.problem(f"{name}={text}: {error}")
+            return ()
+
+    def port(self, default: int | None) -> int | None:
+        """Return MASTER_PORT, or `default` where it is not set."""
+        if "MASTER_PORT" not in self._env:
+            return default
+        port = self.number("MASTER_PORT")
+        if port > 65535:
+            self.problem(f"MASTER_PORT={port}: ports go from 1 to 65535")
+        return port or default
+
+    def problem(self, text: str) -> None:
+        """Keep a problem."""
+        self._problems.append(text)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether there is a problem so far."""
+        return bool(self._problems)
+
+    def check(self) -> None:
+        """Raise UsageError with all problems, if there are any."""
+        if self._problems:
+            raise UsageError("\n".join(self._problems))
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a launcher calls the four numbers that say which process this one is."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+def place(
+    env: Mapping[str, str], launcher: str, names: Names, *, port: int, missing: str, advice: str = ""
+) -> RankInfo:
+    """Return the rank that four variables tell; MASTER_ADDR and MASTER_PORT come first where they are set.
+
+    Where all processes are on one host, rank 0 listens at 127.0.0.1; else its host is not known, and `advice` says how
+    to tell it. Missing or impossible values raise UsageError, all of them at once.
+    """
+    variables = Variables(env, missing)
+    rank = variables.number(names.rank)
+    size = variables.number(names.size)
+    local_rank = variables.number(names.local_rank)
+    local_size = variables.number(names.local_size)
+    chosen = variables.port(port)
+    if not variables.wrong:
+        check_range(variables, names.rank, rank, names.size, size)
+        check_range(variables, names.local_rank, local_rank, names.local_size, local_size)
+        if local_size > size:
+            variables.problem(
+                f"{names.local_size}={local_size} with {names.size}={size}: more on this host than in all"
+            )
+    variables.check()
+    master = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
+    return RankInfo(rank, size, local_rank, local_size, launcher, master, chosen, advice)
+
+
+def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:
+    """Keep a problem where a rank is none of so many."""
+    if rank >= size:
+        variables.problem(f"{rank_name}={rank} with {size_name}={size}: ranks go from 0 to {size - 1}")
+
+
+def port_of(number: int) -> int:
+    """Return a port for a job's number, from 20000 to 28998: the same on all ranks, for other jobs mostly another."""
+    return FIRST_PORT + number % PORTS

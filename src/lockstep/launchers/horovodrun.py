@@ -1,0 +1,33 @@
+"""horovodrun with gloo, which sets HOROVOD_* in each process; over MPI it leaves that to mpirun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+from zlib import crc32
+
+from lockstep.core.rank import RankInfo
+from lockstep.core.variables import Names, place, port_of
+
+VARIABLES: Final = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_MISSING: Final = "horovodrun sets it in each process"
+# HOROVOD_GLOO_RENDEZVOUS_ADDR is where horovodrun runs, which need not be one of the hosts.
+_ADVICE: Final = "horovodrun does not say on which host rank 0 runs: export MASTER_ADDR=HOST before it"
+
+
+def detect(env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank that horovodrun gave this process, or None."""
+    if "HOROVOD_RANK" not in env and "HOROVOD_SIZE" not in env:
+        return None
+    meeting = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # of one job alone, the same on all ranks
+    port = port_of(crc32(meeting.encode()))
+    return place(env, "horovodrun", Names(*VARIABLES[:4]), port=port, missing=_MISSING, advice=_ADVICE)

@@ -1,0 +1,24 @@
+"""Hydra, the mpiexec of MPICH and of Intel MPI, which sets PMI_* and MPI_LOCAL* in each process that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lockstep.core.rank import RankInfo
+from lockstep.core.variables import Names, place
+
+VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
+PORT: Final = 29_500  # torch's own; Hydra tells its processes no number of the job
+_MISSING: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
+_ADVICE: Final = "mpiexec does not say on which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ..."
+
+
+def detect(env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank that Hydra gave this process, or None.
+
+    PMI_RANK alone is not Hydra's: `srun --mpi=pmi2` sets it too.
+    """
+    if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
+        return None
+    return place(env, "hydra", Names(*VARIABLES[:4]), port=PORT, missing=_MISSING, advice=_ADVICE)

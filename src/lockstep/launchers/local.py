@@ -1,0 +1,15 @@
+"""Lockstep itself, which starts the processes of one host."""
+
+from __future__ import annotations
+
+from lockstep.core.job import Job
+from lockstep.errors import UsageError
+
+
+def command(job: Job) -> list[str]:
+    """Return the line that starts the processes of this host."""
+    if job.nodes > 1 or job.hosts:
+        raise UsageError("--on local: starts processes on this host alone; use ssh, slurm or openmpi for several")
+    if job.options:
+        raise UsageError(f"--on local: no launcher to give {' '.join(job.options)} to")
+    return [*job.program, f"placement.processes={job.processes}"]

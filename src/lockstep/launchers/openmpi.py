@@ -1,0 +1,43 @@
+"""Open MPI's mpirun, which sets OMPI_COMM_WORLD_* in each process that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+from zlib import crc32
+
+from lockstep.core.job import Job
+from lockstep.core.rank import RankInfo
+from lockstep.core.variables import Names, place, port_of
+
+VARIABLES: Final = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_MISSING: Final = "mpirun of Open MPI sets it in each process"
+# It says where mpirun itself runs (OMPI_MCA_orte_hnp_uri), which need not be one of the hosts.
+_ADVICE: Final = "mpirun does not say on which host rank 0 runs: mpirun -x MASTER_ADDR=HOST ..."
+
+
+def detect(env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank that mpirun gave this process, or None."""
+    if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    names = Names(*VARIABLES[:4])
+    port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the name of the job, the same on all ranks
+    return place(env, "openmpi", names, port=port, missing=_MISSING, advice=_ADVICE)
+
+
+def command(job: Job) -> list[str]:
+    """Return the line for mpirun; without named hosts it runs here, or on those that Slurm or another gave it."""
+    count = job.processes_per_node
+    hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
+    named = ["--host", ",".join(f"{host}:{count}" for host in hosts)] if hosts else []
+    address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
+    layout = ["--map-by", f"ppr:{count}:node", "--bind-to", "none"]  # it would bind to one core and its threads too
+    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *job.options, *job.program]

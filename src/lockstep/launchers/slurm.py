@@ -1,0 +1,90 @@
+"""Slurm's srun, which sets SLURM_* in each task of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lockstep.core.hostlist import counts, hosts
+from lockstep.core.job import Job
+from lockstep.core.rank import RankInfo
+from lockstep.core.variables import Variables, check_range, port_of
+
+VARIABLES: Final = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST",
+    "SLURM_DISTRIBUTION",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and the like
+_STEPS: Final = 16  # ports between those of two jobs: the first steps of neighbours do not share one
+_MISSING: Final = "srun sets it in each task; start lockstep by srun itself, with its variables left as they are"
+
+
+def detect(env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank of this task of a step, or None.
+
+    A job alone is no sign: batch scripts and shells have its variables too, batch scripts even SLURM_PROCID=0. Nor is a
+    step of one task, such as `srun --pty bash`: it is a place like any machine.
+    """
+    if not _is_task_of_many(env):
+        return None
+    variables = Variables(env, _MISSING)
+    rank = variables.number("SLURM_PROCID")
+    size = variables.number("SLURM_STEP_NUM_TASKS")
+    local_rank = variables.number("SLURM_LOCALID")
+    node = variables.number("SLURM_NODEID")
+    on_nodes = variables.parsed("SLURM_STEP_TASKS_PER_NODE", counts)
+    nodes = variables.parsed("SLURM_STEP_NODELIST", hosts)
+    port = variables.port(port_of(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
+    if not variables.wrong:
+        _check(variables, rank, size, local_rank, node, on_nodes, len(nodes))
+    if not variables.wrong and not env.get("MASTER_ADDR") and not _first_is_first(env, rank, node, len(nodes)):
+        variables.problem(
+            f"SLURM_DISTRIBUTION={env.get('SLURM_DISTRIBUTION', '')}: rank 0 is not on the first host of "
+            f"{env['SLURM_STEP_NODELIST']}, and srun does not say on which; export MASTER_ADDR=HOST"
+        )
+    variables.check()
+    master = env.get("MASTER_ADDR") or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
+    return RankInfo(rank, size, local_rank, on_nodes[node], "slurm", master, port)
+
+
+def command(job: Job) -> list[str]:
+    """Return the line for srun, inside of an allocation or with one of its own. One failed task ends all."""
+    count = job.processes_per_node
+    layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={count}"]
+    named = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
+    return ["srun", *layout, *named, "--kill-on-bad-exit=1", *job.options, *job.program]
+
+
+def _is_task_of_many(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    pseudo = step.isdecimal() and int(step) >= _PSEUDO_STEPS
+    return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
+def _check(
+    variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
+) -> None:
+    """Keep the problems of numbers that do not fit together."""
+    check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
+    if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
+        variables.problem(
+            f"SLURM_STEP_TASKS_PER_NODE says {sum(on_nodes)} tasks on {len(on_nodes)} hosts, "
+            f"SLURM_STEP_NUM_TASKS {size}, SLURM_STEP_NODELIST {nodes} hosts, SLURM_NODEID host {node}"
+        )
+    elif local_rank >= on_nodes[node]:
+        variables.problem(f"SLURM_LOCALID={local_rank} with {on_nodes[node]} tasks on host {node}")
+
+
+def _first_is_first(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
+    """Whether rank 0 is on the first host: always so but where the user gave each task its host."""
+    arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    return nodes == 1 or not (arbitrary or (rank == 0 and node))

@@ -1,0 +1,44 @@
+"""Which device is a process's own."""
+
+import pytest
+
+from lockstep.core.devices import device_number, shared
+from lockstep.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_size", "hidden", "number"),
+    [
+        (4, 3, 4, False, 3),
+        (8, 1, 2, False, 1),
+        (4, 3, 4, True, 3),  # the same four hidden from nobody here
+        (1, 0, 1, False, 0),
+        (1, 3, 4, True, 0),  # one of its own
+        (1, 0, 4, True, 0),
+    ],
+)
+def test_the_device_of_a_process(visible: int, local_rank: int, local_size: int, hidden: bool, number: int) -> None:
+    assert device_number(visible, local_rank, local_size, hidden) == number
+
+
+@pytest.mark.parametrize(
+    ("visible", "hidden", "problem"),
+    [
+        (
+            1,
+            False,
+            "placement.processes: 4 processes on this host but 1 CUDA device; use at most 1, or placement.device",
+        ),
+        (2, True, "4 processes on this host but 2 CUDA devices; use at most 2, or .*one device of its own"),
+        (3, False, "4 processes on this host but 3 CUDA devices"),
+    ],
+)
+def test_too_few_devices_are_refused_on_all_ranks(visible: int, hidden: bool, problem: str) -> None:
+    for local_rank in range(4):
+        with pytest.raises(UsageError, match=problem):
+            device_number(visible, local_rank, 4, hidden)
+
+
+def test_ranks_with_one_device_between_them_are_found() -> None:
+    assert shared({0: "a", 1: "b", 2: "c"}) == []
+    assert shared({3: "a", 0: "b", 1: "a", 2: "b", 4: "c"}) == [[0, 2], [1, 3]]

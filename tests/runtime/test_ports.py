@@ -1,0 +1,87 @@
+"""Where rank 0 is to listen: free, held by somebody who is named, or no place at all."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.runtime import ports
+
+LISTEN = (
+    "import socket, sys; server = socket.create_server((sys.argv[1], 0)); "
+    "print(server.getsockname()[1], flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def free() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[str]]:
+    """Return another process that listens at 127.0.0.2 on the port that it says."""
+    command = [sys.executable, "-c", LISTEN, "127.0.0.2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_free_port_is_no_trouble_and_held_by_nobody(free: int) -> None:
+    ports.check("127.0.0.1", free)
+    assert ports.trouble("::1", free) == "" or not socket.has_ipv6
+    assert ports.holder(free) == ""
+
+
+def test_the_holder_of_a_port_is_named(other: subprocess.Popen[str]) -> None:
+    assert other.stdout is not None
+    port = int(other.stdout.readline())
+    held = f"Address already in use by pid {other.pid} ({sys.executable} -c import socket, sys; server = "
+    # It has another address than the one that is named, but torch listens on all of them.
+    assert ports.trouble("127.0.0.1", port).startswith(held)
+    with pytest.raises(UsageError) as caught:
+        ports.check("127.0.0.2", port)
+    assert str(caught.value).startswith(f"rendezvous 127.0.0.2:{port}: rank 0 cannot listen there: {held}")
+    assert str(caught.value).endswith("sys.stdin.read() 127.0.0.2); choose another port, or end what holds it")
+
+
+def test_a_long_command_is_cut() -> None:
+    command = [sys.executable, "-c", LISTEN, "127.0.0.1", "x" * 300]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = ports.holder(int(process.stdout.readline()))
+        process.kill()
+    assert found.endswith("xxx...)")
+    assert len(found) < 230
+
+
+def test_a_listener_of_version_6_is_named_too() -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        port = server.getsockname()[1]
+        assert f"in use by pid {os.getpid()} (" in ports.trouble("127.0.0.1", port)
+
+
+def test_who_listens_is_named_not_who_is_connected(other: subprocess.Popen[str]) -> None:
+    assert other.stdout is not None
+    port = int(other.stdout.readline())
+    with socket.create_connection(("127.0.0.2", port)):
+        assert ports.holder(port).startswith(f"pid {other.pid} ")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "problem"),
+    [
+        ("127.0.0.1", 0, "ports go from 1 to 65535"),
+        ("127.0.0.1", 65536, "ports go from 1 to 65535"),
+        ("192.0.2.1", 29500, "Cannot assign requested address; name an address of rank 0's host"),
+        ("no.such.host.invalid", 29500, "; name an address of rank 0's host"),
+    ],
+)
+def test_places_where_nobody_can_listen(host: str, port: int, problem: str) -> None:
+    assert problem in ports.trouble(host, port)
