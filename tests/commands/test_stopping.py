@@ -36,7 +36,7 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_the_step_is_finished_and_saved(start, run, finished, temporary, processes, number, code):
     command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(temporary))
     command.signal_group(number)
@@ -67,7 +67,7 @@ def test_a_second_ctrl_c_ends_at_once(start, run, finished, temporary, processes
 
 
 @pytest.mark.usefixtures("images")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_loader_processes_leave_the_end_to_the_run(start, run, number, code):
     words = (*TRAIN, *FOLDER, "recipe.epochs=4", "placement={processes: 1, workers: 2}")
     command = held_at(start, 2, *words)
@@ -116,7 +116,7 @@ def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp
     assert_goes_on(run, finished, 2)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
 def test_an_evaluation_has_nothing_to_save_and_ends_at_once(start, run, temporary, number, code):
     run(*TRAIN, "placement.processes=2")
     hold("run", 23)

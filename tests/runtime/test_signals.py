@@ -30,7 +30,7 @@ while True:
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield StopRequest()
     for number, action in before.items():
         signal.signal(number, action)
@@ -43,11 +43,14 @@ def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
 @pytest.mark.parametrize(
     ("numbers", "wish"),
     [
-        ([signal.SIGTERM], 1),
-        ([signal.SIGTERM, signal.SIGTERM], 1),
-        ([signal.SIGINT], 2),
-        ([signal.SIGTERM, signal.SIGINT], 2),
-        ([signal.SIGINT, signal.SIGTERM], 2),  # somebody at the terminal wins
+        ([signal.SIGUSR1], 1),
+        ([signal.SIGUSR1, signal.SIGUSR1], 1),
+        ([signal.SIGTERM], 2),
+        ([signal.SIGTERM, signal.SIGUSR1], 2),
+        ([signal.SIGTERM, signal.SIGTERM], 2),
+        ([signal.SIGINT], 3),
+        ([signal.SIGTERM, signal.SIGINT], 3),
+        ([signal.SIGINT, signal.SIGTERM], 3),  # somebody at the terminal wins
     ],
 )
 def test_the_strongest_wish_is_kept(stop: StopRequest, numbers: list[signal.Signals], wish: int) -> None:
@@ -57,7 +60,8 @@ def test_the_strongest_wish_is_kept(stop: StopRequest, numbers: list[signal.Sign
 
 
 def test_wishes_have_names_and_exit_codes() -> None:
-    assert {WISHES[wish]: EXIT_CODES[WISHES[wish]] for wish in (1, 2)} == {
+    assert {WISHES[wish]: EXIT_CODES[WISHES[wish]] for wish in (1, 2, 3)} == {
+        "SIGUSR1": EXIT_SAVED,
         "SIGTERM": EXIT_SAVED,
         "SIGINT": EXIT_INTERRUPTED,
     }
@@ -76,9 +80,9 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "ready\n"
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.stdout.readline() == "wish 1\n"
-    trainer.send_signal(signal.SIGINT)
     assert trainer.stdout.readline() == "wish 2\n"
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.stdout.readline() == "wish 3\n"
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(10) == EXIT_INTERRUPTED

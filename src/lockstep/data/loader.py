@@ -247,6 +247,6 @@ def _opened(answer: Any) -> Fetched:
 def _begin_worker(_: int) -> None:
     die_with_parent()
     # Ctrl-C, timeout(1) and batch systems signal the whole group; the trainer decides, and needs its data until then.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -29,6 +29,7 @@ from typing import Final, Literal
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, LockstepError
 from lockstep.parent import die_with_parent
 from lockstep.runtime.peers import PeerLostError
+from lockstep.runtime.signals import STOPPING
 
 Worker = Callable[[str], int]  # takes the rendezvous, returns the exit code
 
@@ -49,8 +50,8 @@ class Failure:
 def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]) -> int:
     """Run `worker` in so many processes and return the exit code of the run.
 
-    SIGINT and SIGTERM go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends. A
-    second SIGINT kills them. The failure that came first is printed, and the others, which only lost a peer, are not.
+    Signals that stop a run go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends.
+    A second SIGINT kills them. The failure that came first is printed; the others, which only lost a peer, are not.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -71,7 +72,7 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
             logs_specs=DefaultLogsSpecs(log_dir=folder),  # left out, torch makes a folder and leaves it behind
             start_method=method,
             local_addr="127.0.0.1",
-            signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are ours
+            signals_to_handle="SIGQUIT",  # those that stop a run are ours
         )
         try:
             codes = elastic_launch(config, _begin)(worker, folder)
@@ -101,7 +102,7 @@ def _begin(worker: Worker, folder: str) -> int:
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
     os.setpgid(0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a fork brought the agent's way with them, a spawn Python's
+    for number in STOPPING:  # a fork brought the agent's way with them, a spawn Python's
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     rank = int(os.environ["RANK"])
@@ -150,7 +151,7 @@ def _ended_by(number: int) -> int:
 
 @contextmanager
 def _relayed_signals(folder: str) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the workers while the block runs; yield those that came so far."""
+    """Pass the signals that stop a run on to the workers while the block runs; yield those that came so far."""
     received: list[int] = []
     agent = os.getpid()
 
@@ -170,7 +171,7 @@ def _relayed_signals(folder: str) -> Iterator[list[int]]:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(EXIT_INTERRUPTED)
 
-    before = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, relay) for number in STOPPING}
     try:
         yield received
     finally:

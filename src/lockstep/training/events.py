@@ -100,7 +100,7 @@ class Stopped:
     step: int
     epoch: int
     samples: int
-    reason: Literal["SIGINT", "SIGTERM"]
+    reason: Literal["SIGINT", "SIGTERM", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
 
 
