@@ -1,0 +1,113 @@
+"""Runs one command for each host and ends all of them when one ends: what holds several ssh together."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple
+
+PATIENCE_S: Final = 75.0  # a little more than lockstep.tether has on the hosts
+
+
+class Ended(NamedTuple):
+    """The end of a host's command: its exit code, as shells count."""
+
+    host: str
+    code: int
+
+
+def run_on_hosts(
+    commands: Mapping[str, Sequence[str]], say: Callable[[str], None], patience_s: float = PATIENCE_S
+) -> Ended:
+    """Run `commands`, by their hosts' names, until all have ended; return the first end that is an error, if any.
+
+    The stdin of a command stays open as long as it is to run. It is closed, which asks the command to end, when another
+    one ends with an error, and at SIGINT and SIGTERM. When one ends well, the others have time to do so too. Who takes
+    longer than `patience_s`, or is still there at the second SIGINT, is killed.
+    """
+    events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    ended: list[Ended] = []
+    received: list[signal.Signals] = []
+    deadline: float | None = None
+    with _signals_to(events):
+        try:
+            for host, command in commands.items():
+                running[host] = _start(host, command, events)
+            while running:
+                event = _next(events, deadline)
+                if isinstance(event, Ended):
+                    _ask_to_end({event.host: running.pop(event.host)})
+                    ended.append(event)
+                elif event is not None:
+                    received.append(event)
+                if event is None or received.count(signal.SIGINT) > 1:
+                    _kill(running)
+                    deadline = None
+                elif _stops(event) and running:
+                    say(f"{_reason(event)}; ending {', '.join(running)}")
+                    _ask_to_end(running)
+                deadline = deadline or time.monotonic() + patience_s
+        finally:
+            _kill(running)
+            for process in running.values():
+                process.wait()
+    return next((each for each in ended if each.code), ended[0])
+
+
+def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
+    # In a group of its own it does not hear Ctrl-C, and what it runs has time to save.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+
+    def wait() -> None:
+        code = process.wait()
+        events.put(Ended(host, code if code >= 0 else 128 - code))
+
+    threading.Thread(target=wait, daemon=True).start()
+    return process
+
+
+def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -> Ended | signal.Signals | None:
+    """Return what happens next, or None where nothing does until the deadline."""
+    try:
+        return events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+    except Empty:
+        return None
+
+
+def _stops(event: Ended | signal.Signals) -> bool:
+    return not isinstance(event, Ended) or event.code != 0
+
+
+def _reason(event: Ended | signal.Signals) -> str:
+    return f"{event.host} ended with exit code {event.code}" if isinstance(event, Ended) else event.name
+
+
+def _ask_to_end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    for process in running.values():
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    _ask_to_end(running)
+    for process in running.values():
+        process.kill()
+
+
+@contextmanager
+def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
+    """Put SIGINT and SIGTERM into the queue while the block runs."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)

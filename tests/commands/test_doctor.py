@@ -1,0 +1,135 @@
+"""`lockstep doctor launch`: what was found, and why."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import main
+
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.fixture
+def free() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def doctor(*words: str, **env: str):
+    return CliRunner().invoke(main, ("doctor", "launch", "--device", "cpu", *words), env=env)
+
+
+def test_nobody_started_it():
+    found = doctor()
+    assert found.exit_code == 0
+    assert f"host {socket.gethostname()}\n" in found.stdout
+    assert "  torchrun     no       none of its variables is set\n" in found.stdout
+    assert "no launcher started this process: lockstep train would start its processes itself\n" in found.stdout
+    assert "device  cpu: asked for\n" in found.stdout
+
+
+def test_who_decides_and_why(free):
+    found = doctor(**HYDRA, MASTER_PORT=free, SLURM_JOB_ID="7", SLURM_STEP_ID="0")
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    shown = "  ".join(f"{name}={value}" for name, value in {**HYDRA, "MASTER_PORT": free}.items())
+    assert f"  hydra        decides  {shown}" in lines
+    assert f"  slurm        no       SLURM_JOB_ID=7  SLURM_STEP_ID=0  MASTER_PORT={free}" in lines
+    assert "rank 0 of 2  local rank 0 of 2, says hydra" in lines
+    assert f"meet    127.0.0.1:{free}, where this rank listens: free" in lines
+
+
+def test_the_order_is_that_in_which_they_are_asked():
+    launchers = json.loads(doctor("--json").stdout)["launchers"]
+    names = ["torchrun", "environment", "horovodrun", "openmpi", "hydra", "slurm"]
+    assert [each["name"] for each in launchers] == names
+
+
+def test_as_json(free):
+    found = json.loads(doctor("--json", **HYDRA | {"PMI_RANK": "1"}, MASTER_PORT=free).stdout)
+    assert found["decides"] == "hydra"
+    assert [each["name"] for each in found["launchers"] if each["decides"]] == ["hydra"]
+    assert found["launchers"][4]["variables"]["PMI_SIZE"] == "2"
+    assert found["launchers"][4]["variables"]["MASTER_ADDR"] is None
+    assert {name: found["rank"][name] for name in ("rank", "size", "local_rank", "local_size", "launcher")} == {
+        "rank": 1,
+        "size": 2,
+        "local_rank": 0,
+        "local_size": 2,
+        "launcher": "hydra",
+    }
+    assert found["meet"] == f"127.0.0.1:{free}, where rank 0 listens"
+    assert found["problems"] == []
+
+
+def test_a_port_in_use_is_told_with_its_holder():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = doctor(**HYDRA, MASTER_PORT=str(server.getsockname()[1]))
+    assert found.exit_code == 2
+    assert f"rank 0 cannot listen there: Address already in use by pid {os.getpid()} (" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("env", "problems"),
+    [
+        (
+            {"PMI_RANK": "x", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            [
+                "PMI_RANK=x: expected a whole number",
+                "PMI_SIZE is not set; mpiexec of MPICH and Intel MPI sets it in each process",
+            ],
+        ),
+        ({"WORLD_SIZE": "2"}, ["RANK is not set; set RANK and WORLD_SIZE"]),
+        (
+            {**HYDRA, "PMI_SIZE": "4"},
+            [
+                "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them (mpiexec does not say on "
+                "which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ...), or placement.rendezvous to "
+                "tcp://HOST:PORT or file:///PATH"
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(env, problems):
+    found = doctor(**env)
+    assert found.exit_code == 2
+    assert [line for line in found.stdout.splitlines() if line.startswith("problem: ")] == [
+        f"problem: {problem}" for problem in problems
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "meet"),
+    [
+        ("file:///tmp/meet", "file:///tmp/meet"),
+        ("tcp://127.0.0.1:PORT", "127.0.0.1:PORT, where this rank listens: free"),
+    ],
+)
+def test_another_rendezvous(free, rendezvous, meet):
+    found = doctor("--rendezvous", rendezvous.replace("PORT", free), **HYDRA)
+    assert f"meet    {meet.replace('PORT', free)}\n" in found.stdout
+
+
+def test_under_torchrun_the_agent_listens():
+    env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    assert "meet    n1:29500, where torchrun listens\n" in doctor(**env).stdout
+
+
+def test_torch_is_not_imported_where_no_device_is_asked_for():
+    code = (
+        "import sys\n"
+        "from lockstep.cli import main\n"
+        "try:\n    main(['doctor', 'launch', '--device', 'cpu'])\n"
+        "except SystemExit:\n    print('torch' in sys.modules)\n"
+    )
+    env = {**os.environ, **HYDRA, "MASTER_PORT": "29500"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=env
+    )
+    assert found.stdout.splitlines()[-1] == "False"

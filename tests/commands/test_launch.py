@@ -1,0 +1,115 @@
+"""`lockstep launch`: the line that it prints is the line that it runs."""
+
+import os
+import shlex
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import main
+
+# Stands in for a launcher on this machine: what follows its options is run as if the launcher had started it once.
+STANDS_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >> calls
+"""
+# Runs the line on "another host", whose name is the word before it, as sshd's shell does.
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+echo "$1" >> hosts
+exec sh -c "$2"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder, in which programs may be put."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    file = folder / "bin" / name
+    file.write_text(text, encoding="utf-8")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def launch(*words: str):
+    return CliRunner().invoke(main, ("launch", *words))
+
+
+def test_a_dry_run_prints_the_line_and_nothing_else(folder):
+    put(folder, "srun", STANDS_IN)
+    found = launch("--on", "slurm", "--nodes", "2", "--dry-run", "--python", "py", "--", "train", "digits", "a={b: c}")
+    assert found.stdout == (
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 py -m lockstep train digits 'a={b: c}'\n"
+    )
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert not (folder / "calls").exists()
+
+
+def test_the_process_becomes_the_launcher(folder, monkeypatch):
+    put(folder, "srun", STANDS_IN)
+    became = []
+    monkeypatch.setattr(os, "execvp", lambda program, line: became.append((program, line)))
+    words = ("--on", "slurm", "--processes-per-node", "3", "--option", "--exclusive", "--", "train", "digits")
+    assert launch(*words).exit_code == 0
+    line = launch(*words[:2], "--dry-run", *words[2:]).stdout
+    assert became == [("srun", shlex.split(line))]
+    assert became[0][1][-5:] == [sys.executable, "-m", "lockstep", "train", "digits"]
+
+
+def test_ssh_starts_a_torchrun_on_each_host(folder):
+    put(folder, "ssh", SSH)
+    put(folder, "python", '#!/bin/sh\necho "$*" >> calls\n')
+    (folder / "hosts.txt").write_text("# the two\na  gpus=8\n\nb\n", encoding="utf-8")
+    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--python", f"{folder}/bin/python", "--", "train", "digits")
+    assert (found.exit_code, found.stdout, found.stderr) == (0, "", "")
+    assert sorted((folder / "hosts").read_text(encoding="utf-8").split()) == ["a", "b"]
+    calls = sorted((folder / "calls").read_text(encoding="utf-8").splitlines())
+    assert len(calls) == 2
+    for number, call in enumerate(calls):
+        assert call == (
+            f"-m lockstep.tether {folder}/bin/python -m torch.distributed.run --nnodes=2 --node-rank={number} "
+            f"--master-addr=a --master-port=29513 --nproc-per-node=1 -m lockstep train digits"
+        )
+
+
+def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
+    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a "*) cat; exit 0;; *) exit 7;; esac\n')
+    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits")
+    assert (found.exit_code, found.stderr) == (7, "b ended with exit code 7; ending a\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--on", "slurm"), "nothing to start; say what after --"),
+        (("--on", "ssh", "--", "train"), "--on ssh: nobody says on which hosts; name them in --hosts FILE"),
+        (("--on", "ssh", "--hosts", "none.txt", "--", "train"), "--hosts none.txt: No such file or directory"),
+        (("--on", "ssh", "--hosts", "empty.txt", "--", "train"), "--hosts empty.txt: names no host"),
+        (("--on", "torchrun", "--nodes", "2", "--", "train"), "say which in --node-rank, or use --on ssh"),
+        (("--on", "torchrun", "--nodes", "2", "--node-rank", "2", "--", "train"), "--node-rank: 2 with --on torchrun"),
+        (("--on", "slurm", "--node-rank", "0", "--", "train"), "it is for torchrun on several"),
+        (("--on", "local", "--nodes", "2", "--", "train"), "starts processes on this host alone"),
+    ],
+)
+def test_mistakes_are_told(folder, words, problem):
+    (folder / "empty.txt").write_text("\n# nobody\n", encoding="utf-8")
+    found = launch(*words)
+    assert found.exit_code == 2
+    assert problem in found.stderr
+
+
+@pytest.mark.parametrize("on", ["slurm", "openmpi", "ssh"])
+def test_a_launcher_that_is_not_here_is_told(folder, monkeypatch, on):
+    monkeypatch.setenv("PATH", f"{folder}/bin")
+    (folder / "hosts.txt").write_text("a\n", encoding="utf-8")
+    found = launch("--on", on, "--hosts", "hosts.txt", "--", "train", "digits")
+    assert found.exit_code == 2
+    assert "is not found; " in found.stderr

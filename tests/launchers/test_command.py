@@ -1,0 +1,91 @@
+"""The line that each launcher starts a job by."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from lockstep.core.job import Job, checked
+from lockstep.errors import UsageError
+from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
+
+WORDS = ("train", "digits", "recipe.loss={name: a}")
+JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, hosts=("a", "b"), port=29600)
+HERE = Job(WORDS, "/opt/python", processes_per_node=4)
+LOCKSTEP = "/opt/python -m lockstep train digits 'recipe.loss={name: a}'"
+TORCHRUN = "/opt/python -m torch.distributed.run"
+
+
+@pytest.mark.parametrize(
+    ("command", "job", "line"),
+    [
+        (local.command, HERE, f"{LOCKSTEP} placement.processes=4"),
+        (torchrun.command, HERE, f"{TORCHRUN} --standalone --nproc-per-node=4 {LOCKSTEP.removeprefix('/opt/python ')}"),
+        (
+            torchrun.command,
+            replace(JOB, host=1, options=("--max-restarts=3",)),
+            f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=a --master-port=29600 --nproc-per-node=4 "
+            f"--max-restarts=3 {LOCKSTEP.removeprefix('/opt/python ')}",
+        ),
+        (slurm.command, HERE, f"srun --nodes=1 --ntasks=4 --ntasks-per-node=4 --kill-on-bad-exit=1 {LOCKSTEP}"),
+        (
+            slurm.command,
+            replace(JOB, options=("--gpus-per-task=1",)),
+            f"srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=a,b --kill-on-bad-exit=1 --gpus-per-task=1 "
+            f"{LOCKSTEP}",
+        ),
+        (
+            openmpi.command,
+            HERE,
+            f"mpirun -n 4 --map-by ppr:4:node --bind-to none --host localhost:4 {LOCKSTEP}",
+        ),
+        (
+            openmpi.command,
+            replace(JOB, hosts=()),  # in an allocation, whose hosts mpirun knows
+            f"mpirun -n 8 --map-by ppr:4:node --bind-to none {LOCKSTEP}",
+        ),
+        (
+            openmpi.command,
+            JOB,
+            f"mpirun -n 8 --map-by ppr:4:node --bind-to none --host a:4,b:4 -x MASTER_ADDR=a -x MASTER_PORT=29600 "
+            f"{LOCKSTEP}",
+        ),
+    ],
+)
+def test_lines(command, job, line):
+    assert shlex.join(command(job)) == line
+
+
+def test_ssh_ties_what_it_starts_to_itself():
+    job = replace(JOB, host=1, options=("-p", "2222"))
+    words = ssh.command(job, torchrun.command(replace(job, options=())), "/data/it's here")
+    assert words[:1] == ["ssh"]
+    assert words[-4:-1] == ["-p", "2222", "b"]
+    folder, _, there = words[-1].partition(" && exec ")
+    assert shlex.split(folder) == ["cd", "/data/it's here"]
+    assert shlex.split(there) == ["/opt/python", "-m", "lockstep.tether", *torchrun.command(replace(job, options=()))]
+
+
+@pytest.mark.parametrize(
+    ("command", "job", "problem"),
+    [
+        (local.command, JOB, "starts processes on this host alone; use ssh, slurm or openmpi"),
+        (local.command, replace(HERE, options=("-v",)), "no launcher to give -v to"),
+        (torchrun.command, replace(JOB, hosts=()), "2 hosts for torchrun, but nobody says which"),
+    ],
+)
+def test_what_a_launcher_cannot_do(command, job, problem):
+    with pytest.raises(UsageError, match=problem):
+        command(job)
+
+
+def test_a_job_that_contradicts_itself_is_told_all_at_once():
+    with pytest.raises(UsageError) as caught:
+        checked(replace(JOB, words=(), nodes=4, hosts=("a", "a", "-oProxyCommand=x")))
+    assert str(caught.value).splitlines() == [
+        "nothing to start; say what after --, such as -- train digits",
+        "--nodes: 4 asked for, but 3 hosts are named; leave one of them out",
+        "--hosts: named more than once: a; use --processes-per-node",
+        "--hosts: -oProxyCommand=x cannot be the name of a host",
+    ]
+    assert checked(JOB) is JOB

@@ -1,0 +1,136 @@
+"""Commands of several hosts: all end when one does, and nothing is left, whoever ends first and how."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lockstep.runtime.hosts import Ended, run_on_hosts
+
+# What stands in for `ssh HOST python -m lockstep.tether ...`: it ends when its stdin does.
+WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
+STAYS = ("sh", "-c", 'echo $$ > "$0"; trap "" TERM; while :; do sleep 0.02; done')
+
+# The whole of it in a process of its own, to be sent signals: `python -c PROGRAM PATIENCE FOLDER`.
+PROGRAM = f"""
+import sys
+from lockstep.runtime.hosts import run_on_hosts
+patience_s, folder, kind = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+command = {{"waits": {WAITS!r}, "stays": {STAYS!r}}}[kind]
+ended = run_on_hosts({{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}, print, patience_s)
+sys.exit(ended.code)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "waited for 10 s"
+        time.sleep(0.01)
+
+
+def pid(file: Path) -> int:
+    until(lambda: file.exists() and file.read_text(encoding="utf-8").endswith("\n"))
+    return int(file.read_text(encoding="utf-8"))
+
+
+def run(tmp_path: Path, a: Sequence[str], b: Sequence[str], patience_s: float = 10.0) -> tuple[Ended, list[str]]:
+    said: list[str] = []
+    ended = run_on_hosts({"a": [*a, str(tmp_path / "a")], "b": [*b, str(tmp_path / "b")]}, said.append, patience_s)
+    return ended, said
+
+
+def test_all_end_well(tmp_path: Path) -> None:
+    assert run(tmp_path, ["true"], ["sh", "-c", "sleep 0.1"]) == (Ended("a", 0), [])
+
+
+def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
+    ended, said = run(tmp_path, WAITS, ["sh", "-c", "exit 3"])
+    assert ended == Ended("b", 3)
+    assert said == ["b ended with exit code 3; ending a"]
+
+
+def test_one_that_is_killed_counts_as_shells_do(tmp_path: Path) -> None:
+    ended, _ = run(tmp_path, WAITS, ["sh", "-c", "kill -9 $$"])
+    assert ended == Ended("b", 137)
+
+
+def test_who_does_not_end_is_killed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ended, _ = run(tmp_path, STAYS, ["sh", "-c", "exit 3"], patience_s=0.3)
+    assert ended == Ended("b", 3)
+    assert 0.3 < time.monotonic() - began < 5
+    assert not alive(pid(tmp_path / "a"))
+
+
+def test_who_goes_on_after_another_ended_well_is_killed(tmp_path: Path) -> None:
+    ended, _ = run(tmp_path, ["true"], STAYS, patience_s=0.3)
+    assert ended == Ended("b", 137)
+
+
+def test_a_command_that_is_not_there_leaves_no_other(tmp_path: Path) -> None:
+    commands = {"a": [*WAITS, str(tmp_path / "a")], "b": ["/no/such/program"]}
+    with pytest.raises(FileNotFoundError):
+        run_on_hosts(commands, print)
+
+
+def test_signals_are_as_before_afterwards(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run(tmp_path, ["true"], ["true"])
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[float, str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(patience_s: float, kind: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, str(patience_s), str(tmp_path), kind]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_all_to_end(start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int) -> None:
+    process = start(10, "waits")
+    pids = [pid(tmp_path / name) for name in "ab"]
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 9  # what they ended with
+    assert out.startswith(f"{signal.Signals(number).name}; ending a, b\n")
+    assert not any(alive(each) for each in pids)
+
+
+def test_the_second_interrupt_kills(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = start(60, "stays")
+    pids = [pid(tmp_path / name) for name in "ab"]
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "SIGINT; ending a, b\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 137
+    assert not any(alive(each) for each in pids)
+
+
+def test_killed_it_takes_what_waits_with_it(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = start(60, "waits")
+    pids = [pid(tmp_path / name) for name in "ab"]
+    os.kill(process.pid, signal.SIGKILL)
+    until(lambda: not any(alive(each) for each in pids))

@@ -1,0 +1,90 @@
+"""A command that is tied to whoever started it ends when that is gone, with all that it started itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# It writes its number and that of a child of its own, and waits.
+COMMAND = 'echo $$ > "$0.pid"; sleep 60 & echo $! > "$0.child"; wait'
+SAVES = f'trap "echo saved > $0.saved; exit 75" TERM; {COMMAND}'
+STAYS = f'trap "" TERM; {COMMAND}; wait'
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def gone(file: Path) -> bool:
+    status = Path(f"/proc/{int(file.read_text(encoding='utf-8'))}/status")
+    try:
+        return "\nState:\tZ" in status.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "waited for 10 s"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return a function that starts a shell command tied to this test, and waits until it runs."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(text: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
+        program = f"import sys; from lockstep.tether import tied; sys.exit(tied(sys.argv[1:], 0, {patience_s}))"
+        command = [sys.executable, "-c", program, "sh", "-c", text, str(tmp_path / "it")]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        child = tmp_path / "it.child"
+        until(lambda: child.exists() and child.read_text(encoding="utf-8").endswith("\n"))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_its_exit_code_is_that_of_the_command() -> None:
+    command = [sys.executable, "-m", "lockstep.tether", "sh", "-c"]
+    for text, code in (("exit 5", 5), ("kill -9 $$", 137), ("true", 0)):
+        with subprocess.Popen([*command, text], stdin=subprocess.PIPE) as process:
+            assert process.wait(20) == code
+
+
+def test_the_command_is_asked_to_end_when_stdin_does(start: Start, tmp_path: Path) -> None:
+    process = start(SAVES)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10) == 75
+    assert (tmp_path / "it.saved").exists()
+    until(lambda: gone(tmp_path / "it.pid") and gone(tmp_path / "it.child"))
+
+
+def test_a_command_that_stays_is_killed_with_all_of_its_own(start: Start, tmp_path: Path) -> None:
+    process = start(STAYS, 0.2)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10) == 137
+    until(lambda: gone(tmp_path / "it.pid") and gone(tmp_path / "it.child"))
+
+
+def test_a_signal_goes_on_to_the_command(start: Start, tmp_path: Path) -> None:
+    process = start(SAVES)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 75
+    until(lambda: gone(tmp_path / "it.child"))
+
+
+def test_killed_it_takes_the_command_with_it(start: Start, tmp_path: Path) -> None:
+    process = start(COMMAND)
+    process.kill()
+    until(lambda: gone(tmp_path / "it.pid"))
+    os.kill(int((tmp_path / "it.child").read_text(encoding="utf-8")), signal.SIGKILL)  # torchrun's see to it themselves
