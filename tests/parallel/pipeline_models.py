@@ -36,12 +36,13 @@ class Doubled(nn.Module):
         self.again = nn.Linear(8, 8)
         self.again.weight = self.once.weight
         self.unused = nn.Parameter(torch.ones(3, 2))
+        self.scale = nn.Parameter(torch.tensor(1.1))
         self.frozen = nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         x += self.frozen
-        result: Tensor = self.again(self.once(x).relu())
+        result: Tensor = self.again(self.once(x).relu()) * self.scale
         return result
 
 

@@ -187,11 +187,19 @@ def test_what_works_element_by_element_may_be_cut(name: str) -> None:
         ("larc", {"weight_decay": 0.1}),
         ("sgd", {"fused": True, "momentum": 0.9}),
         ("muon", {}),
+        ("madgrad", {}),  # the ends of its vectors are rounded otherwise
+        ("adafactorbv", {}),  # factors large matrices only
+        ("adam", {"fused": True}),
     ],
 )
 def test_what_looks_at_whole_tensors_may_not(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"strategy zero1: optimizer .* use strategy ddp"):
         check_rows(partial(make_optimizer, name=name, lr=0.1, options=options), "zero1")
+
+
+def test_what_cannot_step_at_all_is_told_so_first() -> None:
+    with pytest.raises(UsageError, match="optimizer LBFGS: it cannot take a plain step"):
+        check_rows(partial(make_optimizer, name="lbfgs", lr=0.1), "zero1")
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "adopt"])

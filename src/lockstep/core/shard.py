@@ -33,7 +33,9 @@ def local(held: Held) -> Tensor:
 
 def rows_of(whole: Tensor, like: Held) -> Tensor:
     """Return those rows of `whole` that `like` holds: a view."""
-    return whole[like.first : like.first + len(like.tensor)] if isinstance(like, Shard) else whole
+    if not isinstance(like, Shard) or not like.shape:
+        return whole
+    return whole[like.first : like.first + len(like.tensor)]
 
 
 def alike(tensor: Tensor, held: Held) -> Held:

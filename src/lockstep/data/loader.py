@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -156,10 +156,14 @@ class Loader:
         return math.ceil(len(self._data.validation) / batch)
 
     def _planned(self, first: int) -> Iterator[_Planned]:
-        """Return the plans from number `first` to the last, worked out many at once: it takes a fifth of the time."""
-        total = self._steps.total
-        blocks = (range(start, min(start + _BLOCK, total)) for start in range(first, total, _BLOCK))
-        return chain.from_iterable([self._plan(number) for number in block] for block in blocks)
+        """Return the plans from number `first` to the last, worked out some at once, which is several times quicker.
+
+        Those of one epoch: an epoch's order is only made when it is wanted, and then once.
+        """
+        numbers = iter(range(first, self._steps.total))
+        for number in numbers:
+            left = self._steps.per_epoch - 1 - number % self._steps.per_epoch
+            yield from [self._plan(each) for each in chain([number], islice(numbers, min(_BLOCK - 1, left)))]
 
     def _plan(self, number: int) -> _Planned:
         step = self._steps[number]

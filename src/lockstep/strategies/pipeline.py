@@ -36,8 +36,14 @@ class Strategy:
 
     exactness: ClassVar[Literal["bits", "close"]] = "bits"
     cuts: ClassVar[str] = "the model, into stages; micro-batches with replicate, and with shard the optimizer's state"
-    needs: ClassVar[str] = "a model that calls at least as many modules one after the other as there are stages"
-    communication: ClassVar[str] = "what crosses from stage to stage, and its gradient, for each micro-batch"
+    needs: ClassVar[str] = (
+        "a model that calls at least as many modules one after the other as there are stages; with shard an optimizer "
+        "that works element by element"
+    )
+    communication: ClassVar[str] = (
+        "what crosses from stage to stage, and its gradient, for each micro-batch; with replicate or shard the sum of "
+        "the gradients once a step, with shard the new parameters too"
+    )
     recomputes: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = True
 
