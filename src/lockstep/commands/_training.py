@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.config import plan as planning
 from lockstep.config import run as run_config
 from lockstep.config import write
 from lockstep.config.load import Loaded
+from lockstep.config.placement import Placement
 from lockstep.core.rank import RankInfo
 from lockstep.core.shard import whole
 from lockstep.data.loader import Loader
@@ -28,9 +30,11 @@ from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
 from lockstep.runtime import machine
+from lockstep.runtime.agent import end_at_once
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
+from lockstep.runtime.stall import StallWatch
 from lockstep.runtime.world import World, open_world
 from lockstep.training import checkpoint
 from lockstep.training.evaluate import evaluate
@@ -68,9 +72,18 @@ def run_rank(loaded: Loaded, info: RankInfo, start: Start | None, rendezvous: st
     sys.stdout.write(f"{place}  host {world.host}  device {world.device}\n")  # at once: ranks share the terminal
     sys.stdout.flush()
     with nullcontext(start) if start else _claimed(world, loaded, microbatches) as agreed:
-        code = _Training(loaded, ready, world, agreed).run(stop)
+        training = _Training(loaded, ready, world, agreed)
+        with StallWatch(world, training.steps_done, placement.stall_timeout_s, _on_stall(world, placement)):
+            code = training.run(stop)
         world.close()
     return code
+
+
+def _on_stall(world: World, placement: Placement) -> Callable[[str], None]:
+    """Return what is done with the report of a stall."""
+    if placement.on_stall == "end":
+        return partial(end_at_once, world.rank)
+    return partial(print, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -112,6 +125,10 @@ class _Training:
         run = loaded.config.run
         self.saver = Saver(world, start.folder / checkpoint.FOLDER, run.keep, beside=run.save_async)
         world.compare(self._facts())
+
+    def steps_done(self) -> int:
+        """Return how many steps are done."""
+        return self.progress.step
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""

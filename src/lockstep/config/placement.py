@@ -57,3 +57,5 @@ class Placement(Section):
         ),
     ] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
+    stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits for others before it asks who is late
+    on_stall: Literal["report", "end"] = "report"

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final, Literal
+from typing import Final, Literal, NoReturn
 
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, LockstepError
 from lockstep.parent import die_with_parent
@@ -33,6 +33,7 @@ from lockstep.runtime.signals import STOPPING
 
 Worker = Callable[[str], int]  # takes the rendezvous, returns the exit code
 
+_FAILURES: Final = "LOCKSTEP_FAILURES"  # names the folder where a worker of ours says why it ended
 _PATIENCE_S: Final = 1.0  # ten looks of the agent at its workers
 
 
@@ -106,16 +107,31 @@ def _begin(worker: Worker, folder: str) -> int:
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     rank = int(os.environ["RANK"])
+    os.environ[_FAILURES] = folder
     try:
         return worker(f"file://{folder}/workers")
     except BaseException as error:
         code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
         failure = Failure(rank, time.time(), describe(error), code, isinstance(error, PeerLostError))
-        (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        _note(failure, folder)
         sys.stdout.flush()
         if failure.peer_lost:
             _let_the_cause_be_seen()
         os._exit(code)  # not by the agent's own way, which prints a traceback
+
+
+def end_at_once(rank: int, text: str) -> NoReturn:
+    """End this process for the reason `text`, from whatever thread: the main one may be where nothing reaches it."""
+    folder = os.environ.get(_FAILURES)
+    if folder:
+        _note(Failure(rank, time.time(), text, EXIT_FAILED, peer_lost=False), folder)
+    else:
+        print(text, file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)
+
+
+def _note(failure: Failure, folder: str) -> None:
+    (Path(folder) / f"rank-{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
 
 
 def _let_the_cause_be_seen() -> None:

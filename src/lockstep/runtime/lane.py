@@ -43,7 +43,12 @@ class ThreadLane:
         self._executor = ThreadPoolExecutor(1, "lane")
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
-        return self._executor.submit(function).result
+        future = self._executor.submit(function)
+
+        def wait() -> T:  # a place of its own, so that who looks at the stack sees what is waited for
+            return future.result()
+
+        return wait
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -13,12 +13,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from lockstep.core.devices import device_number, shared
 from lockstep.core.mesh import Place
@@ -28,6 +29,9 @@ from lockstep.runtime import ports
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.peers import naming_lost_peers
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
 
 ALONE = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
@@ -54,7 +58,10 @@ class World:
         device: torch.device,
         groups: tuple[dist.ProcessGroup, ...] = (),
         timeout: timedelta | None = None,
+        store: Store | None = None,
     ) -> None:
+        self._store = store
+        self._parts = 0
         self.rank = info.rank
         self.size = info.size
         self.local_rank = info.local_rank
@@ -176,6 +183,16 @@ class World:
             message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return bytes(self.add_(message).tolist()).decode()
 
+    def part_of_store(self, what: str) -> Store:
+        """Return a part of the store at which the ranks met, another one at each call. All ranks call it alike.
+
+        One that is alone, or was not opened by open_world, has none, and raises RuntimeError.
+        """
+        if self._store is None:
+            raise RuntimeError("this world has no store")
+        self._parts += 1
+        return dist.PrefixStore(f"{what} {self._parts}", self._store)  # type: ignore[attr-defined]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
@@ -218,11 +235,14 @@ def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvou
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     with naming_lost_peers():
-        dist.init_process_group(backend, init_method=address, rank=info.rank, world_size=info.size, timeout=timeout)
+        store, _, _ = next(rendezvous_at(address, info.rank, info.size, timeout=timeout))
+        store.set_timeout(timeout)
+        own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, chosen, (first, second), timeout)
+    world = World(info, chosen, (first, second), timeout, store)
     if world.on_gpu:
         _check_devices(world)
     return world

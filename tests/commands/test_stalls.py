@@ -1,0 +1,49 @@
+"""A run whose ranks wait too long for one of them says for whom, and goes on or ends, as was asked."""
+
+import os
+import signal
+
+from held import HOLD
+from test_resume import undisturbed
+from test_stopping import TRAIN, assert_goes_on, held_at
+
+SOON = ("placement.processes=3", "placement.stall_timeout_s=1")
+
+
+def test_the_late_rank_is_named_and_the_run_goes_on(start, finished):
+    command = held_at(start, 7, *TRAIN, *SOON)
+    command.until(lambda: "waits: in step" in command.err)
+    HOLD.unlink()
+    assert command.wait() == 0
+    first, late, *others = command.err.splitlines()
+    assert first.startswith("stalled: rank ")
+    assert late.startswith("  rank 0 (")
+    assert "is late: in step 8, lockstep/" in late
+    assert any("held.py:" in line and line.endswith(" cross_entropy") for line in others)
+    assert command.sha256 == undisturbed(finished).sha256
+
+
+def test_a_stall_ends_the_run_where_that_was_asked(start, run, finished):
+    command = held_at(start, 7, *TRAIN, *SOON, "placement.on_stall=end")
+    command.until(lambda: len(command.workers()) < 3)
+    HOLD.unlink()  # else the agent waits half a minute for a rank that does not end
+    assert command.wait() == 1
+    first, late, *_ = command.err.splitlines()
+    assert first.startswith("[rank ")
+    assert "] stalled: rank " in first
+    assert late.startswith("  rank 0 (")
+    assert command.left() == []
+    assert_goes_on(run, finished, 2)
+
+
+def test_a_stopped_rank_is_named(start, run, finished):
+    command = held_at(start, 7, *TRAIN, *SOON, "placement.on_stall=end")
+    stopped = command.workers()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    HOLD.unlink()
+    command.until(lambda: len(command.workers()) < 3)
+    os.kill(stopped, signal.SIGCONT)
+    assert command.wait() == 1
+    assert "  rank 1 does not answer: it is stopped, its host is gone, or cut off" in command.err.splitlines()
+    assert command.left() == []
+    assert_goes_on(run, finished, 2)
