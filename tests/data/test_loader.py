@@ -204,3 +204,18 @@ def test_data_that_is_no_image_comes_as_it_is() -> None:
     loader = Loader(data, Steps(4, 4, epochs=1), 1, Finish(torch.device("cpu"), 4))
     [(_, [microbatch])] = list(loader.training(0))
     assert torch.equal(microbatch.inputs, values[microbatch.targets])
+
+
+def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counting(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
+        made.append(epoch)
+        return permutation(seed, epoch, length)
+
+    monkeypatch.setattr("lockstep.data.loader.permutation", counting)
+    updates = _loader(_numbered(6), 2, 1).training(0)
+    for epoch in range(2):
+        for _ in range(3):
+            next(updates)
+            assert made == list(range(epoch + 1))
