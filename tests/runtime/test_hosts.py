@@ -14,7 +14,7 @@ from lockstep.runtime.hosts import Ended, run_on_hosts
 
 # What stands in for `ssh HOST python -m lockstep.tether ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
-STAYS = ("sh", "-c", 'echo $$ > "$0"; trap "" TERM; while :; do sleep 0.02; done')
+STAYS = ("sh", "-c", 'echo $$ > "$0"; trap "" TERM; for i in $(seq 500); do sleep 0.02; done')
 
 # The whole of it in a process of its own, to be sent signals: `python -c PROGRAM PATIENCE FOLDER`.
 PROGRAM = f"""
@@ -98,20 +98,22 @@ def start(tmp_path: Path) -> Iterator[Callable[[float, str], subprocess.Popen[st
 
     def start(patience_s: float, kind: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PROGRAM, str(patience_s), str(tmp_path), kind]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0))
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_all_to_end(start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int) -> None:
     process = start(10, "waits")
     pids = [pid(tmp_path / name) for name in "ab"]
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: to the whole group
     out, _ = process.communicate(timeout=10)
     assert process.returncode == 9  # what they ended with
     assert out.startswith(f"{signal.Signals(number).name}; ending a, b\n")

@@ -70,7 +70,10 @@ def test_a_listener_of_version_6_is_named_too() -> None:
 def test_who_listens_is_named_not_who_is_connected(other: subprocess.Popen[str]) -> None:
     assert other.stdout is not None
     port = int(other.stdout.readline())
-    with socket.create_connection(("127.0.0.2", port)):
+    with socket.socket() as connected, socket.create_server(("127.0.0.1", 0)) as server:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        connected.bind(("127.0.0.4", port))
+        connected.connect(server.getsockname())
         assert ports.holder(port).startswith(f"pid {other.pid} ")
 
 
