@@ -25,12 +25,23 @@ def free() -> int:
 
 
 @pytest.fixture
-def other() -> Iterator[subprocess.Popen[str]]:
-    """Return another process that listens at 127.0.0.2 on the port that it says."""
+def other() -> Iterator[tuple[int, int]]:
+    """Return the pid of another process, and a port on which it, and nobody else, listens at 127.0.0.2."""
     command = [sys.executable, "-c", LISTEN, "127.0.0.2"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
+    while True:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            if alone := _free_at("127.0.0.1", port):  # other tests' ranks listen there, on ports of the same range
+                yield process.pid, port
+            process.kill()
+        if alone:
+            return
+
+
+def _free_at(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) != 0
 
 
 def test_a_free_port_is_no_trouble_and_held_by_nobody(free: int) -> None:
@@ -39,10 +50,9 @@ def test_a_free_port_is_no_trouble_and_held_by_nobody(free: int) -> None:
     assert ports.holder(free) == ""
 
 
-def test_the_holder_of_a_port_is_named(other: subprocess.Popen[str]) -> None:
-    assert other.stdout is not None
-    port = int(other.stdout.readline())
-    held = f"Address already in use by pid {other.pid} ({sys.executable} -c import socket, sys; server = "
+def test_the_holder_of_a_port_is_named(other: tuple[int, int]) -> None:
+    pid, port = other
+    held = f"Address already in use by pid {pid} ({sys.executable} -c import socket, sys; server = "
     # It has another address than the one that is named, but torch listens on all of them.
     assert ports.trouble("127.0.0.1", port).startswith(held)
     with pytest.raises(UsageError) as caught:
@@ -67,14 +77,13 @@ def test_a_listener_of_version_6_is_named_too() -> None:
         assert f"in use by pid {os.getpid()} (" in ports.trouble("127.0.0.1", port)
 
 
-def test_who_listens_is_named_not_who_is_connected(other: subprocess.Popen[str]) -> None:
-    assert other.stdout is not None
-    port = int(other.stdout.readline())
+def test_who_listens_is_named_not_who_is_connected(other: tuple[int, int]) -> None:
+    pid, port = other
     with socket.socket() as connected, socket.create_server(("127.0.0.1", 0)) as server:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         connected.bind(("127.0.0.4", port))
         connected.connect(server.getsockname())
-        assert ports.holder(port).startswith(f"pid {other.pid} ")
+        assert ports.holder(port).startswith(f"pid {pid} ")
 
 
 @pytest.mark.parametrize(
