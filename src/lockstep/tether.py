@@ -18,6 +18,7 @@ from typing import Final
 
 from lockstep.parent import die_with_parent
 
+_LOOK_S: Final = 0.1
 PATIENCE_S: Final = 60.0  # for a checkpoint to be written after SIGTERM
 
 
@@ -40,7 +41,10 @@ def tied(command: Sequence[str], stdin: int, patience_s: float = PATIENCE_S) -> 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
     threading.Thread(target=watch, daemon=True).start()
-    code = process.wait()
+    code = None
+    while code is None:  # looks up now and then: a signal given to the other thread does not end a wait
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(_LOOK_S)
     _kill_group(process.pid)
     return code if code >= 0 else 128 - code
 

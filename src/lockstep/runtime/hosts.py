@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
+_LOOK_S: Final = 0.1
 PATIENCE_S: Final = 75.0  # a little more than lockstep.tether has on the hosts
 
 
@@ -73,11 +74,14 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
 
 
 def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -> Ended | signal.Signals | None:
-    """Return what happens next, or None where nothing does until the deadline."""
-    try:
-        return events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-    except Empty:
-        return None
+    """Return what happens next, or None where nothing does until the deadline.
+
+    Looks up now and then: a signal that the kernel gives to another thread does not wake this one, which is to hear it.
+    """
+    while deadline is None or time.monotonic() < deadline:
+        with suppress(Empty):
+            return events.get(timeout=_LOOK_S)
+    return None
 
 
 def _stops(event: Ended | signal.Signals) -> bool:
