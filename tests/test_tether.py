@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 # It writes its number and that of a child of its own, and waits.
 COMMAND = 'echo $$ > "$0.pid"; sleep 60 & echo $! > "$0.child"; wait'
@@ -24,13 +24,6 @@ def gone(file: Path) -> bool:
         return "\nState:\tZ" in status.read_text(encoding="utf-8")
     except FileNotFoundError:
         return True
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "waited for 10 s"
-        time.sleep(0.01)
 
 
 @pytest.fixture

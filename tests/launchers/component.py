@@ -6,12 +6,23 @@ import shutil
 import pytest
 
 
+def require_slurm() -> None:
+    """Skip the test where scripts/with-slurm cannot start Slurm; fail it where that is required."""
+    require("slurm", "slurm-wlm munge iproute2", "slurmctld", "slurmd", "munged", "srun", "sbatch", "ip", "unshare")
+    if os.geteuid():
+        _miss("slurm", "slurm: scripts/with-slurm needs root")
+
+
 def require(component: str, packages: str, *programs: str) -> None:
     """Skip the test where a program of `component` is missing; fail it where that is required."""
     missing = [program for program in programs if shutil.which(program) is None]
     if not missing:
         return
     reason = f"{component}: {', '.join(missing)} not found; on Debian: apt-get install {packages}"
+    _miss(component, reason)
+
+
+def _miss(component: str, reason: str) -> None:
     if component in os.environ.get("LOCKSTEP_REQUIRE", "").split(","):
         pytest.fail(f"{reason}: LOCKSTEP_REQUIRE asks for it")
     pytest.skip(reason)

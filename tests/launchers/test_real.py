@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from component import require
+from component import require, require_slurm
 
 ROOT = Path(__file__).parent.parent.parent
 LOCKSTEP = f"{sys.executable} -m lockstep"
@@ -76,9 +76,7 @@ def reference(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def slurm(folder: Path) -> Path:
     """Return the folder, after Slurm did all of the above."""
-    require("slurm", "slurm-wlm munge iproute2", "slurmctld", "slurmd", "munged", "srun", "sbatch", "ip", "unshare")
-    if os.geteuid():
-        pytest.skip("slurm: needs root")
+    require_slurm()
     run(folder, str(ROOT / "scripts" / "with-slurm"), "bash", "-c", SLURM)
     return folder
 

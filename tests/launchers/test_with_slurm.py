@@ -1,23 +1,19 @@
 """scripts/with-slurm ends with its command, has its exit code, and leaves nothing behind."""
 
-import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from component import require
+from component import require_slurm
+from waiting import until
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-slurm"
 
 
 @pytest.fixture(autouse=True)
 def _slurm() -> None:
-    require("slurm", "slurm-wlm munge iproute2", "slurmctld", "slurmd", "munged", "srun", "ip", "unshare")
-    if os.geteuid():
-        pytest.skip("slurm: needs root")
+    require_slurm()
 
 
 def below(pid: int) -> set[int]:
@@ -29,13 +25,6 @@ def below(pid: int) -> set[int]:
     return found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "waited for 30 s"
-        time.sleep(0.02)
-
-
 def test_its_exit_code_is_that_of_the_command() -> None:
     done = subprocess.run([SCRIPT, "srun", "-N2", "sh", "-c", "exit 7"], capture_output=True, timeout=60)
     assert done.returncode == 7
@@ -45,11 +34,11 @@ def test_its_exit_code_is_that_of_the_command() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGKILL, -9)])
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
     with subprocess.Popen([SCRIPT, "sh", "-c", 'sinfo > "$0"; srun -n2 sleep 100', str(tmp_path / "up")]) as process:
-        until(lambda: (tmp_path / "up").exists() and len(below(process.pid)) > 8)
+        until(lambda: (tmp_path / "up").exists() and len(below(process.pid)) > 8, 30)
         pids = below(process.pid)
         process.send_signal(number)
         assert process.wait(30) == code
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:

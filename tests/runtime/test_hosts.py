@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from lockstep.runtime.hosts import Ended, run_on_hosts
 
@@ -32,13 +33,6 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except FileNotFoundError:
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "waited for 10 s"
-        time.sleep(0.01)
 
 
 def pid(file: Path) -> int:
@@ -97,7 +91,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[float, str], subprocess.Popen[st
     started: list[subprocess.Popen[str]] = []
 
     def start(patience_s: float, kind: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PROGRAM, str(patience_s), str(tmp_path), kind]
+        command = [sys.executable, "-u", "-c", PROGRAM, str(patience_s), str(tmp_path), kind]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0))
         return started[-1]
 
