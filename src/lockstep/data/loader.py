@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -160,10 +159,11 @@ class Loader:
 
         Those of one epoch: an epoch's order is only made when it is wanted, and then once.
         """
-        numbers = iter(range(first, self._steps.total))
-        for number in numbers:
-            left = self._steps.per_epoch - 1 - number % self._steps.per_epoch
-            yield from [self._plan(each) for each in chain([number], islice(numbers, min(_BLOCK - 1, left)))]
+        while first < self._steps.total:
+            left = self._steps.per_epoch - first % self._steps.per_epoch
+            block = range(first, min(first + min(_BLOCK, left), self._steps.total))
+            yield from [self._plan(number) for number in block]
+            first = block.stop
 
     def _plan(self, number: int) -> _Planned:
         step = self._steps[number]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import TrainingError
 
@@ -59,6 +59,17 @@ class Ema:
             differing = ", ".join(sorted(mine.keys() ^ state.keys())[:5])
             raise TrainingError(f"average of the weights: the state is that of another model; differing: {differing}")
         _copy(state, mine)
+
+
+@contextmanager
+def evaluating(model: nn.Module, average: Ema | None) -> Iterator[None]:
+    """Let a model evaluate while the block runs, without gradients, with averaged weights where there are any."""
+    model.eval()
+    try:
+        with average.swapped() if average is not None else nullcontext(), torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ A step, phase by phase, for each of this rank's micro-batches:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import final
 
@@ -29,7 +29,7 @@ from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.ema import Ema
+from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layout import Layout, Slots
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -124,13 +124,9 @@ class LocalEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """See Engine."""
-        self._model.eval()
-        try:
-            with self._ema.swapped() if self._ema is not None else nullcontext(), torch.no_grad():
-                yield self._predict
-                self._layout.after_evaluation()
-        finally:
-            self._model.train()
+        with evaluating(self._model, self._ema):
+            yield self._predict
+            self._layout.after_evaluation()
 
     def state(self) -> State:
         """See Engine."""
@@ -175,7 +171,7 @@ class LocalEngine:
         for generator in self._generators:
             generator.manual_seed(seed)
         with self._training:
-            outputs = self._forward(self._laid_out(microbatch.inputs))
+            outputs = self._forward(self._numerics.laid_out(microbatch.inputs))
             return self._task.loss_sum(outputs, microbatch.targets)
 
     def _backward(self, loss: Tensor, step: Step) -> None:
@@ -206,10 +202,5 @@ class LocalEngine:
 
     def _predict(self, inputs: Tensor) -> Tensor:
         with self._autocast:
-            outputs: Tensor = self._forward(self._laid_out(inputs))
+            outputs: Tensor = self._forward(self._numerics.laid_out(inputs))
         return outputs
-
-    def _laid_out(self, inputs: Tensor) -> Tensor:
-        if self._numerics.channels_last and inputs.ndim == 4:
-            return inputs.contiguous(memory_format=torch.channels_last)
-        return inputs

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.parallel.layerwise import Norms
@@ -29,3 +31,9 @@ class Numerics:
     channels_last: bool = False
     compile: bool = False
     offload_activations: bool = False
+
+    def laid_out(self, inputs: Tensor) -> Tensor:
+        """Return a micro-batch's inputs in the memory format that the model computes in."""
+        if self.channels_last and inputs.ndim == 4:
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs

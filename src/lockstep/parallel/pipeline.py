@@ -13,7 +13,7 @@ In which order a rank does what is the schedule's business (core/pipeline_schedu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -28,7 +28,7 @@ from lockstep.core.shard import Held, local
 from lockstep.core.tree import Counter, total
 from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.activations import around_forward
-from lockstep.parallel.ema import Ema
+from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import Slots, trained_parameters
@@ -162,12 +162,8 @@ class PipelineEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """See Engine. All ranks predict the same inputs in the same order, and all get the outputs."""
-        self._model.eval()
-        try:
-            with self._ema.swapped() if self._ema is not None else nullcontext(), torch.no_grad():
-                yield self._predict
-        finally:
-            self._model.train()
+        with evaluating(self._model, self._ema):
+            yield self._predict
 
     def state(self) -> State:
         """See Engine. All ranks call it."""
@@ -214,7 +210,7 @@ class PipelineEngine:
     def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
         index = microbatch.index
         first, last = number == 0, number == self._last
-        given: Values = [None, self._laid_out(microbatch.inputs)]
+        given: Values = [None, self._numerics.laid_out(microbatch.inputs)]
         states, *inputs = given if first else self._arrived(number, number - 1, index)
         before: list[Tensor] = []
 
@@ -319,7 +315,7 @@ class PipelineEngine:
     def _predict(self, inputs: Tensor) -> Tensor:
         outputs: Values = []
         for number, module in self._evaluating.items():
-            values = self._arrived(number, number - 1, 0) if number else [self._laid_out(inputs)]
+            values = self._arrived(number, number - 1, 0) if number else [self._numerics.laid_out(inputs)]
             with self._autocast:
                 outputs = list(_checked(module(*values)))
             if number != self._last:
@@ -332,11 +328,6 @@ class PipelineEngine:
                 self._post.send(outputs, self._rank_of(rank), line)
         self._post.finish()
         return _tensor(outputs[0])
-
-    def _laid_out(self, inputs: Tensor) -> Tensor:
-        if self._numerics.channels_last and inputs.ndim == 4:
-            return inputs.contiguous(memory_format=torch.channels_last)
-        return inputs
 
     def _ema_state(self) -> dict[str, Held]:
         assert self._ema is not None

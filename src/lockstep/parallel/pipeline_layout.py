@@ -79,9 +79,8 @@ class StageLayout:
         self.gradients = self._own.gradients
         own = dict(self.trained)
         self._parts = [self.held(name, own[name]) if name in own else shard(p, False) for name, p in self._all]
-        keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
-        self._keys = keys
-        self._norms = RowNorms(world, dict(zip(keys, self._parts, strict=True)))
+        self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
+        self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)))
 
     def held(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
@@ -97,10 +96,9 @@ class StageLayout:
 
     def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Layout: the rows of all ranks, in the model's order."""
-        given = iter(tensors)
-        own = {tensor for _, tensor in self.trained}
+        own: dict[Tensor, Tensor] = {key: tensor for (_, key), tensor in zip(self.trained, tensors, strict=True)}
         pairs = zip(self._keys, self._parts, strict=True)
-        norms = self._norms.of_rows({key: next(given) if key in own else part.tensor for key, part in pairs})
+        norms = self._norms.of_rows({key: own.get(key, part.tensor) for key, part in pairs})
         return norms.to(tensors[0].device)
 
     def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
