@@ -13,6 +13,13 @@ def require_slurm() -> None:
         _miss("slurm", "slurm: scripts/with-slurm needs root")
 
 
+def require_hosts() -> None:
+    """Skip the test where scripts/with-hosts cannot make hosts; fail it where that is required."""
+    require("hosts", "iproute2 hostname", "ip", "tc", "nsenter", "setpriv", "unshare", "hostname")
+    if os.geteuid():
+        _miss("hosts", "hosts: scripts/with-hosts needs root")
+
+
 def require(component: str, packages: str, *programs: str) -> None:
     """Skip the test where a program of `component` is missing; fail it where that is required."""
     missing = [program for program in programs if shutil.which(program) is None]
