@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,6 +19,15 @@ def require_hosts() -> None:
     require("hosts", "iproute2 hostname", "ip", "tc", "nsenter", "setpriv", "unshare", "hostname")
     if os.geteuid():
         _miss("hosts", "hosts: scripts/with-hosts needs root")
+
+
+def require_etcd() -> None:
+    """Skip the test where scripts/with-etcd cannot start etcd, or torch not use it; fail it where that is required."""
+    require("etcd", "etcd-server", "etcd", "unshare")
+    if find_spec("etcd") is None:
+        _miss("etcd", "etcd: python-etcd is not installed; pip install 'lockstep-train[etcd]'")
+    if os.geteuid():
+        _miss("etcd", "etcd: scripts/with-etcd needs root")
 
 
 def require(component: str, packages: str, *programs: str) -> None:
