@@ -1,6 +1,7 @@
 """`lockstep launch`: the line that it prints is the line that it runs."""
 
 import os
+import re
 import shlex
 import stat
 import sys
@@ -21,6 +22,8 @@ while [ $# -gt 2 ]; do shift; done
 echo "$1" >> hosts
 exec sh -c "$2"
 """
+
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 @pytest.fixture
@@ -75,7 +78,8 @@ def test_ssh_starts_a_torchrun_on_each_host(folder):
     for number, call in enumerate(calls):
         assert call == (
             f"-m lockstep.tether {folder}/bin/python -m torch.distributed.run --nnodes=2 --node-rank={number} "
-            f"--master-addr=a --master-port=29513 --nproc-per-node=1 -m lockstep train digits"
+            f"--master-addr=a --master-port=29513 --nproc-per-node=1 {SIGNALS} -m lockstep train digits "
+            f"placement.processes=2"
         )
 
 
@@ -84,6 +88,31 @@ def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits")
     assert (found.exit_code, found.stderr) == (7, "b ended with exit code 7; ending a\n")
+
+
+def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
+    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    words = ("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:3", "--dry-run", "--", "train", "digits")
+    lines = launch(*words).stdout.splitlines()
+    assert len(lines) == 2
+    names = {re.search("--rdzv-id=([0-9a-f]{12}) ", line).group(1) for line in lines}
+    assert len(names) == 1
+    assert all("--nnodes=1:3 --rdzv-backend=c10d --rdzv-endpoint=a:29513 " in line for line in lines)
+    assert all("--max-restarts=10 " in line for line in lines)
+    assert names.isdisjoint(re.findall("--rdzv-id=([0-9a-f]{12}) ", launch(*words).stdout))
+    assert "--rdzv-id=mine --rdzv-conf=" in launch("--id", "mine", "--restarts", "0", *words).stdout
+
+
+def test_a_host_that_may_go_does_not_end_the_others(folder):
+    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a "*) sleep 0.3; exit 0;; *) exit 7;; esac\n')
+    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits")
+    assert (found.exit_code, found.stderr) == (0, "b ended with exit code 7; going on with a\n")
+
+
+def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
+    words = ("--on", "torchrun", "--rendezvous", "etcd-v2", "--endpoint", "e:1", "--dry-run", "--", "train", "digits")
+    assert re.search("--rdzv-endpoint=e:1 --rdzv-id=[0-9a-f]{12} --nproc", launch(*words).stdout)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +126,24 @@ def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
         (("--on", "torchrun", "--nodes", "2", "--node-rank", "2", "--", "train"), "--node-rank: 2 with --on torchrun"),
         (("--on", "slurm", "--node-rank", "0", "--", "train"), "it is for torchrun on several"),
         (("--on", "local", "--nodes", "2", "--", "train"), "starts processes on this host alone"),
+        (
+            ("--on", "ssh", "--nodes", "0:2", "--", "train"),
+            "--nodes: expected a number such as 2, or MIN:MAX such as 1:3",
+        ),
+        (("--on", "ssh", "--nodes", "many", "--", "train"), "--nodes: expected a number such as 2, or MIN:MAX"),
+        (
+            ("--on", "slurm", "--nodes", "1:2", "--", "train"),
+            "--nodes MIN:MAX, --restarts: not with --on slurm; the agents of --on torchrun and ssh do that",
+        ),
+        (("--on", "local", "--endpoint", "a:1", "--", "train"), "--endpoint: not with --on local; the agents"),
+        (
+            ("--on", "torchrun", "--nodes", "1:2", "--node-rank", "1", "--endpoint", "a:1", "--", "train"),
+            "--node-rank: 1 with --on torchrun and 2 hosts; it is for torchrun on several that meet statically",
+        ),
+        (
+            ("--on", "torchrun", "--nodes", "2", "--rendezvous", "etcd-v2", "--endpoint", "a:1", "--", "train"),
+            "etcd-v2 wants a name for this start, the same on all hosts; say it in --id",
+        ),
     ],
 )
 def test_mistakes_are_told(folder, words, problem):

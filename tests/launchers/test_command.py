@@ -14,18 +14,61 @@ JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, hosts=("a", "b"),
 HERE = Job(WORDS, "/opt/python", processes_per_node=4)
 LOCKSTEP = "/opt/python -m lockstep train digits 'recipe.loss={name: a}'"
 TORCHRUN = "/opt/python -m torch.distributed.run"
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+MODULE = f"{SIGNALS} {LOCKSTEP.removeprefix('/opt/python ')}"
 
 
 @pytest.mark.parametrize(
     ("command", "job", "line"),
     [
         (local.command, HERE, f"{LOCKSTEP} placement.processes=4"),
-        (torchrun.command, HERE, f"{TORCHRUN} --standalone --nproc-per-node=4 {LOCKSTEP.removeprefix('/opt/python ')}"),
+        (torchrun.command, HERE, f"{TORCHRUN} --standalone --nproc-per-node=4 {MODULE}"),
         (
             torchrun.command,
-            replace(JOB, host=1, options=("--max-restarts=3",)),
-            f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=a --master-port=29600 --nproc-per-node=4 "
-            f"--max-restarts=3 {LOCKSTEP.removeprefix('/opt/python ')}",
+            replace(JOB, host=1, options=("--monitor-interval=1",)),
+            f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=a --master-port=29600 --nproc-per-node=4 {SIGNALS} "
+            f"--monitor-interval=1 {LOCKSTEP.removeprefix('/opt/python ')} placement.processes=8",
+        ),
+        (
+            torchrun.command,
+            replace(HERE, restarts=3),
+            f"{TORCHRUN} --standalone --nproc-per-node=4 --max-restarts=3 {MODULE}",
+        ),
+        (
+            torchrun.command,
+            replace(HERE, rendezvous="static"),
+            f"{TORCHRUN} --nnodes=1 --node-rank=0 --master-addr=localhost --master-port=29513 --nproc-per-node=4 "
+            f"{MODULE}",
+        ),
+        (
+            torchrun.command,
+            replace(HERE, rendezvous="etcd-v2", endpoint="e:2379", id="x"),
+            f"{TORCHRUN} --nnodes=1 --rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379 --rdzv-id=x --nproc-per-node=4 "
+            f"{MODULE}",
+        ),
+        (
+            torchrun.command,
+            replace(JOB, hosts=(), endpoint="[fd00::1]:7", host=1),
+            f"{TORCHRUN} --nnodes=2 --node-rank=1 '--master-addr=[fd00::1]' --master-port=7 --nproc-per-node=4 "
+            f"{MODULE} placement.processes=8",
+        ),
+        (
+            torchrun.command,
+            replace(JOB, rendezvous="c10d"),
+            f"{TORCHRUN} --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29600 --nproc-per-node=4 {MODULE} "
+            f"placement.processes=8",
+        ),
+        (
+            torchrun.command,
+            replace(JOB, words=("doctor", "launch")),
+            f"{TORCHRUN} --nnodes=2 --node-rank=0 --master-addr=a --master-port=29600 --nproc-per-node=4 {SIGNALS} "
+            f"-m lockstep doctor launch",
+        ),
+        (
+            torchrun.command,
+            replace(JOB, fewest=1, nodes=3, restarts=9, id="x"),
+            f"{TORCHRUN} --nnodes=1:3 --rdzv-backend=c10d --rdzv-endpoint=a:29600 --rdzv-id=x "
+            f"--rdzv-conf=last_call_timeout=5 --nproc-per-node=4 --max-restarts=9 {MODULE}",
         ),
         (slurm.command, HERE, f"srun --nodes=1 --ntasks=4 --ntasks-per-node=4 --kill-on-bad-exit=1 {LOCKSTEP}"),
         (
@@ -71,7 +114,11 @@ def test_ssh_ties_what_it_starts_to_itself():
     [
         (local.command, JOB, "starts processes on this host alone; use ssh, slurm or openmpi"),
         (local.command, replace(HERE, options=("-v",)), "no launcher to give -v to"),
-        (torchrun.command, replace(JOB, hosts=()), "2 hosts for torchrun, but nobody says which"),
+        (
+            torchrun.command,
+            replace(JOB, hosts=()),
+            "2 hosts for torchrun, but nobody says where they meet; say --endpoint HOST:PORT",
+        ),
     ],
 )
 def test_what_a_launcher_cannot_do(command, job, problem):
@@ -81,11 +128,32 @@ def test_what_a_launcher_cannot_do(command, job, problem):
 
 def test_a_job_that_contradicts_itself_is_told_all_at_once():
     with pytest.raises(UsageError) as caught:
-        checked(replace(JOB, words=(), nodes=4, hosts=("a", "a", "-oProxyCommand=x")))
+        checked(
+            replace(JOB, words=(), nodes=4, hosts=("a", "a", "-oProxyCommand=x"), endpoint="a", rendezvous="etcd-v2")
+        )
     assert str(caught.value).splitlines() == [
         "nothing to start; say what after --, such as -- train digits",
         "--nodes: 4 asked for, but 3 hosts are named; leave one of them out",
+        "--endpoint: expected HOST:PORT, got a",
         "--hosts: named more than once: a; use --processes-per-node",
         "--hosts: -oProxyCommand=x cannot be the name of a host",
     ]
     assert checked(JOB) is JOB
+
+
+@pytest.mark.parametrize(
+    ("job", "problem"),
+    [
+        (replace(JOB, fewest=3), "--nodes: 3:2: the first number is the smaller one"),
+        (replace(JOB, fewest=3, nodes=4), "--nodes: 3:4 asked for, but 2 hosts are named; leave one of them out"),
+        (
+            replace(JOB, fewest=1, rendezvous="static"),
+            "--rendezvous: static wants all hosts; for a number that changes ",
+        ),
+        (replace(JOB, rendezvous="etcd-v2"), "--rendezvous: etcd-v2, but nobody says where it is; say --endpoint"),
+    ],
+)
+def test_hosts_that_may_go_and_come_are_checked(job, problem):
+    with pytest.raises(UsageError, match=problem):
+        checked(job)
+    assert checked(replace(JOB, fewest=2, nodes=3)).meets_by == "c10d"

@@ -40,9 +40,12 @@ def pid(file: Path) -> int:
     return int(file.read_text(encoding="utf-8"))
 
 
-def run(tmp_path: Path, a: Sequence[str], b: Sequence[str], patience_s: float = 10.0) -> tuple[Ended, list[str]]:
+def run(
+    tmp_path: Path, a: Sequence[str], b: Sequence[str], patience_s: float = 10.0, needed: int | None = None
+) -> tuple[Ended, list[str]]:
     said: list[str] = []
-    ended = run_on_hosts({"a": [*a, str(tmp_path / "a")], "b": [*b, str(tmp_path / "b")]}, said.append, patience_s)
+    commands = {"a": [*a, str(tmp_path / "a")], "b": [*b, str(tmp_path / "b")]}
+    ended = run_on_hosts(commands, said.append, patience_s, needed)
     return ended, said
 
 
@@ -54,6 +57,18 @@ def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
     ended, said = run(tmp_path, WAITS, ["sh", "-c", "exit 3"])
     assert ended == Ended("b", 3)
     assert said == ["b ended with exit code 3; ending a"]
+
+
+def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path) -> None:
+    ended, said = run(tmp_path, ["sh", "-c", "sleep 0.3"], ["sh", "-c", "exit 3"], patience_s=0.1, needed=1)
+    assert ended == Ended("a", 0)
+    assert said == ["b ended with exit code 3; going on with a"]
+
+
+def test_it_fails_when_fewer_than_are_needed_end_well(tmp_path: Path) -> None:
+    ended, said = run(tmp_path, ["sh", "-c", "sleep 0.2; exit 4"], ["sh", "-c", "exit 3"], needed=1)
+    assert ended == Ended("b", 3)
+    assert said == ["b ended with exit code 3; going on with a"]
 
 
 def test_one_that_is_killed_counts_as_shells_do(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import os
 import shlex
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -16,27 +18,50 @@ from lockstep.core.job import Job, checked
 from lockstep.errors import UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
 
+RESTARTS: Final = 10
+
 
 @click.command("launch")
 @click.option(
     "--on", type=click.Choice(["local", "torchrun", "slurm", "openmpi", "ssh"]), required=True, help="Who starts it."
 )
-@click.option("--nodes", type=click.IntRange(1), help="Number of hosts; left out, 1 or as many as --hosts names.")
+@click.option(
+    "--nodes",
+    metavar="NUMBER | MIN:MAX",
+    help="Number of hosts; left out, 1 or as many as --hosts names. MIN:MAX: hosts may go and come (torchrun, ssh).",
+)
 @click.option("--processes-per-node", type=click.IntRange(1), default=1, show_default=True, help="On each host.")
 @click.option("--hosts", type=click.Path(path_type=Path), help="A file with the name of one host on each line.")
 @click.option("--node-rank", type=click.IntRange(0), help="Number of this host, for torchrun on several.")
 @click.option("--port", type=click.IntRange(1, 65535), default=29513, show_default=True, help="Where rank 0 listens.")
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    help=f"How often all start again, from the last checkpoint, after one failed (torchrun, ssh); left out, 0, or "
+    f"{RESTARTS} where hosts may go and come, which can use up one each time.",
+)
+@click.option(
+    "--rendezvous",
+    type=click.Choice(["static", "c10d", "etcd-v2"]),
+    help="How torchrun's agents meet; left out, static, or c10d where hosts may go and come.",
+)
+@click.option("--endpoint", default="", metavar="HOST:PORT", help="Where they meet; left out, the first host's --port.")
+@click.option("--id", "name", default="", help="Tells this meeting from others there; for --on ssh one is drawn.")
 @click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to the launcher as it is; repeatable.")
 @click.option("--python", default=sys.executable, help="The Python on the hosts; left out, the path of this one.")
 @click.option("--dry-run", is_flag=True, help="Print the line and do nothing.")
 @click.argument("words", nargs=-1, metavar="-- COMMAND [ARGUMENT]...")
 def command(
     on: str,
-    nodes: int | None,
+    nodes: str | None,
     processes_per_node: int,
     hosts: Path | None,
     node_rank: int | None,
     port: int,
+    restarts: int | None,
+    rendezvous: str | None,
+    endpoint: str,
+    name: str,
     options: tuple[str, ...],
     python: str,
     dry_run: bool,
@@ -47,15 +72,31 @@ def command(
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
     named = _hosts(hosts) if hosts else ()
-    count = nodes or len(named) or 1
-    job = checked(Job(words, python, count, processes_per_node, named, port, options, node_rank or 0))
+    fewest, count = _nodes(nodes) if nodes else (None, len(named) or 1)
+    job = Job(
+        words,
+        python,
+        count,
+        processes_per_node,
+        named,
+        port,
+        options,
+        host=node_rank or 0,
+        fewest=fewest,
+        restarts=(RESTARTS if fewest else 0) if restarts is None else restarts,
+        rendezvous=rendezvous or "",
+        endpoint=endpoint,
+        id=name,
+    )
+    _check_elastic(on, checked(job))
+    job = _with_id(on, job)
     _check_node_rank(on, job, node_rank)
     lines = _lines(on, job)
     if dry_run:
         for line in lines.values():
             click.echo(shlex.join(line))
     elif on == "ssh":
-        raise SystemExit(_on_hosts(lines))
+        raise SystemExit(_on_hosts(lines, job.fewest))
     else:
         _become(lines[""])
 
@@ -72,11 +113,36 @@ def _hosts(file: Path) -> tuple[str, ...]:
     return names
 
 
+def _nodes(text: str) -> tuple[int | None, int]:
+    """Return the fewest hosts that will do, or None where all are needed, and the most."""
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise UsageError(f"--nodes: expected a number such as 2, or MIN:MAX such as 1:3, got {text}")
+    return (int(numbers[0]) if len(numbers) == 2 else None), int(numbers[-1])
+
+
+def _check_elastic(on: str, job: Job) -> None:
+    if on not in ("torchrun", "ssh") and job.elastic:
+        raise UsageError(f"{', '.join(job.elastic)}: not with --on {on}; the agents of --on torchrun and ssh do that")
+
+
+def _with_id(on: str, job: Job) -> Job:
+    """Return the job with a name for its meeting, where it wants one and one line or one process knows all hosts."""
+    if job.id or job.meets_by == "static":
+        return job
+    if on == "ssh" or job.nodes == 1:
+        return replace(job, id=uuid.uuid4().hex[:12])
+    if job.rendezvous == "etcd-v2":  # what etcd keeps of a meeting that has ended refuses another of its name
+        raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; say it in --id")
+    return job
+
+
 def _check_node_rank(on: str, job: Job, node_rank: int | None) -> None:
-    several = on == "torchrun" and job.nodes > 1
+    several = on == "torchrun" and job.nodes > 1 and job.meets_by == "static"
     if node_rank is not None and not (several and node_rank < job.nodes):
         raise UsageError(
-            f"--node-rank: {node_rank} with --on {on} and {job.nodes} hosts; it is for torchrun on several"
+            f"--node-rank: {node_rank} with --on {on} and {job.nodes} hosts; it is for torchrun on several "
+            f"that meet statically"
         )
     if several and node_rank is None:
         raise UsageError(
@@ -97,7 +163,7 @@ def _lines(on: str, job: Job) -> dict[str, list[str]]:
         return {"": commands[on](job)}
     if not job.hosts:
         raise UsageError("--on ssh: nobody says on which hosts; name them in --hosts FILE, one on each line")
-    each = [replace(job, host=number) for number in range(job.nodes)]
+    each = [replace(job, host=number) for number in range(len(job.hosts))]
     plain = [torchrun.command(replace(one, options=())) for one in each]
     return {one.hosts[one.host]: ssh.command(one, line, str(Path.cwd())) for one, line in zip(each, plain, strict=True)}
 
@@ -110,10 +176,10 @@ def _become(line: list[str]) -> None:
     os.execvp(line[0], line)
 
 
-def _on_hosts(lines: Mapping[str, list[str]]) -> int:
+def _on_hosts(lines: Mapping[str, list[str]], needed: int | None) -> int:
     from lockstep.runtime.hosts import run_on_hosts
 
     if shutil.which("ssh") is None:
         raise UsageError("ssh is not found; install it, or choose another --on")
-    ended = run_on_hosts(lines, lambda text: click.echo(text, err=True))
+    ended = run_on_hosts(lines, lambda text: click.echo(text, err=True), needed=needed)
     return ended.code

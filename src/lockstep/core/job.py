@@ -12,7 +12,10 @@ class Job:
     """`words` is what stands after `lockstep`. `hosts` is empty where the launcher finds them by itself.
 
     `options` go to the launcher as they are. `host` is the number of the host that a command line is for, where each
-    host has one of its own.
+    host has one of its own. With `fewest` the job goes on as long as so many of its `nodes` are there. `restarts` is
+    how often the processes are started again after one failed. `rendezvous` is how torchrun's agents meet, chosen for
+    the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`, and `id` tells their
+    meeting from others at the same place.
     """
 
     words: tuple[str, ...]
@@ -23,6 +26,23 @@ class Job:
     port: int = 29_513
     options: tuple[str, ...] = ()
     host: int = 0
+    fewest: int | None = None
+    restarts: int = 0
+    rendezvous: str = ""
+    endpoint: str = ""
+    id: str = ""
+
+    @property
+    def meets_by(self) -> str:
+        """How torchrun's agents meet: as said, or in the simplest way that does."""
+        return self.rendezvous or ("static" if self.fewest is None else "c10d")
+
+    @property
+    def elastic(self) -> list[str]:
+        """What it asks for that only torchrun's agents can do."""
+        asked = {"--nodes MIN:MAX": self.fewest, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
+        asked |= {"--endpoint": self.endpoint, "--id": self.id}
+        return [option for option, value in asked.items() if value]
 
     @property
     def processes(self) -> int:
@@ -40,8 +60,17 @@ def checked(job: Job) -> Job:
     problems = []
     if not job.words:
         problems.append("nothing to start; say what after --, such as -- train digits")
-    if job.hosts and len(job.hosts) != job.nodes:
-        problems.append(f"--nodes: {job.nodes} asked for, but {len(job.hosts)} hosts are named; leave one of them out")
+    if job.fewest is not None and job.fewest > job.nodes:
+        problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
+    elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:
+        asked = f"{job.fewest}:{job.nodes}" if job.fewest else str(job.nodes)
+        problems.append(f"--nodes: {asked} asked for, but {len(job.hosts)} hosts are named; leave one of them out")
+    if job.fewest is not None and job.rendezvous == "static":
+        problems.append("--rendezvous: static wants all hosts; for a number that changes use c10d or etcd-v2")
+    if job.rendezvous == "etcd-v2" and not job.endpoint:
+        problems.append("--rendezvous: etcd-v2, but nobody says where it is; say --endpoint HOST:PORT")
+    if job.endpoint and not (job.endpoint.rpartition(":")[0] and job.endpoint.rpartition(":")[2].isdecimal()):
+        problems.append(f"--endpoint: expected HOST:PORT, got {job.endpoint}")
     twice = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
     if twice:
         problems.append(f"--hosts: named more than once: {', '.join(twice)}; use --processes-per-node")

@@ -10,6 +10,9 @@ from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment
 
+_TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
+_LAST_CALL_S: Final = 5  # for others to come once there are enough; torch waits 30 s, at each start
+_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's own, and the warning of batch systems
 VARIABLES: Final = ("TORCHELASTIC_RUN_ID", *environment.VARIABLES)
 
 
@@ -19,17 +22,35 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def command(job: Job) -> list[str]:
-    """Return the line for one host: the job's only one, or its host number `job.host`. Rank 0 is on the first."""
-    if job.nodes == 1:
-        meeting = ["--standalone"]
-    elif not job.hosts:
-        raise UsageError(f"--nodes: {job.nodes} hosts for torchrun, but nobody says which; name them in --hosts FILE")
-    else:
-        meeting = [
-            f"--nnodes={job.nodes}",
-            f"--node-rank={job.host}",
-            f"--master-addr={job.hosts[0]}",
-            f"--master-port={job.port}",
-        ]
-    count = f"--nproc-per-node={job.processes_per_node}"
-    return [job.python, "-m", "torch.distributed.run", *meeting, count, *job.options, "-m", "lockstep", *job.words]
+    """Return the line for one host: the job's only one, or its host number `job.host`. Static, rank 0 is on the first.
+
+    Of several hosts, whose number is fixed, the ranks learn how many they are to be: with clocks that differ, an agent
+    may take the others for dead and start alone.
+    """
+    line = [job.python, "-m", "torch.distributed.run", *_meeting(job), f"--nproc-per-node={job.processes_per_node}"]
+    if job.restarts:
+        line.append(f"--max-restarts={job.restarts}")
+    fixed = job.nodes > 1 and job.fewest is None and job.words[0] in _TRAINING
+    told = [f"placement.processes={job.processes}"] if fixed else []
+    return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, "-m", "lockstep", *job.words, *told]
+
+
+def _meeting(job: Job) -> list[str]:
+    if job.nodes == 1 and not job.endpoint and job.rendezvous in ("", "c10d"):
+        return ["--standalone"]
+    if not (job.endpoint or job.hosts or job.nodes == 1):
+        raise UsageError(
+            f"--nodes: {job.nodes} hosts for torchrun, but nobody says where they meet; say --endpoint HOST:PORT, "
+            f"or name them in --hosts FILE"
+        )
+    endpoint = job.endpoint or f"{job.hosts[0] if job.hosts else 'localhost'}:{job.port}"
+    nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"
+    if job.meets_by == "static":
+        host, _, port = endpoint.rpartition(":")
+        return [nodes, f"--node-rank={job.host}", f"--master-addr={host}", f"--master-port={port}"]
+    words = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={endpoint}"]
+    if job.id:
+        words.append(f"--rdzv-id={job.id}")
+    if job.fewest is not None:
+        words.append(f"--rdzv-conf=last_call_timeout={_LAST_CALL_S}")
+    return words

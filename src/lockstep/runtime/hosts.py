@@ -23,14 +23,20 @@ class Ended(NamedTuple):
 
 
 def run_on_hosts(
-    commands: Mapping[str, Sequence[str]], say: Callable[[str], None], patience_s: float = PATIENCE_S
+    commands: Mapping[str, Sequence[str]],
+    say: Callable[[str], None],
+    patience_s: float = PATIENCE_S,
+    needed: int | None = None,
 ) -> Ended:
     """Run `commands`, by their hosts' names, until all have ended; return the first end that is an error, if any.
+
+    With `needed`, an error of one ends nobody as long as so many others are left, and is not returned if they end well.
 
     The stdin of a command stays open as long as it is to run. It is closed, which asks the command to end, when another
     one ends with an error, and at SIGINT and SIGTERM. When one ends well, the others have time to do so too. Who takes
     longer than `patience_s`, or is still there at the second SIGINT, is killed.
     """
+    needed = len(commands) if needed is None else needed
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
     running: dict[str, subprocess.Popen[bytes]] = {}
     ended: list[Ended] = []
@@ -50,6 +56,9 @@ def run_on_hosts(
                 if event is None or received.count(signal.SIGINT) > 1:
                     _kill(running)
                     deadline = None
+                elif _stops(event) and running and not received and len(running) + _well(ended) >= needed:
+                    say(f"{_reason(event)}; going on with {', '.join(running)}")
+                    continue
                 elif _stops(event) and running:
                     say(f"{_reason(event)}; ending {', '.join(running)}")
                     _ask_to_end(running)
@@ -58,7 +67,7 @@ def run_on_hosts(
             _kill(running)
             for process in running.values():
                 process.wait()
-    return next((each for each in ended if each.code), ended[0])
+    return next((each for each in ended if bool(each.code) == (_well(ended) < needed)), ended[0])
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
@@ -82,6 +91,10 @@ def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -
         with suppress(Empty):
             return events.get(timeout=_LOOK_S)
     return None
+
+
+def _well(ended: Sequence[Ended]) -> int:
+    return sum(not each.code for each in ended)
 
 
 def _stops(event: Ended | signal.Signals) -> bool:
