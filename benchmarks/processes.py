@@ -22,6 +22,7 @@ import torch
 
 from lockstep.core.rank import RankInfo
 from lockstep.parent import die_with_parent
+from lockstep.runtime.member import met
 from lockstep.runtime.world import World, open_world
 
 TIMEOUT_S: Final = 300.0
@@ -113,7 +114,7 @@ def _serve(start: Start, info: RankInfo, rendezvous: str, pipe: Connection) -> N
     while True:
         try:
             pipe.recv()
-            turn = turn or start(open_world(info, "cpu", rendezvous, TIMEOUT_S))
+            turn = turn or start(open_world(met(info, rendezvous, TIMEOUT_S), torch.device("cpu")))
             pipe.send(turn())
         except EOFError:
             return

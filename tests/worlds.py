@@ -23,8 +23,11 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from lockstep.core.rank import RankInfo
 from lockstep.parent import die_with_parent
+from lockstep.runtime.member import met
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import open_world
 
@@ -215,7 +218,8 @@ def _work(rank: int, size: int, folder: Path) -> None:
     fix_kernels(threads=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(str(folder / "calls"), "AF_UNIX")
-    world = open_world(RankInfo(rank, size, rank, size, "pool"), "cpu", f"file://{folder}/store", timeout_s=60.0)
+    info = RankInfo(rank, size, rank, size, "pool")
+    world = open_world(met(info, f"file://{folder}/store", timeout_s=60.0), torch.device("cpu"))
     _send(connection, (rank, os.getpid()))
     while True:
         try:

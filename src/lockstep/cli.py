@@ -8,6 +8,7 @@ none, so that it answers at once whatever they import.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from pathlib import Path
 from typing import Any, Final, final
@@ -15,7 +16,7 @@ from typing import Any, Final, final
 import click
 
 from lockstep import __version__
-from lockstep.errors import EXIT_INTERRUPTED, ConfigError, LockstepError
+from lockstep.errors import EXIT_INTERRUPTED, LockstepError
 
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
@@ -57,7 +58,7 @@ class Shell(click.Group):
         try:
             return super().invoke(ctx)
         except LockstepError as error:
-            click.echo(_told(error), err=True)
+            click.echo(error.told, err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -70,6 +71,8 @@ class Shell(click.Group):
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def main() -> None:
     """Train PyTorch models on any number of processes with the same numbers, bit for bit."""
+    # Where a store or a peer has gone torch warns with a page of C++ frames, beside the error that we tell.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _module(name: str) -> str:
@@ -79,9 +82,3 @@ def _module(name: str) -> str:
 def _first_line(name: str) -> str:
     with (_COMMANDS / f"{_module(name)}.py").open(encoding="utf-8") as file:
         return file.readline().strip().strip('"').rstrip(".")
-
-
-def _told(error: LockstepError) -> str:
-    if isinstance(error, ConfigError) and len(error.problems) > 1:
-        return f"error: {len(error.problems)} problems\n{error}"
-    return f"error: {error}"

@@ -27,6 +27,11 @@ class LockstepError(Exception):
 
     exit_code: int = EXIT_FAILED
 
+    @property
+    def told(self) -> str:
+        """What the user reads on the terminal."""
+        return f"error: {self}"
+
 
 class UsageError(LockstepError):
     """The user's mistake, found before a process group or a device exists."""
@@ -40,6 +45,11 @@ class ConfigError(UsageError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+    @property
+    def told(self) -> str:
+        """All problems, after their number where there are several."""
+        return f"error: {len(self.problems)} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
 
 class TrainingError(LockstepError):

@@ -12,7 +12,8 @@ from lockstep.commands._verify_causes import Facts, findings
 from lockstep.commands._verify_run import prepared
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.runtime.world import ALONE, open_world
+from lockstep.runtime.member import alone
+from lockstep.runtime.world import open_world
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
@@ -28,7 +29,7 @@ def _deterministic() -> Iterator[None]:
 def look(*overrides: str) -> Facts:
     """Return the facts about digits with these overrides."""
     ready = prepared(load("digits", ["recipe.batch=16", *overrides]), 4)
-    return _verify_probe.facts_of(ready, open_world(ALONE, "cpu", "", 0.0), 4)
+    return _verify_probe.facts_of(ready, open_world(alone(), torch.device("cpu")), 4)
 
 
 def faults(facts: Facts) -> dict[str, str]:

@@ -2,28 +2,46 @@
 
 import os
 import pickle
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
 from lockstep.commands import train
 from lockstep.commands._training import Start
 from lockstep.config.load import load
+from lockstep.errors import TrainingError
 from lockstep.runtime.agent import run_workers
+from lockstep.runtime.meeting import Meeting
 
 
-def note(folder: Path, rendezvous: str) -> int:
-    """Be a worker that says who it is and where it would meet the others."""
-    (folder / os.environ["RANK"]).write_text(f"{os.environ['WORLD_SIZE']} {os.environ['LOCAL_RANK']} {rendezvous}")
-    return int(os.environ["RANK"])
+def note(folder: Path, meeting: Meeting) -> int:
+    """Be a worker that says who it is, and what rank 0 told it."""
+    info = meeting.info
+    (folder / str(info.rank)).write_text(f"{info.size} {info.local_rank} {meeting.tell('hello')}")
+    return info.rank
 
 
-def test_spawned_workers_learn_their_place_and_the_largest_exit_code_counts(tmp_path):
-    assert run_workers(partial(note, tmp_path), 2, "spawn") == 1
-    first, second = ((tmp_path / rank).read_text().split() for rank in "01")
-    assert (first[:2], second[:2]) == (["2", "0"], ["2", "1"])
-    assert first[2] == second[2]
-    assert first[2].startswith("file:///")
-    assert not Path(first[2].removeprefix("file://")).parent.exists()
+def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
+    assert run_workers(partial(note, tmp_path), 2, "spawn", 60.0) == 1
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 hello", "2 1 hello"]
+
+
+def stay(meeting: Meeting) -> int:
+    """Be a worker that fails, or one that is stopped and so does not end by itself."""
+    if meeting.info.rank == 0:
+        meeting.tell("")
+        raise TrainingError("gone wrong")
+    meeting.tell()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def test_a_stopped_worker_does_not_outlive_a_failure_for_long(tmp_path, capsys):
+    began = time.monotonic()
+    assert run_workers(stay, 2, "spawn", 60.0, tmp_path) == 1
+    assert time.monotonic() - began < 25  # torch alone would wait for 30 s
+    assert capsys.readouterr().err.startswith("[rank 0 of 2, ")
 
 
 def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():

@@ -13,7 +13,7 @@ from lockstep.core.tree import Block
 from lockstep.errors import UsageError
 from lockstep.runtime.lane import InlineLane, ThreadLane
 from lockstep.runtime.peers import PeerLostError
-from lockstep.runtime.world import ALONE, World, choose_device, open_world
+from lockstep.runtime.world import World, choose_device
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def test_all_agree_one_step_later_on_the_largest_wish() -> None:
 
 
 def test_a_world_of_one_sends_nothing() -> None:
-    world = World(ALONE, CPU)
+    world = World(RankInfo(0, 1, 0, 1, "none"), CPU)
     assert (world.rank, world.size, world.host) == (0, 1, socket.gethostname())
     assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
     assert world.tell("text") == "text"
@@ -140,33 +140,3 @@ def test_the_cpu_is_taken_where_asked_for_or_where_there_is_nothing_else(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert choose_device(device, RankInfo(0, 1, 0, 1, "none")) == CPU  # type: ignore[arg-type]
-
-
-def test_a_taken_port_is_told_before_anything_starts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        problem = f"127.0.0.1:{port}: rank 0 cannot listen there: Address already in use by pid {os.getpid()} "
-        by_hand = RankInfo(0, 2, 0, 2, "environment", "127.0.0.1", port)
-        for rendezvous in (f"tcp://127.0.0.1:{port}", "env://"):
-            with pytest.raises(UsageError, match=problem):
-                open_world(by_hand, "cpu", rendezvous, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("info", "rendezvous", "problem"),
-    [
-        (RankInfo(1, 2, 0, 1, "environment"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
-        (RankInfo(1, 2, 0, 1, "environment", "localhost"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
-        (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "localhost:99999: rank 0 cannot listen there"),
-        (RankInfo(0, 2, 0, 1, "environment"), "tcp://192.0.2.1:29500", "rank 0 cannot listen there: Cannot assign"),
-    ],
-)
-def test_addresses_that_cannot_work_are_told_before_anything_starts(
-    info: RankInfo, rendezvous: str, problem: str
-) -> None:
-    with pytest.raises(UsageError, match=problem):
-        open_world(info, "cpu", rendezvous, 1.0)
-
-
-def test_one_process_needs_no_rendezvous() -> None:
-    assert open_world(RankInfo(0, 1, 0, 1, "torchrun"), "cpu", "env://", 1.0).size == 1

@@ -5,6 +5,7 @@ runs/<recipe>-<time>/
 ├── environment.json    versions, devices, commit
 ├── events.jsonl        everything that happened: the source of truth
 ├── checkpoints/        see training/checkpoint.py
+├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
 ├── tensorboard/
 └── lock
 """
@@ -29,6 +30,7 @@ from lockstep.training.lock import Lock, lock
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
+LOGS = "logs"
 
 
 @dataclass(frozen=True)

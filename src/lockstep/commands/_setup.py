@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
@@ -21,10 +23,10 @@ from lockstep.config.schema import Config
 from lockstep.core.mesh import Place
 from lockstep.core.names import choices
 from lockstep.core.order import Steps
-from lockstep.data.base import DataSet
+from lockstep.data.base import DataSet, Split
 from lockstep.data.loader import Finish, Loader
 from lockstep.data.sources import open_data
-from lockstep.errors import UsageError
+from lockstep.errors import TrainingError, UsageError
 from lockstep.models.check import check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
@@ -247,6 +249,31 @@ def _smallest_microbatch(steps: Steps, microbatches: int) -> int:
 
 def _topk(recipe: Recipe, classes: int) -> tuple[int, ...]:
     return tuple(k for k in recipe.topk if k < classes) or (1,)
+
+
+def data_facts(ready: Setup) -> dict[str, Any]:
+    """Return what shows that ranks have the same data: sizes, classes, and the first and last samples of each split.
+
+    The inputs of a data set of the user's own are left out: they may be random, which is for verify to say.
+    """
+    own = ":" in ready.recipe.data.name
+    data = ready.data
+    return {
+        "data": {
+            "number of samples": [len(data.train), len(data.validation)],
+            "classes": list(data.classes),
+            "samples": [_digest(split, targets_only=own) for split in (data.train, data.validation)],
+        }
+    }
+
+
+def _digest(split: Split, targets_only: bool) -> str:
+    try:
+        inputs, targets = split.fetch(np.unique([0, len(split) - 1]), None)
+    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
+        return "unreadable"
+    tensors = [targets] if targets_only else [inputs, targets]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
+from lockstep import __version__
 from lockstep.commands import _folder
-from lockstep.commands._setup import Setup, check_cut, check_placement, comparable, evaluation_batch, setup
+from lockstep.commands._setup import (
+    Setup,
+    check_cut,
+    check_placement,
+    comparable,
+    data_facts,
+    evaluation_batch,
+    setup,
+)
 from lockstep.commands._setup import start as start_engine
 from lockstep.config import plan as planning
 from lockstep.config import run as run_config
 from lockstep.config import write
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
-from lockstep.core.rank import RankInfo
 from lockstep.core.shard import whole
 from lockstep.data.loader import Loader
-from lockstep.errors import EXIT_DONE, LockstepError, UsageError
+from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
 from lockstep.runtime import machine
-from lockstep.runtime.agent import end_at_once
+from lockstep.runtime.failure import Failure
+from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
 from lockstep.runtime.stall import StallWatch
-from lockstep.runtime.world import World, open_world
+from lockstep.runtime.voice import log_name
+from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.training import checkpoint
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stopped
@@ -52,68 +62,83 @@ class Start:
     microbatches: int
 
 
-def run_rank(loaded: Loaded, info: RankInfo, start: Start | None, rendezvous: str, ready: Setup | None = None) -> int:
-    """Train as the rank that `info` says and return the exit code.
+def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup | None = None) -> int:
+    """Train as one of the ranks that have met and return the exit code.
 
     Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder and tells the
     others where the run begins.
     """
-    placement, recipe = loaded.config.placement, loaded.config.recipe
+    placement, recipe, info = loaded.config.placement, loaded.config.recipe, meeting.info
     fix_kernels(recipe.threads)
     keep_freed_memory()
     stop = StopRequest()
+    device = choose_device(placement.device, info)
     microbatches = recipe.microbatches or info.size
+    meeting.compare(_started_with(loaded, microbatches, device))
     check_placement(loaded.config, info.size, microbatches)
-    if ready is None:
-        ready = setup(recipe, microbatches)
-        check_cut(ready, loaded.config, info.size)
-    world = open_world(info, placement.device, rendezvous, placement.timeout_s)
-    place = f"rank {world.rank} of {world.size}  local rank {world.local_rank}"
-    sys.stdout.write(f"{place}  host {world.host}  device {world.device}\n")  # at once: ranks share the terminal
-    sys.stdout.flush()
-    with nullcontext(start) if start else _claimed(world, loaded, microbatches) as agreed:
-        training = _Training(loaded, ready, world, agreed)
-        with StallWatch(world, training.steps_done, placement.stall_timeout_s, _on_stall(world, placement)):
+    place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
+    place = f"{place}  host {meeting.voice.host}  device {device}\n"
+    terminal = sys.stdout
+    terminal.write(place)  # at once: ranks share the terminal
+    terminal.flush()
+    with ExitStack() as held:
+        agreed = start or held.enter_context(_claimed(meeting, loaded, microbatches))
+        log = held.enter_context(meeting.voice.logged(agreed.folder / _folder.LOGS / log_name(info.rank)))
+        log.write(place)
+        if ready is None:
+            ready = setup(recipe, microbatches)
+            check_cut(ready, loaded.config, info.size)
+        meeting.compare(data_facts(ready))
+        world = open_world(meeting, device)
+        training = _Training(loaded, ready, world, agreed, (terminal, log))
+        with StallWatch(world, training.steps_done, placement.stall_timeout_s, _on_stall(meeting, placement)):
             code = training.run(stop)
         world.close()
     return code
 
 
-def _on_stall(world: World, placement: Placement) -> Callable[[str], None]:
+def _started_with(loaded: Loaded, microbatches: int, device: torch.device) -> dict[str, Any]:
+    """Return what has to be the same on all ranks, as far as it is known before the data is opened."""
+    return {
+        "recipe": comparable(write.values(loaded.config.recipe)) | {"microbatches": microbatches},
+        "placement.strategy": write.values(loaded.config.placement)["strategy"],
+        "versions": {"lockstep": __version__, "python": platform.python_version()},
+        "versions of the libraries, CPU or threads": machine.numerics(device),
+    }
+
+
+def _on_stall(meeting: Meeting, placement: Placement) -> Callable[[str], None]:
     """Return what is done with the report of a stall."""
-    if placement.on_stall == "end":
-        return partial(end_at_once, world.rank)
-    return partial(print, file=sys.stderr, flush=True)
+
+    def end(report: str) -> None:
+        meeting.end(Failure(meeting.info.rank, meeting.info.size, meeting.voice.host, report, time=time.time()))
+
+    return end if placement.on_stall == "end" else meeting.voice.announce
 
 
 @contextmanager
-def _claimed(world: World, loaded: Loaded, microbatches: int) -> Iterator[Start]:
-    """Hold the run folder on rank 0 while the block runs; all ranks call it, and all of them hear of a refusal."""
-    held, refusal = None, None
-    if world.rank == 0:
-        try:
-            held = _folder.claim(loaded)
-        except LockstepError as error:
-            refusal = error
-    told = world.tell(str(refusal or ""))
-    if told:
-        raise refusal or UsageError(told)
-    with held.lock if held else nullcontext():
-        for note in held.notes if held else []:
+def _claimed(meeting: Meeting, loaded: Loaded, microbatches: int) -> Iterator[Start]:
+    """Hold the run folder on rank 0 while the block runs, and tell the others where the run begins. All call it."""
+    claim = _folder.claim(loaded) if meeting.info.rank == 0 else None
+    with claim.lock if claim else nullcontext():
+        for note in claim.notes if claim else []:
             print(note, file=sys.stderr)
-        path = world.tell(str(held.checkpoint or "") if held else "")
-        folder = world.tell(str(held.folder) if held else "")
+        path = meeting.tell(str(claim.checkpoint or "") if claim else "")
+        folder = meeting.tell(str(claim.folder) if claim else "")
         yield Start(Path(folder), Path(path) if path else None, microbatches)
 
 
 class _Training:
     """What the parts of a run share."""
 
-    def __init__(self, loaded: Loaded, ready: Setup, world: World, start: Start) -> None:
+    def __init__(
+        self, loaded: Loaded, ready: Setup, world: World, start: Start, streams: tuple[TextIO, TextIO]
+    ) -> None:
         self.loaded = loaded
         self.ready = ready
         self.world = world
         self.start = start
+        self.streams = streams  # the terminal, and this rank's log
         self.began = time.perf_counter()
         self.progress = Progress()
         self.weights = ""
@@ -124,7 +149,7 @@ class _Training:
         self.loader: Loader = ready.loader(world, place, start.microbatches, placement.workers)
         run = loaded.config.run
         self.saver = Saver(world, start.folder / checkpoint.FOLDER, run.keep, beside=run.save_async)
-        world.compare(self._facts())
+        world.compare({"first weights": checkpoint.weights_sha256(whole(self.engine.state().model))})
 
     def steps_done(self) -> int:
         """Return how many steps are done."""
@@ -235,14 +260,6 @@ class _Training:
             for line in machine.numerics_differences(snapshot.state["numerics"], self.numerics):
                 print(f"warning: {line}: the bits of an uninterrupted run are not promised", file=sys.stderr)
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "recipe": self._recipe(),
-            "versions of the libraries, CPU or threads": self.numerics,
-            "number of samples": [len(self.ready.data.train), len(self.ready.data.validation)],
-            "first weights": checkpoint.weights_sha256(whole(self.engine.state().model)),
-        }
-
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
         return Done(
@@ -264,7 +281,12 @@ class _Training:
             folder, run = self.start.folder, self.loaded.config.run
             _folder.record(self.loaded, folder, self.start.microbatches)
             rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
-            sinks = [JsonLines(folder / _folder.EVENTS), Console(sys.stdout, str(folder), rule)]
+            terminal, log = self.streams
+            sinks = [
+                JsonLines(folder / _folder.EVENTS),
+                Console(terminal, str(folder), rule),
+                Console(log, str(folder), rule),
+            ]
             if run.tensorboard:
                 from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
 

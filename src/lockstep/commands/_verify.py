@@ -38,6 +38,7 @@ from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, TrainingError, UsageError
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.runtime.agent import run_workers
+from lockstep.runtime.meeting import Meeting
 from lockstep.strategies import names
 
 _SINGLE: Final = Strategy(name="single")
@@ -323,13 +324,13 @@ class _Contest:
         job.folder.mkdir()
         return job
 
-    def _launch(self, body: Callable[[Job, Setup | None, str], int], place: Candidate, job: Job) -> tuple[int, str]:
+    def _launch(self, body: Callable[[Job, Setup | None, Meeting], int], place: Candidate, job: Job) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         method = _setup.start_method(place.loaded.config.placement)
         worker = partial(_with_own_streams, partial(body, job, self._ready if method == "fork" else None))
         with redirect_stderr(io.StringIO()) as said:
             try:
-                code = run_workers(worker, place.processes, method)
+                code = run_workers(worker, place.processes, method, place.loaded.config.placement.timeout_s)
             except SystemExit as end:  # a signal came before there were workers
                 code = int(end.code or 0)
         if code > _SIGNALLED:
@@ -346,10 +347,10 @@ class _Contest:
         return outcome
 
 
-def _with_own_streams(body: Callable[[str], int], rendezvous: str) -> int:
+def _with_own_streams(body: Callable[[Meeting], int], meeting: Meeting) -> int:
     """Run in a worker: what it says goes to the terminal, only what the agent says of its end is caught."""
     sys.stderr = sys.__stderr__
-    return body(rendezvous)
+    return body(meeting)
 
 
 def _failed(place: Candidate, outcome: Outcome) -> Row:

@@ -28,8 +28,9 @@ from lockstep.core.mesh import Place
 from lockstep.core.order import permutation
 from lockstep.data.base import Split
 from lockstep.errors import EXIT_DONE
+from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.precision import autocast, fix_kernels
-from lockstep.runtime.world import ALONE, World, open_world
+from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.tasks.base import MicroBatch
 
 _FACTS: Final = "facts.json"
@@ -42,11 +43,11 @@ _NO_KERNEL: Final = "does not have a deterministic implementation"
 Computed = Mapping[str, str]  # digests: of the loss, and of gradients by parameter
 
 
-def probe(job: Job, ready: Setup | None, _: str) -> int:
+def probe(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     """Be the process that looks; writes the facts into the job's folder."""
     fix_kernels(job.loaded.config.recipe.threads)
     ready = ready or prepared(job.loaded, job.microbatches, job.validation)
-    world = open_world(ALONE, job.loaded.config.placement.device, "", 0.0)
+    world = open_world(meeting, choose_device(job.loaded.config.placement.device, meeting.info))
     write(job.folder, facts_of(ready, world, job.microbatches))
     return EXIT_DONE
 

@@ -7,7 +7,6 @@ model of 25 million parameters would otherwise leave gigabytes behind.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -31,13 +30,13 @@ from lockstep.core.shard import Held, Shard
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE
-from lockstep.launchers import detect
 from lockstep.parallel.engine import Engine, Sums
 from lockstep.parallel.layout import gathered
+from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.meter import Meter
 from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World, open_world
+from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.tasks.base import MicroBatch
 from lockstep.training import checkpoint, shards
 from lockstep.training.evaluate import evaluate
@@ -72,15 +71,13 @@ def prepared(loaded: Loaded, microbatches: int, validation: int | None = None) -
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
 
 
-def work(job: Job, ready: Setup | None, rendezvous: str) -> int:
+def work(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     """Be one rank of a contestant."""
-    info = detect(os.environ)
-    assert info is not None  # the agent set it
     fix_kernels(job.loaded.config.recipe.threads)
     keep_freed_memory()
     ready = ready or prepared(job.loaded, job.microbatches, job.validation)
     placement = job.loaded.config.placement
-    world = open_world(info, placement.device, rendezvous, placement.timeout_s)
+    world = open_world(meeting, choose_device(placement.device, meeting.info))
     trace.write(job.folder, _Contestant(job, ready, world).run())
     world.close()
     return EXIT_DONE

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from lockstep.core.rank import RankInfo, meeting
+from lockstep.core.rank import RankInfo, meeting_place
 from lockstep.errors import EXIT_USAGE, UsageError
 from lockstep.launchers import Look, environment, look
 
@@ -90,8 +90,8 @@ def _meet(info: RankInfo, rendezvous: str) -> str:
     """Return where the ranks meet, and on rank 0 whether it can listen there."""
     from lockstep.runtime import ports
 
-    address = meeting(info, rendezvous)
-    if info.launcher == "torchrun" and rendezvous == "env://":
+    address = meeting_place(info, rendezvous)
+    if info.hosted and rendezvous == "env://":
         return f"{info.master}:{info.port}, where torchrun listens"
     if not address.startswith("tcp://"):
         return address

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.errors import LockstepError
 from lockstep.launchers import detect
 
 if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
     from lockstep.config.load import Loaded
     from lockstep.core.rank import RankInfo
+    from lockstep.runtime.meeting import Meeting
     from lockstep.training.checkpoint import Found
 
 
@@ -33,10 +35,20 @@ def command(checkpoint: str, overrides: tuple[str, ...]) -> None:
 
 def _as_rank(info: RankInfo, path: str, overrides: tuple[str, ...]) -> int:
     """Evaluate as one rank of those that another launcher started."""
-    from lockstep.runtime.agent import die_with_launcher
+    from lockstep.runtime.member import as_rank, refuse
 
-    die_with_launcher(info.launcher)
-    return _evaluate_as(info, path, overrides)
+    try:
+        _, loaded = _open(path, overrides)
+    except LockstepError as error:
+        refuse(info, "env://", error)
+    placement = loaded.config.placement
+    return as_rank(
+        info,
+        placement.rendezvous,
+        placement.timeout_s,
+        placement.lost_after_s,
+        lambda meeting: _evaluate_as(meeting, path, overrides),
+    )
 
 
 def _here(path: str, overrides: tuple[str, ...]) -> int:
@@ -45,7 +57,7 @@ def _here(path: str, overrides: tuple[str, ...]) -> int:
 
     from lockstep.commands import _setup
     from lockstep.runtime.agent import run_workers
-    from lockstep.runtime.world import ALONE
+    from lockstep.runtime.member import alone
 
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     found, loaded = _open(path, overrides)
@@ -57,32 +69,29 @@ def _here(path: str, overrides: tuple[str, ...]) -> int:
     for problem in found.problems:
         click.echo(f"warning: {problem}", err=True)
     if count == 1:
-        return _evaluate(loaded, found, ready, ALONE, "")
+        return _evaluate(loaded, found, ready, alone())
     method = _setup.start_method(loaded.config.placement)
     shared = (found, ready) if method == "fork" else (None, None)
-    return run_workers(partial(_worker, path, overrides, *shared), count, method)
+    return run_workers(partial(_worker, path, overrides, *shared), count, method, loaded.config.placement.timeout_s)
 
 
-def _worker(path: str, overrides: tuple[str, ...], found: Found | None, ready: Setup | None, rendezvous: str) -> int:
+def _worker(path: str, overrides: tuple[str, ...], found: Found | None, ready: Setup | None, meeting: Meeting) -> int:
     """Evaluate as one of the processes that `_here` started."""
-    info = detect(os.environ)
-    assert info is not None  # the agent set it
-    return _evaluate_as(info, path, overrides, found, ready, rendezvous)
+    return _evaluate_as(meeting, path, overrides, found, ready)
 
 
 def _evaluate_as(
-    info: RankInfo,
+    meeting: Meeting,
     path: str,
     overrides: tuple[str, ...],
     found: Found | None = None,
     ready: Setup | None = None,
-    rendezvous: str | None = None,
 ) -> int:
     from lockstep.commands import _setup
 
     opened, loaded = _open(path, overrides, found)
     ready = ready or _setup.setup(loaded.config.recipe, _microbatches(opened))
-    return _evaluate(loaded, opened, ready, info, rendezvous or loaded.config.placement.rendezvous)
+    return _evaluate(loaded, opened, ready, meeting)
 
 
 def _open(path: str, overrides: tuple[str, ...], found: Found | None = None) -> tuple[Found, Loaded]:
@@ -105,20 +114,20 @@ def _microbatches(found: Found) -> int:
     return int(found.snapshot.state["microbatches"])
 
 
-def _evaluate(loaded: Loaded, found: Found, ready: Setup, info: RankInfo, rendezvous: str) -> int:
+def _evaluate(loaded: Loaded, found: Found, ready: Setup, meeting: Meeting) -> int:
     from lockstep.commands._setup import evaluation_batch, start
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
     from lockstep.runtime.memory import keep_freed_memory
     from lockstep.runtime.precision import fix_kernels
-    from lockstep.runtime.world import open_world
+    from lockstep.runtime.world import choose_device, open_world
     from lockstep.training import checkpoint
     from lockstep.training.loop import Progress
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
     fix_kernels(recipe.threads)
     keep_freed_memory()
-    world = open_world(info, placement.device, rendezvous, placement.timeout_s)
+    world = open_world(meeting, choose_device(placement.device, meeting.info))
     microbatches = _microbatches(found)
     _, place, engine = start(ready, placement, world, microbatches)
     loader = ready.loader(world, place, microbatches, placement.workers)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
     from lockstep.config.placement import Placement
     from lockstep.core.rank import RankInfo
+    from lockstep.runtime.meeting import Meeting
 
 
 @click.command("train")
@@ -31,21 +32,47 @@ def command(words: tuple[str, ...]) -> None:
     """
     from lockstep.config.load import load, split
 
-    loaded = load(*split(words))
     info = detect(os.environ)
-    raise SystemExit(_as_rank(loaded, info) if info else _here(loaded))
+    if info is None:
+        raise SystemExit(_here(load(*split(words))))
+    try:
+        loaded = _checked(load(*split(words)), info)
+    except UsageError as error:
+        from lockstep.runtime.member import refuse
+
+        refuse(info, _rendezvous(words), error)
+    raise SystemExit(_as_rank(loaded, info))
 
 
 def _as_rank(loaded: Loaded, info: RankInfo) -> int:
     """Train as one rank of those that another launcher started."""
-    _check_launch(loaded.config.placement, info)
-
-    from lockstep.commands import _folder
     from lockstep.commands._training import run_rank
-    from lockstep.runtime.agent import die_with_launcher
+    from lockstep.runtime.member import as_rank
 
-    die_with_launcher(info.launcher)
-    return run_rank(_folder.with_microbatches(loaded), info, None, loaded.config.placement.rendezvous)
+    placement = loaded.config.placement
+    return as_rank(
+        info,
+        placement.rendezvous,
+        placement.timeout_s,
+        placement.lost_after_s,
+        lambda meeting: run_rank(loaded, meeting, None),
+    )
+
+
+def _checked(loaded: Loaded, info: RankInfo) -> Loaded:
+    """Check all that can be checked before the ranks meet, and return the configuration with its micro-batches."""
+    from lockstep.commands import _folder, _setup
+
+    loaded = _folder.with_microbatches(loaded)
+    _check_launch(loaded.config.placement, info)
+    _setup.check_placement(loaded.config, info.size, loaded.config.recipe.microbatches or info.size)
+    return loaded
+
+
+def _rendezvous(words: tuple[str, ...]) -> str:
+    """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
+    said = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
+    return said[-1] if said else "env://"
 
 
 def _check_launch(placement: Placement, info: RankInfo) -> None:
@@ -64,7 +91,7 @@ def _here(loaded: Loaded) -> int:
     from lockstep.commands import _folder, _setup
     from lockstep.commands._training import Start, run_rank
     from lockstep.runtime.agent import run_workers
-    from lockstep.runtime.world import ALONE
+    from lockstep.runtime.member import alone
 
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     loaded = _folder.with_microbatches(loaded)
@@ -79,15 +106,14 @@ def _here(loaded: Loaded) -> int:
             click.echo(note, err=True)
         start = Start(claim.folder, claim.checkpoint, microbatches)
         if count == 1:
-            return run_rank(loaded, ALONE, start, "", ready)
+            return run_rank(loaded, alone(), start, ready)
         method = _setup.start_method(loaded.config.placement)
-        return run_workers(partial(_worker, loaded, start, ready if method == "fork" else None), count, method)
+        worker = partial(_worker, loaded, start, ready if method == "fork" else None)
+        return run_workers(worker, count, method, loaded.config.placement.timeout_s, claim.folder / _folder.LOGS)
 
 
-def _worker(loaded: Loaded, start: Start, ready: Setup | None, rendezvous: str) -> int:
+def _worker(loaded: Loaded, start: Start, ready: Setup | None, meeting: Meeting) -> int:
     """Train as one of the processes that `_here` started."""
     from lockstep.commands._training import run_rank
 
-    info = detect(os.environ)
-    assert info is not None  # the agent set it
-    return run_rank(loaded, info, start, rendezvous, ready)
+    return run_rank(loaded, meeting, start, ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
@@ -11,7 +12,8 @@ from lockstep.errors import UsageError
 class RankInfo:
     """A process's place. `master` and `port` are None where the rendezvous does not need them, or nobody knows.
 
-    `advice` says then how to tell them to processes of this launcher.
+    `advice` says then how to tell them to processes of this launcher. `hosted`: the launcher itself listens there, and
+    not rank 0.
     """
 
     rank: int
@@ -22,13 +24,11 @@ class RankInfo:
     master: str | None = None
     port: int | None = None
     advice: str = ""
+    hosted: bool = False
 
 
-def meeting(info: RankInfo, rendezvous: str) -> str:
-    """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it.
-
-    Of torchrun it stays what it is: there the agent listens, and torch knows how to ask it.
-    """
+def meeting_place(info: RankInfo, rendezvous: str) -> str:
+    """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it."""
     if rendezvous != "env://":
         return rendezvous
     if not (info.master and info.port):
@@ -36,6 +36,9 @@ def meeting(info: RankInfo, rendezvous: str) -> str:
             "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them"
             f"{f' ({info.advice})' if info.advice else ''}, or placement.rendezvous to tcp://HOST:PORT or file:///PATH"
         )
-    if info.launcher == "torchrun":
-        return rendezvous
     return f"tcp://[{info.master}]:{info.port}" if ":" in info.master else f"tcp://{info.master}:{info.port}"
+
+
+def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return `rank 2 (b), 3 (b)`; the hosts, by rank, where they are known."""
+    return "rank " + ", ".join(f"{rank} ({hosts[rank]})" if rank < len(hosts) > 1 else str(rank) for rank in ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from lockstep.core.job import Job
@@ -10,6 +11,7 @@ from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment
 
+_AGENT_LISTENS: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 _LAST_CALL_S: Final = 5  # for others to come once there are enough; torch waits 30 s, at each start
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's own, and the warning of batch systems
@@ -18,7 +20,9 @@ VARIABLES: Final = ("TORCHELASTIC_RUN_ID", *environment.VARIABLES)
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that the elastic agent gave this process, or None."""
-    return environment.from_variables(env, "torchrun") if "TORCHELASTIC_RUN_ID" in env else None
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return None
+    return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
 
 
 def command(job: Job) -> list[str]:

@@ -7,7 +7,6 @@ over the loopback interface.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
@@ -17,39 +16,40 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, NoReturn
 
-from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, LockstepError
+from lockstep.core.rank import RankInfo
+from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from lockstep.parent import die_with_parent
-from lockstep.runtime.peers import PeerLostError
+from lockstep.runtime.failure import Failure, failure_of, from_json
+from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.signals import STOPPING
+from lockstep.runtime.voice import log_name
 
-Worker = Callable[[str], int]  # takes the rendezvous, returns the exit code
+Worker = Callable[[Meeting], int]  # returns the exit code
 
-_FAILURES: Final = "LOCKSTEP_FAILURES"  # names the folder where a worker of ours says why it ended
 _PATIENCE_S: Final = 1.0  # ten looks of the agent at its workers
+_LOOK_S: Final = 0.5
+_GRACE_S: Final = 5.0  # for workers to end once one has failed: less than torch gives them
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What a rank said before it ended: written to a file, so that the first of all can be shown first."""
+def run_workers(
+    worker: Worker,
+    processes: int,
+    method: Literal["fork", "spawn"],
+    timeout_s: float,
+    logs: Path | None = None,
+) -> int:
+    """Run `worker` in so many processes, each with all others met, and return the exit code of the run.
 
-    rank: int
-    time: float
-    text: str
-    exit_code: int
-    peer_lost: bool
-
-
-def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]) -> int:
-    """Run `worker` in so many processes and return the exit code of the run.
+    `logs` has the logs of the ranks, if they keep any, for the message of one that was killed.
 
     Signals that stop a run go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends.
     A second SIGINT kills them. The failure that came first is printed; the others, which only lost a peer, are not.
@@ -60,7 +60,11 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we say ourselves what went wrong
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _relayed_signals(folder) as received:
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
+        _relayed_signals(folder) as received,
+        _no_stragglers(),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -76,62 +80,44 @@ def run_workers(worker: Worker, processes: int, method: Literal["fork", "spawn"]
             signals_to_handle="SIGQUIT",  # those that stop a run are ours
         )
         try:
-            codes = elastic_launch(config, _begin)(worker, folder)
+            codes = elastic_launch(config, _begin)(worker, folder, timeout_s)
         except ChildFailedError as error:
             first = error.get_first_failure()[1]
             if -first.exitcode in received:
                 return _ended_by(-first.exitcode)
-            return _explain(Path(folder), processes, first.local_rank, first.exitcode)
+            return _explain(Path(folder), processes, first.local_rank, first.exitcode, logs)
         return max(int(code) for code in codes.values())
 
 
-def die_with_launcher(launcher: str) -> None:
-    """End with torchrun or mpirun, should that be killed; one started by hand may outlive its shell, as with nohup."""
-    if launcher in ("torchrun", "openmpi", "hydra"):
-        die_with_parent()
-
-
-def describe(error: BaseException) -> str:
-    """Return what to tell the user of an error: the text of ours, the traceback of any other."""
-    if isinstance(error, LockstepError):
-        return f"error: {error}"
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _begin(worker: Worker, folder: str) -> int:
+def _begin(worker: Worker, folder: str, timeout_s: float) -> int:
     """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
     os.setpgid(0, 0)
-    for number in STOPPING:  # a fork brought the agent's way with them, a spawn Python's
+    for number in (*STOPPING, signal.SIGALRM):  # a fork brought the agent's way with them, a spawn Python's
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    rank = int(os.environ["RANK"])
-    os.environ[_FAILURES] = folder
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, folder))
     try:
-        return worker(f"file://{folder}/workers")
+        meeting.join(f"file://{folder}/workers")
+        return worker(meeting)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
-        failure = Failure(rank, time.time(), describe(error), code, isinstance(error, PeerLostError))
-        _note(failure, folder)
-        sys.stdout.flush()
-        if failure.peer_lost:
-            _let_the_cause_be_seen()
-        os._exit(code)  # not by the agent's own way, which prints a traceback
+        meeting.end(failure_of(error, meeting.info, meeting.voice))  # torch's own way prints a traceback
 
 
-def end_at_once(rank: int, text: str) -> NoReturn:
-    """End this process for the reason `text`, from whatever thread: the main one may be where nothing reaches it."""
-    folder = os.environ.get(_FAILURES)
-    if folder:
-        _note(Failure(rank, time.time(), text, EXIT_FAILED, peer_lost=False), folder)
-    else:
-        print(text, file=sys.stderr, flush=True)
-    os._exit(EXIT_FAILED)
+def _end(folder: str, meeting: Meeting, failure: Failure) -> NoReturn:
+    """End this worker; what there is to say, the agent says."""
+    _note(failure, folder)
+    meeting.fail(failure)
+    sys.stdout.flush()
+    if failure.secondary:
+        _let_the_cause_be_seen()
+    os._exit(failure.exit_code)
 
 
 def _note(failure: Failure, folder: str) -> None:
-    (Path(folder) / f"rank-{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    (Path(folder) / f"rank-{failure.rank}.json").write_text(failure.to_json(), encoding="utf-8")
 
 
 def _let_the_cause_be_seen() -> None:
@@ -140,22 +126,21 @@ def _let_the_cause_be_seen() -> None:
     time.sleep(_PATIENCE_S)
 
 
-def _explain(folder: Path, processes: int, rank: int, code: int) -> int:
+def _explain(folder: Path, processes: int, rank: int, code: int, logs: Path | None) -> int:
     """Print the first failure that has a cause of its own, and return its exit code.
 
     `rank` ended with `code` before any other, as far as the agent saw. A rank that was killed could not say why.
     """
-    said = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank-*.json")]
-    said.sort(key=lambda failure: (failure.peer_lost, failure.time))
-    if said and (not said[0].peer_lost or rank in {failure.rank for failure in said}):
-        print(f"[rank {said[0].rank} of {processes}, {socket.gethostname()}] {said[0].text}", file=sys.stderr)
+    said = [from_json(file.read_text(encoding="utf-8")) for file in folder.glob("rank-*.json")]
+    said.sort(key=lambda failure: (failure.secondary, failure.time))
+    if said and (not said[0].secondary or rank in {failure.rank for failure in said}):
+        print(said[0].words, file=sys.stderr)
         return said[0].exit_code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended without a word, with exit code {code}"
-    print(
-        f"error: [rank {rank} of {processes}, {socket.gethostname()}] {how}; the other ranks were stopped. "
-        f"Start again with the same run.dir to go on from the last checkpoint",
-        file=sys.stderr,
-    )
+    advice = "Start again with the same run.dir to go on from the last checkpoint"
+    log = str(logs / log_name(rank)) if logs else ""
+    text = f"error: {how}; the other ranks were stopped. {advice}"
+    print(Failure(rank, processes, socket.gethostname(), text, log=log).words, file=sys.stderr)
     return EXIT_FAILED
 
 
@@ -163,6 +148,32 @@ def _ended_by(number: int) -> int:
     """Say which signal ended a run that had not begun to train, and return the exit code, as shells count."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
+
+
+@contextmanager
+def _no_stragglers() -> Iterator[None]:
+    """While the block runs, kill workers that do not end though another has failed: one that is stopped, for example.
+
+    torch asks them to end and waits for half a minute. A timer looks, and no thread: those do not go well with forks.
+    """
+    workers: dict[int | None, BaseProcess] = {}
+    failed_at: list[float] = []
+
+    def look(_number: int, _frame: FrameType | None) -> None:
+        workers.update({worker.pid: worker for worker in multiprocessing.active_children()})
+        if any(worker.exitcode for worker in workers.values()):
+            failed_at.append(time.monotonic())
+            if failed_at[-1] - failed_at[0] >= _GRACE_S:
+                for worker in workers.values():
+                    worker.kill()
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -19,21 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from lockstep.core.devices import device_number, shared
 from lockstep.core.mesh import Place
-from lockstep.core.rank import RankInfo, meeting
+from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.runtime import ports
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
+from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.peers import naming_lost_peers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
-
-ALONE = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
 @dataclass(frozen=True)
@@ -221,28 +218,20 @@ class World:
             dist.destroy_process_group()
 
 
-def open_world(info: RankInfo, device: Literal["auto", "cpu", "cuda"], rendezvous: str, timeout_s: float) -> World:
-    """Meet the other ranks at `rendezvous` (env://, tcp://host:port, file:///path) and return the world.
-
-    Wrong devices and a taken port raise UsageError before anything is started.
-    """
-    chosen = choose_device(device, info)
-    if info.size == 1:
-        return World(info, chosen)
-    address = meeting(info, rendezvous)
-    if info.rank == 0:
-        _check_port(address)
-    timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+def open_world(meeting: Meeting, device: torch.device) -> World:
+    """Make a process group of the ranks that have met and return their world. All of them call it."""
+    info = meeting.info
+    if meeting.store is None:
+        return World(info, device)
+    timeout = timedelta(seconds=meeting.timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with naming_lost_peers():
-        store, _, _ = next(rendezvous_at(address, info.rank, info.size, timeout=timeout))
-        store.set_timeout(timeout)
-        own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
+        own = dist.PrefixStore("group", meeting.store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, chosen, (first, second), timeout, store)
+    world = World(info, device, (first, second), timeout, meeting.store)
     if world.on_gpu:
         _check_devices(world)
     return world
@@ -296,9 +285,3 @@ def _check_devices(world: World) -> None:
             f"placement.device: ranks {', '.join(map(str, ranks))} have one CUDA device between them; let the "
             f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host"
         )
-
-
-def _check_port(address: str) -> None:
-    if address.startswith("tcp://"):
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        ports.check(host.strip("[]"), int(port))
