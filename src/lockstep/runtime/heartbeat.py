@@ -1,0 +1,121 @@
+"""Each rank says twice a second that it is alive, and listens for the others: nobody waits for one that is gone.
+
+A process that is killed, stopped or cut off says nothing any more, and one that hangs in an exchange does not hear that
+another rank failed. So a thread of each rank counts up a number at the store where the ranks met. Rank 0 looks at the
+numbers of all, the others at that of rank 0; and who fails leaves there why. All patience is counted in own looks: no
+clocks of two hosts are compared, and a job that is stopped as a whole goes on as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, final
+
+from lockstep.core.rank import ranks_in_words
+from lockstep.runtime.failure import Failure
+from lockstep.runtime.meeting import Meeting
+
+_BEAT_S: Final = 0.5
+_MISSED: Final = 4  # beats; a rank that runs does not miss as many
+_LEFT: Final = "left"
+_GRACE: Final = 6  # looks, for the main thread to hear by itself of a failure elsewhere
+
+
+@final
+class Heartbeat:
+    """Enter to beat and to listen, once the ranks have met.
+
+    It ends this process where another rank failed and the main thread does not take notice, and where nothing was heard
+    of a rank for `patience_s`.
+    """
+
+    def __init__(self, meeting: Meeting, patience_s: float) -> None:
+        self._meeting = meeting
+        self._patience = max(_MISSED, round(patience_s / _BEAT_S))
+        rank, size = meeting.info.rank, meeting.info.size
+        self._watched = range(1, size) if rank == 0 else range(1)
+        self._looks = 0  # at the store
+        self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's number last went up
+        self._failed: Failure | None = None
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
+
+    def __enter__(self) -> Heartbeat:
+        for thread in self._threads if self._meeting.store else []:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_BEAT_S)  # one that talks to a store which is gone may never end
+        if self._meeting.store and kind is None:
+            with suppress(RuntimeError):  # rank 0 has left
+                self._meeting.store.set(_key(self._meeting.info.rank), _LEFT)
+
+    def cause(self) -> Failure | None:
+        """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
+        looks, until = self._looks, time.monotonic() + (_MISSED + 2) * _BEAT_S
+        while self._failed is None and time.monotonic() < until:
+            time.sleep(_BEAT_S / 5)
+            if any(missed >= _MISSED for missed in self._silent.values()):
+                return self._lost(_MISSED)
+        if self._failed:
+            return replace(self._failed, secondary=True)
+        return None if self._looks - looks >= _MISSED else self._alone(_MISSED)
+
+    def _beat(self) -> None:
+        """Say the next number, read those of the others, and look whether one failed."""
+        assert self._meeting.store is not None
+        store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
+        numbers: dict[int, bytes] = {}
+        with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
+            while not self._over.wait(_BEAT_S):
+                store.set(_key(self._meeting.info.rank), str(self._looks))
+                for rank in self._watched:
+                    now = store.get(_key(rank)) if store.check([_key(rank)]) else b""
+                    still = now == numbers.get(rank) != _LEFT.encode()
+                    self._silent[rank] = self._silent[rank] + 1 if still else 0
+                    numbers[rank] = now
+                if set(numbers.values()) == {_LEFT.encode()}:
+                    self._over.set()  # done, all of them; nobody listens any more
+                self._failed = self._failed or self._meeting.failed(store)
+                self._looks += 1
+
+    def _listen(self) -> None:
+        """End where nothing more is to be expected."""
+        looks = stuck = heard = 0
+        while not self._over.wait(_BEAT_S):
+            stuck = 0 if self._looks != looks else stuck + 1
+            looks = self._looks
+            heard = heard + 1 if self._failed else 0
+            if self._failed and heard >= _GRACE:
+                self._meeting.end(replace(self._failed, secondary=True))
+            elif stuck >= self._patience:
+                self._meeting.end(self._alone(stuck))
+            elif any(missed >= self._patience for missed in self._silent.values()):
+                self._meeting.end(self._lost(self._patience))
+
+    def _lost(self, looks: int) -> Failure:
+        """Return the failure of the ranks of which nothing was heard for so long."""
+        gone = [rank for rank, missed in self._silent.items() if missed >= looks]
+        return self._gone(gone, f"nothing heard of it for {looks * _BEAT_S:.0f} s", "killed, stopped or cut off")
+
+    def _alone(self, looks: int) -> Failure:
+        """Return the failure where the store does not answer."""
+        where = "the agent of torchrun" if self._meeting.info.hosted else "rank 0, where the ranks met,"
+        return self._gone([0], f"{where} has not answered for {looks * _BEAT_S:.0f} s", "killed, stopped or cut off")
+
+    def _gone(self, ranks: list[int], what: str, why: str) -> Failure:
+        hosts = self._meeting.hosts
+        others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
+        text = f"error: {what}: {why}{others}"
+        return Failure(ranks[0], self._meeting.info.size, hosts[ranks[0]], text, time=time.time())
+
+
+def _key(rank: int) -> str:
+    return f"beat {rank}"

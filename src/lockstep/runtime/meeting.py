@@ -1,0 +1,288 @@
+"""Where the ranks of a start come together, before any process group: who is here, and have all of them the same?
+
+They meet at a store of torch.distributed: rank 0 listens, or torchrun's agent does, or they share a file. Such a store
+may hold what an earlier start left there, whose ranks are gone. So rank 0 draws a name for this start, the others ask
+for it, and all that is said lies under that name. Who finds itself already there has read an old name and waits for
+another; and nothing begins before rank 0 has seen all ranks under its name and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+
+import torch.distributed as dist
+
+from lockstep.core.rank import RankInfo, meeting_place, ranks_in_words
+from lockstep.errors import TrainingError, UsageError
+from lockstep.runtime import ports
+from lockstep.runtime.failure import Failure, PeerFailedError, RanksDifferError, from_json
+from lockstep.runtime.voice import Voice
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
+
+_START: Final = "lockstep start"
+_BEGIN: Final = "begin"
+_FAILURES: Final = "failures"
+_LEFT: Final = "left"
+_SAY_S: Final = 1.5  # of waiting, before who is missing is named; then ever less often
+_SHORTEST_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.2
+_LINGER_S: Final = 5.0
+_VALUE_LENGTH: Final = 60  # of what is shown of a fact
+_SHOWN: Final = 5  # differences
+
+
+@final
+class Meeting:
+    """The ranks of a start, from `join` to `leave`.
+
+    `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
+    """
+
+    def __init__(self, info: RankInfo, timeout_s: float, end: Callable[[Meeting, Failure], NoReturn]) -> None:
+        self.info = info
+        self.voice = voice = Voice(info)
+        self._end = end
+        self._ending = threading.Lock()
+        self.timeout_s = timeout_s
+        self.store: Store | None = None
+        self.hosts: tuple[str, ...] = (voice.host,)
+        self.serves = False  # this process is where the others ask
+        self._exchanges = 0
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Raise RanksDifferError on all ranks where `facts`, ready for JSON, are not those of rank 0. All call it."""
+        if self.store is None:
+            return
+        key, mine = self._exchange("compare"), json.dumps(facts, sort_keys=True)
+        self.store.set(f"{key} facts {self.info.rank}", mine)
+        self.store.set(f"{key} {self.info.rank}", hashlib.sha256(mine.encode()).hexdigest())
+        if self.store.add(f"{key} count", 1) == self.info.size:
+            self.store.set(f"{key} all", "")
+        self._wait(f"{key} all", key)
+        digests = [self.store.get(f"{key} {rank}") for rank in range(self.info.size)]
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            known = {rank: json.loads(self.store.get(f"{key} facts {rank}")) for rank in (0, *others)}
+            raise RanksDifferError("\n".join(differences(known, self.hosts)))
+
+    def tell(self, text: str = "") -> str:
+        """Return rank 0's `text` on every rank. All call it."""
+        if self.store is None:
+            return text
+        key = self._exchange("tell")
+        if self.info.rank == 0:
+            self.store.set(f"{key} 0", text)
+        self._wait(f"{key} 0", key)
+        return self.store.get(f"{key} 0").decode()
+
+    def failed(self, store: Store | None = None) -> Failure | None:
+        """Return the first failure of a rank that had a cause of its own, if there is one.
+
+        `store` is another connection to the same store, for another thread.
+        """
+        store = store or self.store
+        if store is None or not store.check([f"{_FAILURES} 1"]):
+            return None
+        return from_json(store.get(f"{_FAILURES} 1"))
+
+    def fail(self, failure: Failure) -> Failure:
+        """Let the others know of a failure that ends this rank, and return the first of all failures."""
+        if self.store is None:
+            return failure
+        with suppress(RuntimeError):  # the store is gone, and so is who had it
+            if not failure.secondary:
+                self.store.set(f"{_FAILURES} {self.store.add(_FAILURES, 1)}", failure.to_json())
+            return self.failed() or failure
+        return failure
+
+    def end(self, failure: Failure) -> NoReturn:
+        """End this process for a failure, its own or another rank's, from whatever thread; who comes second waits."""
+        self._ending.acquire()
+        self._end(self, failure)
+
+    def leave(self) -> None:
+        """Say that this rank asks no more. Where the others ask, it stays a while for those that still do."""
+        if self.store is None:
+            return
+        until = time.monotonic() + _LINGER_S
+        with suppress(RuntimeError):  # rank 0 has not stayed
+            left = self.store.add(_LEFT, 1)
+            while self.serves and left < self.info.size and time.monotonic() < until:
+                time.sleep(_SHORTEST_PAUSE_S)
+                left = self.store.add(_LEFT, 0)
+
+    def join(self, rendezvous: str) -> None:
+        """Find the others at `rendezvous` (env://, tcp://HOST:PORT, file:///PATH). All call it, before anything else.
+
+        Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError.
+        """
+        if self.info.size == 1:
+            return
+        address = meeting_place(self.info, rendezvous)
+        there = self.info.hosted and rendezvous == "env://"
+        self.serves = self.info.rank == 0 and not there and address.startswith("tcp://")
+        base = _store(self, address)
+        if self.info.rank == 0:
+            self._gather(base)
+        else:
+            self._follow(base)
+
+    def _gather(self, base: Store) -> None:
+        name = uuid.uuid4().hex
+        self.store = dist.PrefixStore(name, base)  # type: ignore[attr-defined]
+        base.set(_START, name)
+        here = {0: self._self()}
+        for _ in self._looks(lambda: self._missing("here")):
+            for rank in set(range(1, self.info.size)) - here.keys():
+                if self.store.check([f"here {rank}"]):
+                    here[rank] = json.loads(self.store.get(f"here {rank}"))
+                    self._check_size(rank, here[rank], "0")
+            if len(here) == self.info.size:
+                break
+        self.hosts = tuple(here[rank]["host"] for rank in range(self.info.size))
+        self.store.set(_BEGIN, json.dumps({"size": self.info.size, "host": self.hosts[0], "hosts": self.hosts}))
+
+    def _follow(self, base: Store) -> None:
+        old: set[str] = set()
+        name = ""
+        for _ in self._looks(lambda: f"rank 0{'; another process has come as this rank' if old else ''}"):
+            if base.check([_START]) and (found := base.get(_START).decode()) not in {name, *old}:
+                part = dist.PrefixStore(found, base)  # type: ignore[attr-defined]
+                if part.add(f"came {self.info.rank}", 1) > 1:
+                    old.add(found)
+                    continue
+                name, self.store = found, part
+                self.store.set(f"here {self.info.rank}", json.dumps(self._self()))
+            if self.store is None:
+                continue
+            self._check_failed()
+            if self.store.check([_BEGIN]):
+                begun = json.loads(self.store.get(_BEGIN))
+                self._check_size(0, begun, str(self.info.rank))
+                self.hosts = tuple(begun["hosts"])
+                return
+
+    def _self(self) -> dict[str, Any]:
+        return {"size": self.info.size, "host": self.voice.host}
+
+    def _check_size(self, other: int, said: Mapping[str, Any], mine: str) -> None:
+        if said["size"] != self.info.size:
+            raise UsageError(
+                f"WORLD_SIZE: rank {other} ({said['host']}) was started as one of {said['size']} ranks, rank {mine} "
+                f"({self.voice.host}) as one of {self.info.size}; start all ranks with the same"
+            )
+
+    def _exchange(self, what: str) -> str:
+        self._exchanges += 1
+        return f"{what} {self._exchanges}"
+
+    def _wait(self, key: str, who: str) -> None:
+        """Wait for `key`, which is there once `who RANK` is of every rank that has to say something."""
+        assert self.store is not None
+        for _ in self._looks(lambda: self._missing(who)):
+            if self.store.check([key]):
+                return
+            self._check_failed()
+
+    def _check_failed(self) -> None:
+        failure = self.failed()
+        if failure is not None:
+            raise PeerFailedError(failure)
+
+    def _missing(self, who: str) -> str:
+        assert self.store is not None
+        missing = [rank for rank in range(self.info.size) if not self.store.check([f"{who} {rank}"])]
+        return ranks_in_words([rank for rank in missing if rank != self.info.rank], self.hosts)
+
+    def _looks(self, missing: Callable[[], str]) -> Iterator[None]:
+        """Yield for look after look; say now and then who is missing, and raise TrainingError at the timeout."""
+        if self.info.rank == 0:
+            return looks(self.timeout_s, missing, self.voice.say)
+        return looks(self.timeout_s + _LINGER_S, missing, None)  # rank 0 has the last word
+
+
+def looks(timeout_s: float, missing: Callable[[], str], say: Callable[[str], None] | None) -> Iterator[None]:
+    """Yield for look after look, ever less often; say now and then who is missing; raise TrainingError at the end."""
+    began, say_at, pause = time.monotonic(), _SAY_S, _SHORTEST_PAUSE_S
+    while (waited := time.monotonic() - began) < timeout_s:
+        yield
+        if say and waited >= say_at:
+            say(f"has waited {waited:.0f} s for {missing()}")
+            say_at *= 2
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+    raise TrainingError(f"waited {timeout_s:.0f} s for {missing()}, in vain")
+
+
+def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Return a line for each fact of rank 0 that other ranks have otherwise: the ranks, and the values of the first."""
+    lines = []
+    for name in facts[0]:
+        others = [rank for rank in facts if facts[rank].get(name) != facts[0][name]]
+        if others:
+            what = "; ".join(_unlike(facts[0][name], facts[others[0]].get(name)))
+            verb = "differs" if len(others) == 1 else "differ"
+            who = ranks_in_words(others, hosts)
+            lines.append(f"{name}: {who} {verb} from rank 0 ({hosts[0]}): {what}; start all ranks with the same")
+    return lines
+
+
+def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
+    """Return where two values differ, part by part, as `name: other's, not first's`."""
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
+    found = []
+    for key in sorted({*first, *other}):
+        if first.get(key) != other.get(key):
+            found += _unlike(first.get(key), other.get(key), f"{name}.{key}" if name else str(key))
+    return found if len(found) <= _SHOWN else [*found[:_SHOWN], f"{len(found) - _SHOWN} more"]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[: _VALUE_LENGTH - 3]}..."
+
+
+def _store(meeting: Meeting, address: str) -> Store:
+    """Return a connection to the store; rank 0 opens it, unless somebody else does."""
+    info, timeout = meeting.info, timedelta(seconds=meeting.timeout_s)
+    if address.startswith("file://"):
+        return dist.FileStore(address.removeprefix("file://"), info.size)  # type: ignore[attr-defined]
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, number = host.strip("[]"), int(port)
+    if meeting.serves:
+        ports.check(host, number)
+    else:
+        _await(meeting, host, number)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, number, None, meeting.serves, timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def _await(meeting: Meeting, host: str, port: int) -> None:
+    """Wait until somebody listens: torch would wait too, without a word."""
+    info, reason = meeting.info, ""
+
+    def missing() -> str:
+        return f"{'the agent of torchrun' if info.hosted else 'rank 0'} at {host}:{port} ({reason})"
+
+    # One for each host says it, or each, where each may have a terminal of its own.
+    says = info.local_rank == 0 or info.launcher == "environment"
+    for _ in looks(meeting.timeout_s, missing, meeting.voice.say if says else None):
+        try:
+            socket.create_connection((host, port), timeout=_SAY_S).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return

@@ -1,0 +1,106 @@
+"""A rank that another launcher started: when one ends by an error all of them end, and it is said once, and why.
+
+Of ranks that Lockstep started itself this is said by the process that started them (runtime/agent.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NoReturn
+
+from lockstep.core.rank import RankInfo
+from lockstep.errors import LockstepError
+from lockstep.parent import die_with_parent
+from lockstep.runtime.failure import Failure, PeerFailedError, failure_of
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.meeting import Meeting
+from lockstep.runtime.peers import PeerLostError
+
+_REFUSE_S: Final = 4.0
+_TELL_S: Final = 2.0  # the store may be gone
+_LEAVE_S: Final = 6.0
+
+
+def as_rank(
+    info: RankInfo, rendezvous: str, timeout_s: float, lost_after_s: float, work: Callable[[Meeting], int]
+) -> int:
+    """Meet the other ranks, do `work` with them, and return its exit code.
+
+    An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
+    """
+    if info.launcher in ("torchrun", "openmpi", "hydra"):
+        die_with_parent()  # should that be killed; one started by hand may outlive its shell, as with nohup
+    meeting = Meeting(info, timeout_s, _end)
+    heartbeat = Heartbeat(meeting, lost_after_s)
+    try:
+        meeting.join(rendezvous)
+        with heartbeat:
+            try:
+                code = work(meeting)
+            except PeerLostError as error:
+                meeting.end(heartbeat.cause() or failure_of(error, meeting.info, meeting.voice))
+        meeting.leave()
+        return code
+    except PeerFailedError as error:
+        meeting.end(replace(error.failure, secondary=True))
+    except Exception as error:
+        meeting.end(failure_of(error, meeting.info, meeting.voice))
+
+
+def refuse(info: RankInfo, rendezvous: str, error: LockstepError) -> NoReturn:
+    """End this rank for a mistake that it found before it met the others, and let them know if they come soon.
+
+    Where all ranks found the same mistake it is said once.
+    """
+    meeting = Meeting(info, _REFUSE_S, _end)
+    try:
+        meeting.join(rendezvous)
+    except (LockstepError, RuntimeError):
+        meeting.store = None  # nobody to tell
+    meeting.end(failure_of(error, meeting.info, meeting.voice))
+
+
+def alone() -> Meeting:
+    """Return the meeting of the only process of a run."""
+    return Meeting(RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none"), 0.0, _end)
+
+
+def met(info: RankInfo, rendezvous: str, timeout_s: float) -> Meeting:
+    """Return the meeting of this rank with the others, which it has joined."""
+    meeting = Meeting(info, timeout_s, _end)
+    meeting.join(rendezvous)
+    return meeting
+
+
+def _end(meeting: Meeting, failure: Failure) -> NoReturn:
+    """End this process; tell the other ranks why, and the user what has not been said yet."""
+    first = _at_most(_TELL_S, lambda: meeting.fail(failure)) or failure
+    for line in _to_say(meeting.info, failure, first):
+        meeting.voice.announce(line)
+    _at_most(_LEAVE_S, meeting.leave)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failure.exit_code)
+
+
+def _at_most(seconds: float, work: Callable[[], Failure | None]) -> Failure | None:
+    """Return what `work` returns, or None where it takes longer, as it may for ever."""
+    replies: list[Failure | None] = [None]
+    working = threading.Thread(target=lambda: replies.append(work()), daemon=True)
+    working.start()
+    working.join(seconds)
+    return replies[-1]
+
+
+def _to_say(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
+    """Return what this rank says of `failure`, where `first` was the first of all ranks."""
+    by_hand = info.launcher == "environment"  # each rank may have a terminal of its own
+    if failure == first and not failure.secondary:
+        return [failure.words]
+    if failure.rank == info.rank:
+        return [failure.words] if by_hand or failure.text != first.text else []
+    return [f"rank {info.rank} ends with it: {first.line}"] if by_hand or info.local_rank == 0 else []

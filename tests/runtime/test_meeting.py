@@ -1,0 +1,241 @@
+"""Ranks that meet: here each is a thread, with a connection of its own to a store of torch."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.core.rank import RankInfo
+from lockstep.errors import LockstepError, TrainingError, UsageError
+from lockstep.runtime.failure import Failure, PeerFailedError, RanksDifferError, failure_of
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.meeting import Meeting, differences
+
+SIZE = 3
+
+
+class Ended(BaseException):
+    """Stands for the end of a process."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+def end(_: Meeting, failure: Failure) -> NoReturn:
+    raise Ended(failure)
+
+
+@pytest.fixture(params=["tcp", "file", "agent"])
+def infos(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Return the ranks of a start and their rendezvous: rank 0 listens, they share a file, or another listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosted = request.param == "agent"
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if hosted else None
+    infos = [RankInfo(rank, SIZE, rank, SIZE, "torchrun", "127.0.0.1", port, hosted=hosted) for rank in range(SIZE)]
+    yield infos, f"file://{tmp_path}/meet" if request.param == "file" else "env://"
+    del store
+
+
+def each(infos: Any, work: Callable[[Meeting], Any], timeout_s: float = 20.0) -> list[Any]:
+    """Do `work` in each rank; return by rank what it returned or raised."""
+
+    def one(info: RankInfo) -> Any:
+        meeting = Meeting(info, timeout_s, end)
+        try:
+            meeting.join(infos[1])
+            result = work(meeting)
+        except LockstepError as error:
+            meeting.fail(failure_of(error, info, meeting.voice))
+            result = error
+        meeting.leave()
+        return result
+
+    with ThreadPoolExecutor(len(infos[0])) as pool:
+        return list(pool.map(one, infos[0]))
+
+
+def test_ranks_with_the_same_facts_go_on_and_hear_rank_0(infos: Any) -> None:
+    def work(meeting: Meeting) -> str:
+        meeting.compare({"recipe": {"lr": 0.1}, "torch": "2"})
+        meeting.compare({"samples": 5})
+        return meeting.tell("folder" if meeting.info.rank == 0 else "") + meeting.tell("!" * (meeting.info.rank == 0))
+
+    assert each(infos, work) == ["folder!"] * SIZE
+
+
+def test_all_ranks_hear_who_differs_and_in_what(infos: Any) -> None:
+    def work(meeting: Meeting) -> None:
+        meeting.compare({"recipe": {"lr": 0.1 + (meeting.info.rank == 1), "seed": 0}, "torch": "2"})
+
+    errors = each(infos, work)
+    assert {type(error) for error in errors} == {RanksDifferError}
+    host = socket.gethostname()
+    told = f"recipe: rank 1 ({host}) differs from rank 0 ({host}): lr: 1.1, not 0.1; start all ranks with the same"
+    assert {str(error) for error in errors} == {told}
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it(infos: Any) -> None:
+    def work(meeting: Meeting) -> None:
+        if meeting.info.rank == 2:
+            raise UsageError("no such file")
+        meeting.compare({})
+
+    *others, failed = each(infos, work)
+    assert str(failed) == "no such file"
+    for error in others:
+        assert isinstance(error, PeerFailedError)
+        assert error.exit_code == 2
+        assert "[rank 2 of 3, " in str(error)
+        assert "error: no such file" in str(error)
+
+
+@pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)  # where rank 0 listens a store is new at each start
+def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> None:
+    """Also where one of that start never came, and where it was larger: nobody may begin with those that are gone."""
+    meetings = [Meeting(replace(info, size=4), 0.6, end) for info in infos[0]]
+    with ThreadPoolExecutor(SIZE) as pool:
+        before = [pool.submit(meeting.join, infos[1]) for meeting in meetings]
+    assert all(isinstance(each.exception(), TrainingError) for each in before)
+    late = ([*infos[0][1:], infos[0][0]], infos[1])  # rank 0 comes last
+
+    def work(meeting: Meeting) -> str:
+        return meeting.tell("new" if meeting.info.rank == 0 else "")
+
+    assert each(late, work) == ["new"] * SIZE
+
+
+def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    [first, second] = each((infos[0][:2], infos[1]), lambda _: None, timeout_s=3.5)
+    assert time.monotonic() - began < 20
+    assert str(first) == "waited 4 s for rank 2, in vain"
+    assert isinstance(second, PeerFailedError)
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == f"[rank 0 of 3, {socket.gethostname()}] has waited 2 s for rank 2"
+
+
+def test_another_number_of_ranks_is_told_to_all(infos: Any) -> None:
+    ranks = [*infos[0][:2], replace(infos[0][2], size=4)]
+    errors = each((ranks, infos[1]), lambda _: None)
+    assert isinstance(errors[0], UsageError)
+    assert "rank 2" in str(errors[0])
+    assert "as one of 4 ranks" in str(errors[0])
+    assert all(isinstance(error, PeerFailedError | UsageError) for error in errors)
+
+
+def test_a_taken_port_is_told_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        info = RankInfo(0, 2, 0, 2, "environment", "127.0.0.1", port)
+        for rendezvous in (f"tcp://127.0.0.1:{port}", "env://"):
+            with pytest.raises(UsageError, match=f"{port}: rank 0 cannot listen there: Address already in use by pid "):
+                Meeting(info, 1.0, end).join(rendezvous)
+
+
+@pytest.mark.parametrize(
+    ("info", "rendezvous", "problem"),
+    [
+        (RankInfo(1, 2, 0, 1, "environment"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
+        (RankInfo(1, 2, 0, 1, "environment", "localhost"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
+        (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "localhost:99999: rank 0 cannot listen there"),
+        (RankInfo(0, 2, 0, 1, "environment"), "tcp://192.0.2.1:29500", "rank 0 cannot listen there: Cannot assign"),
+    ],
+)
+def test_addresses_that_cannot_work_are_told_before_anything_starts(
+    info: RankInfo, rendezvous: str, problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        Meeting(info, 1.0, end).join(rendezvous)
+
+
+def test_one_process_waits_for_nobody() -> None:
+    meeting = Meeting(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
+    meeting.join("env://")
+    meeting.compare({"recipe": 1})
+    assert (meeting.tell("folder"), meeting.failed(), meeting.hosts) == ("folder", None, (socket.gethostname(),))
+
+
+def test_differences_name_ranks_hosts_and_values() -> None:
+    facts = {
+        0: {"recipe": {"a": 1, "b": {"c": 2, "d": 3}}, "torch": "2.15"},
+        2: {"recipe": {"a": 1, "b": {"c": 5}}, "torch": "2.15"},
+        3: {"recipe": {"a": 1, "b": {"c": 2, "d": 3}}, "torch": "2.14" + "x" * 100},
+    }
+    assert differences(facts, ["a", "a", "b", "b"]) == [
+        "recipe: rank 2 (b) differs from rank 0 (a): b.c: 5, not 2; b.d: null, not 3; start all ranks with the same",
+        f"torch: rank 3 (b) differs from rank 0 (a): 2.14{'x' * 53}..., not 2.15; start all ranks with the same",
+    ]
+
+
+def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any]) -> list[Any]:
+    """Do `work` in each rank with its heartbeat; what ends a rank at once is noted in place of an answer."""
+    ends: dict[int, Failure] = {}
+
+    def one(info: RankInfo) -> Any:
+        ended = threading.Event()
+
+        def note(meeting: Meeting, failure: Failure) -> NoReturn:
+            ends[info.rank] = failure
+            ended.set()
+            raise SystemExit  # ends the thread
+
+        meeting = Meeting(info, 20.0, note)
+        meeting.join(infos[1])
+        heartbeat = Heartbeat(meeting, 2.0)
+        with heartbeat:
+            return work(meeting, heartbeat) or (ended.wait(15) and ends[info.rank])
+
+    with ThreadPoolExecutor(len(infos[0])) as pool:
+        return list(pool.map(one, infos[0]))
+
+
+def test_ranks_that_live_are_left_alone(infos: Any) -> None:
+    def work(_: Meeting, heartbeat: Heartbeat) -> str:
+        time.sleep(3)
+        return str(heartbeat.cause())
+
+    assert beating(infos, work) == ["None"] * SIZE
+
+
+def test_a_rank_of_which_nothing_is_heard_is_given_up(infos: Any) -> None:
+    def work(meeting: Meeting, heartbeat: Heartbeat) -> str | None:
+        if meeting.info.rank != 1:
+            return None
+        heartbeat._over.set()  # as if it were stopped
+        return "silent"
+
+    first, silent, _ = beating((infos[0][:2] + infos[0][2:], infos[1]), lambda m, h: work(m, h) or wait_for(m))
+    assert silent == "silent"
+    assert first.rank == 1
+    assert first.text == "error: nothing heard of it for 2 s: killed, stopped or cut off"
+
+
+def wait_for(meeting: Meeting) -> str | None:
+    """Rank 0 is to find the silent one; the others wait as long as that may take."""
+    if meeting.info.rank == 0:
+        return None
+    time.sleep(4)
+    return "waited"
+
+
+def test_a_failure_elsewhere_ends_who_does_not_notice(infos: Any) -> None:
+    def work(meeting: Meeting, _: Heartbeat) -> str | None:
+        if meeting.info.rank == 2:
+            meeting.fail(Failure(2, SIZE, "b", "error: disk full"))
+            time.sleep(4)  # alive, so that it is not given up
+            return "failed"
+        return None
+
+    *others, failed = beating(infos, work)
+    assert failed == "failed"
+    assert [(each.rank, each.text, each.secondary) for each in others] == [(2, "error: disk full", True)] * 2
