@@ -114,6 +114,7 @@ def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> Non
     assert each(late, work) == ["new"] * SIZE
 
 
+@pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     [first, second] = each((infos[0][:2], infos[1]), lambda _: None, timeout_s=3.5)
@@ -187,7 +188,8 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any]) -> list[Any]:
         def note(meeting: Meeting, failure: Failure) -> NoReturn:
             ends[info.rank] = failure
             ended.set()
-            raise SystemExit  # ends the thread
+            threading.Event().wait()  # a process would not go on
+            raise AssertionError
 
         meeting = Meeting(info, 20.0, note)
         meeting.join(infos[1])
@@ -199,6 +201,7 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any]) -> list[Any]:
         return list(pool.map(one, infos[0]))
 
 
+@pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_ranks_that_live_are_left_alone(infos: Any) -> None:
     def work(_: Meeting, heartbeat: Heartbeat) -> str:
         time.sleep(3)
@@ -207,27 +210,23 @@ def test_ranks_that_live_are_left_alone(infos: Any) -> None:
     assert beating(infos, work) == ["None"] * SIZE
 
 
+@pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_rank_of_which_nothing_is_heard_is_given_up(infos: Any) -> None:
     def work(meeting: Meeting, heartbeat: Heartbeat) -> str | None:
-        if meeting.info.rank != 1:
+        if meeting.info.rank == 0:
             return None
-        heartbeat._over.set()  # as if it were stopped
-        return "silent"
+        if meeting.info.rank == 1:
+            heartbeat._over.set()  # as if it were stopped
+        time.sleep(4)
+        return "silent" if meeting.info.rank == 1 else "waited"
 
-    first, silent, _ = beating((infos[0][:2] + infos[0][2:], infos[1]), lambda m, h: work(m, h) or wait_for(m))
+    first, silent, _ = beating(infos, work)
     assert silent == "silent"
     assert first.rank == 1
     assert first.text == "error: nothing heard of it for 2 s: killed, stopped or cut off"
 
 
-def wait_for(meeting: Meeting) -> str | None:
-    """Rank 0 is to find the silent one; the others wait as long as that may take."""
-    if meeting.info.rank == 0:
-        return None
-    time.sleep(4)
-    return "waited"
-
-
+@pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_failure_elsewhere_ends_who_does_not_notice(infos: Any) -> None:
     def work(meeting: Meeting, _: Heartbeat) -> str | None:
         if meeting.info.rank == 2:
