@@ -1,9 +1,11 @@
 """A run folder has one run, whoever forks and whoever is killed."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,11 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("fcntl.flock", fails)
     with pytest.raises(UsageError, match=r"cannot lock files \(Function not implemented\).*another one"):
         lock(tmp_path)
+
+
+def test_somebody_who_only_looks_keeps_no_run_from_beginning(tmp_path: Path) -> None:
+    lock(tmp_path).release()
+    with (tmp_path / "lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.02, fcntl.flock, (looking.fileno(), fcntl.LOCK_UN)).start()
+        lock(tmp_path).release()

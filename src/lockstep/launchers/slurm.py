@@ -1,14 +1,18 @@
-"""Slurm's srun, which sets SLURM_* in each task of a step."""
+"""Slurm: its srun, which sets SLURM_* in each task of a step, and the batch scripts that call it."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lockstep.core.hostlist import counts, hosts
 from lockstep.core.job import Job
 from lockstep.core.rank import RankInfo
 from lockstep.core.variables import Variables, check_range, port_of
+from lockstep.errors import UsageError
 
 VARIABLES: Final = (
     "SLURM_JOB_ID",
@@ -24,6 +28,8 @@ VARIABLES: Final = (
     "MASTER_PORT",
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and the like
+_LONGEST_WARNING_S: Final = 65_535  # Slurm's own limit
+_TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 _STEPS: Final = 16  # ports between those of two jobs: the first steps of neighbours do not share one
 _MISSING: Final = "srun sets it in each task; start lockstep by srun itself, with its variables left as they are"
 
@@ -62,6 +68,148 @@ def command(job: Job) -> list[str]:
     layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={count}"]
     named = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
     return ["srun", *layout, *named, "--kill-on-bad-exit=1", *job.options, *job.program]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job for Slurm's queue: `job`, whose options are sbatch's, trains in the run folder `run`.
+
+    Relative names, such as `run` may be, start at `folder`. `time` is as Slurm writes it, or empty for the
+    partition's own limit; `warn_before_s` seconds before it is over the ranks are told. `on_again` are further words
+    for the case that the folder holds the run already.
+    """
+
+    job: Job
+    name: str
+    folder: str
+    run: str
+    time: str
+    warn_before_s: int
+    on_again: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> str:
+        """Where the job writes, for Slurm, which puts its number for %j; whole, or it looks for % in `folder` too."""
+        folder = self.run if self.run.startswith("/") else f"{self.folder}/{self.run}"
+        return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
+
+
+def checked(batch: Batch) -> Batch:
+    """Return the batch, or raise UsageError where Slurm could not do what it says."""
+    limit = _seconds(batch.time) if batch.time else None
+    problems = []
+    if batch.time and limit is None:
+        problems.append(f"--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got {batch.time}")
+    if not 0 < batch.warn_before_s <= _LONGEST_WARNING_S:
+        problems.append(f"--warn-before: expected 1 to {_LONGEST_WARNING_S} seconds, got {batch.warn_before_s}")
+    elif limit is not None and batch.warn_before_s >= limit:
+        problems.append(
+            f"--warn-before: {batch.warn_before_s} s before the end is before the start with --time {batch.time}"
+        )
+    words = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
+    words |= {f"--option {word!r}": word for word in batch.job.options}
+    problems += [
+        f"{name}: a line of a batch script has no place for a line break" for name in words if "\n" in words[name]
+    ]
+    if problems:
+        raise UsageError("\n".join(problems))
+    return batch
+
+
+def script(batch: Batch) -> str:
+    """Return the batch script, for bash; its comments tell whoever reads it in the run folder why it is so."""
+    job = batch.job
+    call = shlex.join(command(replace(job, options=())))
+    run = shlex.quote(batch.run)
+    time = f"#SBATCH --time={batch.time}\n" if batch.time else ""
+    options = f"# --option\n#SBATCH {shlex.join(job.options)}\n" if job.options else ""
+    again = ""
+    if batch.on_again:
+        again = _ON_AGAIN.format(run=run, words=shlex.join(batch.on_again))
+        call += ' "${again[@]}"'
+    return _SCRIPT.format(
+        name=shlex.quote(batch.name),
+        folder=shlex.quote(batch.folder),
+        nodes=job.nodes,
+        each=job.processes_per_node,
+        time=time,
+        log=shlex.quote(batch.log),
+        warn=batch.warn_before_s,
+        options=options,
+        again=again,
+        call=call,
+        events=shlex.quote(f"{batch.run}/events.jsonl"),
+    )
+
+
+def states(text: str) -> dict[int, tuple[str, str]]:
+    """Return the state and the reason of each job from what `squeue --noheader --format=%i|%T|%r` prints."""
+    found = {}
+    for line in text.splitlines():
+        number, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        if number.isdecimal() and state:
+            found[int(number)] = (state, "" if reason == "None" else reason)
+    return found
+
+
+_SCRIPT: Final = """\
+#!/bin/bash
+# Written by lockstep submit.
+#SBATCH --job-name={name}
+#SBATCH --chdir={folder}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={each}
+{time}\
+# What Slurm says, and what the ranks print; a start that goes on adds to it.
+#SBATCH --output={log}
+#SBATCH --open-mode=append
+# The ranks, not this script, are told before the time is over (up to a minute earlier: Slurm looks that seldom).
+# They finish the step, save and exit with 75.
+#SBATCH --signal=USR1@{warn}
+# Allows Slurm to start the job again: after a node failed, and where the end of this script asks for it.
+#SBATCH --requeue
+{options}\
+
+# srun does not take these over from the job by itself, since Slurm 22.05.
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+{again}\
+
+echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST"
+# One failed rank ends all. The run folder is named, so that each start goes on in it.
+{call}
+code=$?
+
+# 75: a signal came, and the run is saved. It starts again by itself after the warning, and where another job takes the
+# nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put it back into the queue already: in both
+# cases it no longer counts as running, but asking for a new start would give it one.
+if [ "$code" -eq 75 ]; then
+    read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
+    reason=$(tail -n 1 {events} | sed -n 's/^{{"event": "stopped",.*"reason": "\\([A-Z0-9]*\\)".*/\\1/p')
+    if [ "$state" = RUNNING ] && {{ [ "$reason" = SIGUSR1 ] || [[ $preempted == [0-9]* ]]; }}; then
+        echo "stopped by $reason and saved: back into the queue"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit "$code"
+"""
+_ON_AGAIN: Final = """\
+
+# The checkpoint to begin from was for the first start.
+again=()
+if [ -e {run}/config.yaml ]; then again=({words}); fi
+"""
+
+
+def _seconds(time: str) -> int | None:
+    """Return the length of Slurm's minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    match = _TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, day_hours, day_minutes, day_seconds, hours, minutes, seconds, plain = (
+        int(each or 0) for each in match.groups()
+    )
+    return days * 86_400 + (day_hours + hours) * 3_600 + (day_minutes + minutes + plain) * 60 + day_seconds + seconds
 
 
 def _is_task_of_many(env: Mapping[str, str]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, final
@@ -12,6 +14,8 @@ from typing import Final, final
 from lockstep.errors import UsageError
 
 LOCK: Final = "lock"
+_TRIES: Final = 3
+_PAUSE_S: Final = 0.05
 
 
 @final
@@ -62,7 +66,7 @@ def lock(run_dir: Path) -> Lock:
 
 def _take(descriptor: int, run_dir: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _ask(descriptor)
     except BlockingIOError:
         holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "another process"
         raise UsageError(f"{run_dir}: in use by {holder}; wait for it or choose another run.dir") from None
@@ -73,3 +77,12 @@ def _take(descriptor: int, run_dir: Path) -> None:
         ) from error
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+
+
+def _ask(descriptor: int) -> None:
+    """Take the lock or raise BlockingIOError: not at once, since who looks whether a run is at work has it a moment."""
+    for _ in range(_TRIES - 1):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_PAUSE_S)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

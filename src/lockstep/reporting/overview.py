@@ -1,0 +1,120 @@
+"""Several runs at a glance: a table with one line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from lockstep.reporting import wording
+from lockstep.reporting.status import State, Status
+
+_STYLES: Final = {"running": "green", "died": "red", "unreadable": "red", "queued": "yellow", "saved": "cyan"}
+_HEADINGS: Final = ("run", "state", "step", "epoch", "images/s", "left", "loss", "top1", "last", "job")
+_NUMBERS: Final = ("step", "epoch", "images/s", "left", "loss", "top1")
+_LEFT_OUT: Final = ("epoch", "top1", "images/s", "loss", "last")  # one after the other, where a terminal is narrow
+_GAP: Final = "  "
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, what is known of it, and its number and state in Slurm's queue, in words."""
+
+    folder: str
+    state: State
+    status: Status
+    job: str
+
+
+def overview(runs: Sequence[Run], now: float, stream: TextIO, terminal: bool | None = None) -> None:
+    """Write a table of the runs, in their order; `now` is in seconds since 1970. `terminal` left out, it is asked.
+
+    Columns in which nothing stands are left out; so are some, and it is said, where a terminal is too narrow.
+    """
+    terminal = stream.isatty() if terminal is None else terminal
+    console = Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+    columns = [_Column(heading, [row[at] for row in _rows(runs, now)]) for at, heading in enumerate(_HEADINGS)]
+    shown = [column for column in columns if any(column.cells)]
+    left_out = _narrowed(shown, console.width) if terminal else []
+    console.print(_line(shown, None, "bold"), soft_wrap=True)
+    for number, run in enumerate(runs):
+        console.print(_line(shown, number, _STYLES.get(run.state, "")), soft_wrap=True)
+    if left_out:
+        console.print(f"left out, for want of room: {', '.join(left_out)}", soft_wrap=True)
+
+
+def cells(run: Run, now: float) -> tuple[str, ...]:
+    """Return the words for one run, in the order of the headings."""
+    status = run.status
+    going = run.state not in ("done", "unreadable")
+    return (
+        run.folder,
+        run.state,
+        _of(status.step, status.steps),
+        _of(status.epoch, status.epochs),
+        "" if status.images_per_s is None else f"{status.images_per_s:,.0f}",
+        wording.duration(status.left_s) if going and status.left_s is not None else "",
+        "" if status.loss is None else f"{status.loss:.4f}",
+        "" if status.top1 is None else wording.percent(status.top1),
+        "" if status.time is None else ago(now - status.time),
+        run.job,
+    )
+
+
+def ago(seconds: float) -> str:
+    """Say how long ago something was; clocks of hosts that differ make it no less than now."""
+    for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    cells: list[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, (self.heading, *self.cells)))
+
+    def padded(self, number: int | None) -> str:
+        """Return the cell of a line, or the heading, as wide as the column."""
+        text = self.heading if number is None else self.cells[number]
+        space = " " * (self.width - cell_len(text))
+        return space + text if self.heading in _NUMBERS else text + space
+
+
+def _rows(runs: Sequence[Run], now: float) -> list[tuple[str, ...]]:
+    return [cells(run, now) for run in runs]
+
+
+def _narrowed(columns: list[_Column], width: int) -> list[str]:
+    """Take columns away until the rest fits, and return the headings of those."""
+    taken = []
+    for heading in _LEFT_OUT:
+        if sum(column.width + len(_GAP) for column in columns) - len(_GAP) <= width:
+            break
+        found = [column for column in columns if column.heading == heading]
+        taken += [heading] * len(found)
+        columns[:] = [column for column in columns if column not in found]
+    return taken
+
+
+def _line(columns: Sequence[_Column], number: int | None, style: str) -> Text:
+    """Return a line of the table, or its head, of which `style` is the style: of a line, of its state."""
+    text = Text()
+    for column in columns:
+        plain = number is not None and column.heading != "state"
+        text.append(column.padded(number), "" if plain else style)
+        text.append(_GAP)
+    text.rstrip()
+    return text
+
+
+def _of(number: int | None, total: int | None) -> str:
+    return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"

@@ -1,0 +1,210 @@
+"""`lockstep jobs` on run folders in every state, good and bad."""
+
+import fcntl
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.cli import main
+from lockstep.commands import _submitted, jobs
+from lockstep.commands._submitted import Submitted
+
+STARTED = {"event": "started", "time": 100.0, "step": 0, "samples": 0, "steps": 50, "steps_per_epoch": 10, "epochs": 5}
+STEP = {"event": "step", "time": 110.0, "step": 10, "samples": 640, "loss": 0.25}
+STOPPED = {"event": "stopped", "time": 110.5, "step": 10, "samples": 640, "reason": "SIGTERM"}
+DONE = {"event": "done", "time": 120.0, "step": 50, "samples": 3200}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder, in which programs may be put; there is no Slurm."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    return tmp_path
+
+
+def run_folder(folder: Path, name: str, *events: dict[str, Any], tail: str = "", job: int | None = None) -> Path:
+    run = folder / "runs" / name
+    run.mkdir(parents=True)
+    (run / "lock").touch()
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail, encoding="utf-8")
+    if job is not None:
+        _submitted.record(run, Submitted(job, 90.0))
+    return run
+
+
+def squeue(folder: Path, text: str) -> None:
+    file = folder / "bin" / "squeue"
+    file.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def show(*words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ("jobs", *words))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def states() -> dict[str, str]:
+    return {each["run"]: each["state"] for each in json.loads(show("--json").stdout)}
+
+
+def test_states_and_order(folder: Path) -> None:
+    run_folder(folder, "died", STARTED, STEP)
+    run_folder(folder, "saved", STARTED, STEP, STOPPED)
+    run_folder(folder, "done", STARTED, DONE)
+    held = run_folder(folder, "going", {**STARTED, "time": 50.0})
+    with (held / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = states()
+    assert list(found.items()) == [
+        ("runs/done", "done"),
+        ("runs/saved", "saved"),
+        ("runs/died", "died"),
+        ("runs/going", "running"),
+    ]
+    assert states()["runs/going"] == "died"
+
+
+def test_to_look_does_not_keep_a_run_from_beginning(folder: Path) -> None:
+    run = run_folder(folder, "a", STARTED)
+    with (run / "lock").open() as other:  # somebody else who looks at the same time
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert states() == {"runs/a": "died"}
+
+
+def test_figures_as_json(folder: Path) -> None:
+    run_folder(
+        folder, "a", STARTED, {**STEP, "loss": "NaN"}, {"event": "evaluated", "time": 111.0, "step": 10, "top1": 0.5}
+    )
+    [found] = json.loads(show("--json").stdout, parse_constant=lambda text: pytest.fail(text))
+    assert found == {
+        "run": "runs/a",
+        "state": "died",
+        "last": "evaluated",
+        "time": 111.0,
+        "reason": None,
+        "step": 10,
+        "steps": 50,
+        "epoch": 1,
+        "epochs": 5,
+        "images_per_s": 64.0,
+        "left_s": 40.0,
+        "loss": "nan",
+        "top1": 0.5,
+        "job": None,
+        "slurm": None,
+    }
+
+
+def test_a_table_for_people(folder: Path) -> None:
+    run_folder(folder, "a", STARTED, STEP, STOPPED, job=12)
+    head, line = show().stdout.splitlines()
+    assert head.split() == ["run", "state", "step", "epoch", "images/s", "left", "loss", "last", "job"]
+    assert line.split()[:7] == ["runs/a", "saved", "10/50", "1/5", "64", "0:40", "0.2500"]
+    assert line.endswith("d ago  12")
+
+
+def test_half_a_last_line_is_not_there_yet(folder: Path) -> None:
+    run_folder(folder, "a", STARTED, STEP, tail='{"event": "st')
+    [found] = json.loads(show("--json").stdout)
+    assert (found["last"], found["step"]) == ("step", 10)
+
+
+@pytest.mark.parametrize(
+    ("tail", "problem"),
+    [
+        ("{]\n", "warning: runs/bad/events.jsonl:2: not JSON"),
+        ("[1]\n", "warning: runs/bad/events.jsonl:2: not an event"),
+        ('{"event": "step"}\n', "warning: runs/bad/events.jsonl: not a log of this version (KeyError('loss'))"),
+        ("\xff\n", "warning: runs/bad/events.jsonl:2: not JSON"),
+    ],
+)
+def test_a_damaged_log_is_said_and_the_others_are_shown(folder: Path, tail: str, problem: str) -> None:
+    run_folder(folder, "bad", STARTED, tail=tail)
+    run_folder(folder, "good", STARTED, DONE)
+    assert states() == {"runs/good": "done", "runs/bad": "unreadable"}
+    assert show().stderr.startswith(problem)
+
+
+def test_a_damaged_record_of_a_job_is_said(folder: Path) -> None:
+    (run_folder(folder, "a", STARTED) / "job.json").write_text('{"job": ', encoding="utf-8")
+    found = show()
+    assert "unreadable" in found.stdout
+    assert found.stderr.startswith("warning: runs/a/job.json: cannot be read")
+
+
+def test_folders_without_runs(folder: Path) -> None:
+    show("runs", code=2)
+    assert show("runs", code=2).stderr == "error: runs: no such folder; name a run folder, or a folder of some\n"
+    (folder / "runs" / "empty").mkdir(parents=True)
+    assert show().stdout == "no runs in runs\n"
+    assert json.loads(show("--json").stdout) == []
+
+
+def test_runs_are_found_by_name_and_in_folders_of_folders(folder: Path) -> None:
+    run = run_folder(folder, "nested/deeper/a", STARTED)
+    (run / "checkpoints").mkdir()
+    for place in ("runs", "runs/nested/deeper/a", "."):
+        assert "nested/deeper/a" in show(place).stdout
+
+
+def test_what_slurm_says(folder: Path) -> None:
+    run_folder(folder, "waits", job=7)
+    run_folder(folder, "again", STARTED, STEP, STOPPED, job=8)
+    run_folder(folder, "gone", job=9)
+    squeue(folder, "echo \"$@\" > asked; echo '7|PENDING|Priority'; echo '8|PENDING|BeginTime'")
+    found = {each["run"]: (each["state"], each["slurm"]) for each in json.loads(show("--json").stdout)}
+    assert found == {
+        "runs/waits": ("queued", "PENDING (Priority)"),
+        "runs/again": ("queued", "PENDING (BeginTime)"),
+        "runs/gone": ("died", None),
+    }
+    assert "--jobs=7,8,9,7,8,9" in (folder / "asked").read_text()
+
+
+def test_a_queue_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_folder(folder, "waits", job=7)
+    squeue(folder, "exec /bin/sleep 60")
+    monkeypatch.setattr(jobs, "_PATIENCE_S", 0.3)
+    began = time.monotonic()
+    found = show()
+    assert time.monotonic() - began < 5
+    assert "queued" in found.stdout
+    assert found.stderr.startswith("warning: squeue did not answer within")
+
+
+def test_a_queue_that_fails_is_said(folder: Path) -> None:
+    run_folder(folder, "waits", job=7)
+    squeue(folder, "echo no controller >&2; exit 1")
+    found = show()
+    assert "queued" in found.stdout
+    assert found.stderr.endswith("no controller\n")
+
+
+def test_without_jobs_nobody_is_asked(folder: Path) -> None:
+    run_folder(folder, "a", STARTED)
+    squeue(folder, "touch asked")
+    show()
+    assert not (folder / "asked").exists()
+
+
+def test_it_imports_no_torch(folder: Path) -> None:
+    run_folder(folder, "a", STARTED, job=7)
+    code = (
+        "import sys\nfrom lockstep.cli import main\nmain(['jobs'], standalone_mode=False)\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'pydantic')])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert found.stdout.splitlines()[-1] == "[]", found.stderr

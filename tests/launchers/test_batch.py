@@ -1,0 +1,163 @@
+"""The batch script for Slurm: what it says, and what it decides when srun ends."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.job import Job
+from lockstep.errors import UsageError
+from lockstep.launchers import slurm
+from lockstep.launchers.slurm import Batch, checked, script
+
+WORDS = ("train", "digits", "recipe.loss={name: a}")
+JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, options=("--partition=gpu", "--comment=it's a b"))
+BATCH = Batch(JOB, "digits", "/home/me", "runs/a", "04:00:00", 120)
+NASTY = "it's 100%j; $(touch broken) \"#"
+STOPPED = '{"event": "stopped", "time": 1.5, "step": 3, "epoch": 0, "samples": 9, "reason": "SIGUSR1"}'
+
+
+def directives(text: str) -> list[str]:
+    """Return the words of all #SBATCH lines, read as Slurm reads them."""
+    return [word for line in text.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line[8:])]
+
+
+def test_what_slurm_is_told() -> None:
+    assert directives(script(BATCH)) == [
+        "--job-name=digits",
+        "--chdir=/home/me",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--time=04:00:00",
+        "--output=/home/me/runs/a/logs/slurm-%j.log",
+        "--open-mode=append",
+        "--signal=USR1@120",
+        "--requeue",
+        "--partition=gpu",
+        "--comment=it's a b",
+    ]
+
+
+def test_the_line_it_runs_is_that_of_srun() -> None:
+    assert f"\n{shlex.join(slurm.command(replace(JOB, options=())))}\ncode=$?\n" in script(BATCH)
+
+
+def test_what_is_left_out_leaves_no_line() -> None:
+    text = script(replace(BATCH, time="", job=replace(JOB, options=())))
+    assert "--time" not in text
+    assert "--option" not in text
+    assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("batch", [BATCH, replace(BATCH, on_again=("run.resume=auto",))])
+def test_names_of_any_kind_are_quoted(tmp_path: Path, batch: Batch) -> None:
+    job = replace(JOB, words=("train", NASTY), options=(f"--comment={NASTY}",))
+    text = script(replace(batch, job=job, name=NASTY, folder=f"/home/{NASTY}", run=NASTY))
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    found = directives(text)
+    assert f"--chdir=/home/{NASTY}" in found
+    assert f"--comment={NASTY}" in found
+    assert f"--output=/home/{NASTY}/{NASTY}/logs/slurm-%j.log".replace("100%j", "100%%j") in found
+    assert run(tmp_path, text, srun='echo "$9" > said; exit 0').returncode == 0
+    assert not (tmp_path / "broken").exists()
+    assert (tmp_path / "said").read_text().rstrip("\n") == NASTY
+
+
+def test_a_shell_checker_finds_nothing(tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck not found; on Debian: apt-get install shellcheck")
+    for batch in (BATCH, replace(BATCH, on_again=("run.resume=auto",))):
+        done = subprocess.run(["shellcheck", "-"], input=script(batch), text=True, capture_output=True)
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("4:00:00", 14_400),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("1-0:0:7", 86_407),
+    ],
+)
+def test_a_time_as_slurm_writes_it(time: str, seconds: int) -> None:
+    just = replace(BATCH, time=time, warn_before_s=min(seconds - 1, 65_535))
+    assert checked(just) is just
+    if seconds <= 65_535:
+        with pytest.raises(UsageError, match=f"--warn-before: {seconds} s before the end"):
+            checked(replace(just, warn_before_s=seconds))
+
+
+def test_what_cannot_be_is_told_all_at_once() -> None:
+    job = replace(JOB, options=("--comment=a\nb",))
+    with pytest.raises(UsageError) as caught:
+        checked(replace(BATCH, job=job, time="4h", warn_before_s=0, run="a\nb"))
+    assert str(caught.value).splitlines() == [
+        "--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got 4h",
+        "--warn-before: expected 1 to 65535 seconds, got 0",
+        "run.dir: a line of a batch script has no place for a line break",
+        "--option '--comment=a\\nb': a line of a batch script has no place for a line break",
+    ]
+
+
+def run(folder: Path, text: str, srun: str, squeue: str = "exit 1") -> subprocess.CompletedProcess[str]:
+    """Run a script in `folder` with programs that stand in for Slurm's; what scontrol is told is in `asked`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, body in {"srun": srun, "squeue": squeue, "scontrol": 'echo "$@" > asked'}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    return subprocess.run(["bash"], input=text, cwd=folder, env=env, capture_output=True, text=True, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("code", "last", "queue", "again"),
+    [
+        (75, STOPPED, "RUNNING N/A", True),  # the warning
+        (75, STOPPED.replace("USR1", "TERM"), "RUNNING N/A", False),
+        (75, STOPPED.replace("USR1", "TERM"), "RUNNING 2026-11-21T19:40:01", True),  # preempted
+        (75, STOPPED, "COMPLETING N/A", False),  # cancelled after the warning
+        (75, STOPPED.replace("USR1", "TERM"), "COMPLETING N/A", False),  # cancelled
+        (75, STOPPED, "", False),  # Slurm does not answer
+        (75, STOPPED.replace("stopped", "saved"), "RUNNING N/A", False),
+        (138, STOPPED, "RUNNING N/A", False),
+        (1, STOPPED, "RUNNING N/A", False),
+        (0, STOPPED, "RUNNING N/A", False),
+    ],
+)
+def test_when_it_goes_back_into_the_queue(tmp_path: Path, code: int, last: str, queue: str, again: bool) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "events.jsonl").write_text(f'{{"event": "step"}}\n{last}\n', encoding="utf-8")
+    done = run(tmp_path, script(BATCH), f"exit {code}", f"echo '{queue}    '")
+    assert done.returncode == code
+    assert ("back into the queue" in done.stdout) == again
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else None) == ("requeue 7\n" if again else None)
+
+
+def test_only_the_first_start_begins_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:
+    batch = replace(BATCH, on_again=("run.resume=auto",))
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    for words in ("", " run.resume=auto"):
+        assert run(tmp_path, script(batch), 'echo "$@" > said').returncode == 0
+        assert (tmp_path / "said").read_text().endswith(f"train digits recipe.loss={{name: a}}{words}\n")
+        (tmp_path / "runs" / "a" / "config.yaml").touch()
+
+
+def test_cores_of_a_task_are_passed_on(tmp_path: Path) -> None:
+    text = script(BATCH)
+    assert run(tmp_path, f"SLURM_CPUS_PER_TASK=3\n{text}", 'echo "$SRUN_CPUS_PER_TASK" > said').returncode == 0
+    assert (tmp_path / "said").read_text() == "3\n"
+
+
+def test_states_in_the_queue() -> None:
+    assert slurm.states("12|RUNNING|None\n13|PENDING|BeginTime\nrubbish\n\n") == {
+        12: ("RUNNING", ""),
+        13: ("PENDING", "BeginTime"),
+    }

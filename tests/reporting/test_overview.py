@@ -1,0 +1,80 @@
+"""The table of runs, on a terminal and in a pipe."""
+
+import io
+import re
+
+import pytest
+from event_examples import evaluated, started, stepped
+
+from lockstep.reporting.jsonl import figures
+from lockstep.reporting.overview import Run, ago, cells, overview
+from lockstep.reporting.status import Status, status
+
+EVENTS = [(0.0, started()), (10.0, evaluated()), (60.0, stepped(60, loss=0.5))]
+STATUS = status([figures(event, time) for time, event in EVENTS])
+RUNNING = Run("runs/a", "running", STATUS, "12 RUNNING")
+QUEUED = Run("runs/a-name-that-is-long", "queued", Status(), "13 PENDING (Resources)")
+
+
+def lines(*runs: Run, terminal: bool = False) -> list[str]:
+    stream = io.StringIO()
+    overview(runs, 100.0, stream, terminal)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_each_run_is_a_line_of_words_and_figures() -> None:
+    assert cells(RUNNING, 100.0) == (
+        "runs/a",
+        "running",
+        "60/690",
+        "3/30",
+        "64",
+        "10:30",
+        "0.5000",
+        "98.61 %",
+        "40 s ago",
+        "12 RUNNING",
+    )
+    assert cells(QUEUED, 100.0) == (QUEUED.folder, "queued", *[""] * 7, QUEUED.job)
+
+
+def test_in_a_pipe_nothing_is_cut_and_columns_stand_below_each_other() -> None:
+    head, running, queued = lines(RUNNING, QUEUED)
+    assert "\x1b" not in head
+    assert running.index("running") == queued.index("queued") == head.index("state")
+    assert running.index("12 RUNNING") == queued.index("13 PENDING (Resources)") == head.index("job")
+
+
+def test_columns_in_which_nothing_stands_are_left_out() -> None:
+    assert lines(QUEUED)[0].split() == ["run", "state", "job"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [("120", ""), ("100", "epoch, top1"), ("90", "epoch, top1, images/s"), ("60", "epoch, top1, images/s, loss, last")],
+)
+def test_a_terminal_gets_colours_and_what_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, columns: str, left_out: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    head, *rows = lines(RUNNING, QUEUED, terminal=True)
+    assert "\x1b[32mrunning" in rows[0]
+    said = f"left out, for want of room: {left_out}"
+    assert rows[2:] == ([said] if left_out else [])
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([head, *rows[:2]])).splitlines()
+    assert columns == "60" or max(map(len, plain)) <= int(columns)
+    assert not {"epoch", "top1", "images/s", "loss", "last"} & set(plain[0].split()) & set(left_out.split(", "))
+
+
+def test_what_is_done_has_no_time_left() -> None:
+    assert cells(Run("runs/a", "done", STATUS, ""), 100.0)[5] == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-3.0, "0 s ago"), (59.4, "59 s ago"), (90.0, "2 min ago"), (7200.0, "2 h ago"), (200_000.0, "2 d ago")],
+)
+def test_ages(seconds: float, words: str) -> None:
+    assert ago(seconds) == words
