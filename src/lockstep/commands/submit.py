@@ -1,0 +1,145 @@
+"""Give a run to Slurm's queue: writes a batch script that saves before the time is over and goes on by itself."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.commands._submitted import SCRIPT, Submitted, record
+from lockstep.core.job import Job
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launchers import slurm
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
+
+
+@click.command("submit")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of hosts.")
+@click.option("--processes-per-node", type=click.IntRange(1), default=1, show_default=True, help="On each host.")
+@click.option("--time", "limit", default="", help="Such as 04:00:00, or 1-12 (days-hours); left out, the partition's.")
+@click.option(
+    "--warn-before", type=int, default=120, show_default=True, help="Seconds before that, to save in; at most 65535."
+)
+@click.option("--name", help="Of the job; left out, the recipe's.")
+@click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to sbatch as it is; repeatable.")
+@click.option("--python", default=sys.executable, help="The Python on the hosts; left out, the path of this one.")
+@click.option("--dry-run", is_flag=True, help="Print the script and do nothing.")
+@click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]...")
+def command(
+    nodes: int,
+    processes_per_node: int,
+    limit: str,
+    warn_before: int,
+    name: str | None,
+    options: tuple[str, ...],
+    python: str,
+    dry_run: bool,
+    words: tuple[str, ...],
+) -> None:
+    """Submit `lockstep train` to Slurm as a job that goes on by itself until the run is done.
+
+    lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
+    """
+    loaded = _checked(words, nodes * processes_per_node)
+    run = Path(loaded.config.run.dir or _fresh(loaded.name))
+    job = Job(
+        _whole(words, loaded, run, nodes * processes_per_node), python, nodes, processes_per_node, options=options
+    )
+    again = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
+    batch = slurm.Batch(job, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before, again)
+    text = slurm.script(slurm.checked(batch))
+    if dry_run:
+        click.echo(text, nl=False)
+    else:
+        _submit(run, text)
+
+
+def _checked(words: tuple[str, ...], processes: int) -> Loaded:
+    """Return the configuration, if `lockstep train` with so many processes would refuse nothing but the data."""
+    if not words or words[0] != "train":
+        raise UsageError(
+            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(words) or 'nothing'}; only training "
+            f"can stop and go on. For other commands: lockstep launch --on slurm"
+        )
+    from lockstep.config.load import load, split
+
+    loaded = load(*split(words[1:]))
+    asked = loaded.config.placement.processes
+    if asked not in ("auto", processes):
+        raise UsageError(
+            f"placement.processes: {asked} asked for, but --nodes and --processes-per-node make {processes}; "
+            f"leave placement.processes out"
+        )
+    from lockstep.commands import _folder, _setup
+
+    loaded = _folder.with_microbatches(loaded)
+    _setup.check_placement(loaded.config, processes, loaded.config.recipe.microbatches or processes)
+    run = loaded.config.run.dir
+    if run and Path(run).exists():
+        _folder.claim(loaded).lock.release()  # refused here where it would be refused there
+    return loaded
+
+
+def _fresh(name: str) -> str:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = (f"runs/{name}-{stamp}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    return next(each for each in names if not Path(each).exists())
+
+
+def _whole(words: tuple[str, ...], loaded: Loaded, run: Path, processes: int) -> tuple[str, ...]:
+    """Return the words of the run with all that must not change from one start to the next."""
+    folder = () if loaded.config.run.dir else (f"run.dir={run}",)
+    fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={processes}",)
+    return (*words, *folder, *fixed)
+
+
+def _submit(run: Path, text: str) -> None:
+    """Write the script into the run folder, submit it and say what became of it."""
+    if shutil.which("sbatch") is None:
+        raise UsageError("sbatch is not found: submit from a host of the cluster, or load Slurm's module")
+    made = [each for each in (run, run / "logs") if not each.exists()]
+    file = run / SCRIPT
+    try:
+        (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and would run a job without a log
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o755)
+    except OSError as error:
+        raise UsageError(f"run.dir {run}: cannot be used: {error.strerror}; choose another run.dir") from error
+    submitted = time.time()
+    try:
+        job = _number(file)
+    except LockstepError:
+        if run in made:  # nothing is lost: --dry-run shows the script
+            file.unlink()
+        for folder in reversed(made):
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+    record(run, Submitted(job, submitted))
+    click.echo(
+        f"job {job} submitted: {file}\nlogs: {run}/logs, from Slurm slurm-{job}.log\nhow it is: lockstep jobs {run}"
+    )
+
+
+def _number(file: Path) -> int:
+    """Submit a script and return the number of its job."""
+    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or "nothing"
+        raise LockstepError(
+            f"sbatch failed with exit code {done.returncode}, and the job is not submitted; it said:\n{said}"
+        )
+    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]  # after it, perhaps, the name of a cluster
+    if not number.isdecimal():
+        raise LockstepError(f"sbatch: expected the number of the job, got {done.stdout!r}; see what squeue --me says")
+    return int(number)

@@ -1,0 +1,164 @@
+"""`lockstep submit`: what it refuses, what it writes, and what becomes of a job that sbatch does not take."""
+
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from lockstep.cli import main
+from lockstep.commands._submitted import recorded
+
+SBATCH = """#!/bin/sh
+echo "$@" > asked
+echo "12;cluster"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder, in which programs may be put; there is no Slurm."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    put(tmp_path, SBATCH)
+    return tmp_path
+
+
+def put(folder: Path, text: str, name: str = "sbatch") -> None:
+    file = folder / "bin" / name
+    file.write_text(text, encoding="utf-8")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def submit(*words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ("submit", *words))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(
+        str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file() and "bin" not in each.parts
+    )
+
+
+def test_a_job_is_written_submitted_and_recorded(folder: Path) -> None:
+    said = submit("--nodes", "2", "--time", "30", "--python", "py", "--", "train", "digits", "run.dir=runs/a").stdout
+    assert said == (
+        "job 12 submitted: runs/a/job.sh\nlogs: runs/a/logs, from Slurm slurm-12.log\nhow it is: lockstep jobs runs/a\n"
+    )
+    assert (folder / "asked").read_text() == "--parsable runs/a/job.sh\n"
+    assert (folder / "runs" / "a" / "logs").is_dir()
+    text = (folder / "runs" / "a" / "job.sh").read_text()
+    srun = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
+    assert f"{srun} py -m lockstep train digits run.dir=runs/a placement.processes=2\n" in text
+    submitted = recorded(folder / "runs" / "a")
+    assert submitted is not None
+    assert submitted.job == 12
+
+
+def test_a_dry_run_prints_the_script_and_nothing_else(folder: Path) -> None:
+    said = submit("--time", "30", "--dry-run", "--", "train", "digits", "run.dir=runs/a").stdout
+    submit("--time", "30", "--", "train", "digits", "run.dir=runs/a")
+    assert (folder / "runs" / "a" / "job.sh").read_text() == said
+    submit("--dry-run", "--", "train", "digits", "run.dir=runs/b")
+    assert not (folder / "runs" / "b").exists()
+
+
+def test_a_run_without_a_folder_gets_one_for_all_its_starts(folder: Path) -> None:
+    for _ in range(2):
+        submit("--", "train", "digits")
+    first, second = sorted((folder / "runs").iterdir())
+    for run in (first, second):
+        assert run.name.startswith("digits-2")
+        assert f" train digits run.dir=runs/{run.name} placement.processes=1\n" in (run / "job.sh").read_text()
+
+
+def test_what_the_user_said_of_folder_and_processes_stands(folder: Path) -> None:
+    text = submit("--dry-run", "--", "train", "run.dir=runs/a", "placement.processes=1").stdout
+    assert " train run.dir=runs/a placement.processes=1\n" in text
+
+
+def test_a_run_from_a_checkpoint_elsewhere_begins_there_once(folder: Path) -> None:
+    plain = submit("--dry-run", "--", "train", "digits", "run.dir=runs/a").stdout
+    never = submit("--dry-run", "--", "train", "digits", "run.dir=runs/a", "run.resume=never").stdout
+    assert "again=" not in plain
+    assert "if [ -e runs/a/config.yaml ]; then again=(run.resume=auto); fi\n" in never
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "submit: expected -- train [RECIPE] [KEY=VALUE]..., got nothing"),
+        (["eval", "runs/a"], "got eval runs/a; only training can stop and go on"),
+        (["train", "digit"], "digit: no such file or shipped recipe; did you mean 'digits'?"),
+        (["train", "digits", "recipe.bach=3"], "recipe.bach: unknown key; did you mean"),
+        (["train", "digits", "placement.processes=3"], "placement.processes: 3 asked for, but --nodes and"),
+        (["train", "digits", "placement.strategy={name: hsdp, replicate: 3}"], "hsdp: replicate=3"),
+        (["train", "digits", "recipe.batch=3"], "recipe.batch: 3 samples cannot fill 4 micro-batches"),
+    ],
+)
+def test_what_train_would_refuse_is_refused_before_the_queue(folder: Path, words: list[str], problem: str) -> None:
+    assert problem in submit("--nodes", "4", "--", *words, code=2).stderr
+    assert left(folder) == []
+
+
+def test_what_slurm_could_not_do_is_refused(folder: Path) -> None:
+    said = submit("--time", "1:00", "--warn-before", "60", "--", "train", "digits", code=2).stderr
+    assert said == "error: --warn-before: 60 s before the end is before the start with --time 1:00\n"
+
+
+def test_a_folder_with_a_run_of_another_recipe_is_refused(folder: Path) -> None:
+    run = folder / "runs" / "a"
+    run.mkdir(parents=True)
+    recipe = CliRunner().invoke(main, ("show", "digits")).stdout.partition("\n\n")[0]
+    (run / "config.yaml").write_text(recipe, encoding="utf-8")
+    submit("--", "train", "digits", "run.dir=runs/a")
+    said = submit("--", "train", "digits", "run.dir=runs/a", "recipe.seed=5", code=2).stderr
+    assert "seed: 0 in the run, 5 now" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("echo Invalid partition >&2; exit 1", "error: sbatch failed with exit code 1, and the job is not submitted"),
+        ("echo hello", "error: sbatch: expected the number of the job, got 'hello\\n'"),
+    ],
+)
+def test_a_job_that_is_not_taken_leaves_nothing(folder: Path, text: str, problem: str) -> None:
+    put(folder, f"#!/bin/sh\n{text}\n")
+    assert submit("--", "train", "digits", "run.dir=a", code=1).stderr.startswith(problem)
+    assert not (folder / "a").exists()
+
+
+def test_a_folder_that_was_there_stays(folder: Path) -> None:
+    put(folder, "#!/bin/sh\nexit 1\n")
+    (folder / "a").mkdir()
+    (folder / "a" / "notes").touch()
+    submit("--", "train", "digits", "run.dir=a", code=1)
+    assert (folder / "a" / "notes").exists()
+    assert recorded(folder / "a") is None
+
+
+def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert submit("--", "train", "digits", code=2).stderr.startswith("error: sbatch is not found")
+    assert left(folder) == []
+
+
+def test_what_is_submitted_is_seen(folder: Path) -> None:
+    submit("--", "train", "digits", "run.dir=runs/a")
+    put(folder, "#!/bin/sh\necho '12|PENDING|Priority'\n", "squeue")
+    [found] = json.loads(CliRunner().invoke(main, ("jobs", "--json")).stdout)
+    assert (found["run"], found["state"], found["job"]) == ("runs/a", "queued", 12)
+
+
+def test_the_script_is_one(folder: Path) -> None:
+    submit("--name", "it's", "--", "train", "digits", "run.dir=it's $HOME")
+    done = subprocess.run(["bash", "-n", "it's $HOME/job.sh"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.access("it's $HOME/job.sh", os.X_OK)

@@ -1,0 +1,210 @@
+"""Jobs of `lockstep submit` in a real Slurm: stopped in every way that sites stop them, they lose nothing."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Run, slurm
+from waiting import until
+
+LOCKSTEP = (sys.executable, "-m", "lockstep")
+# One process submits them all: each would have to import torch.
+SUBMIT = """
+import sys
+from lockstep.cli import main
+for line in sys.argv[1].splitlines():
+    main(["submit", "--time=10", *line.split("|")], standalone_mode=False)
+"""
+# What the runs are called, where they run, and how each is stopped while it trains.
+PLACES = {
+    "warned": ["--nodes=2"],
+    "cancelled": ["--nodes=2"],
+    "put back": [],
+    "given way": ["--option=--cpus-per-task=2", "--option=--partition=spare"],  # now no node has two cores left
+    "killed": ["--nodes=2", "--python=./sleeper"],  # not at once
+}
+STOPS = {
+    "given way": "sbatch --ntasks=2 --nodes=1 --output=other-%j --wrap true",  # a job that needs its place
+    "warned": "scancel --signal=USR1 {job}",  # as Slurm does before the time is over
+    "put back": "scontrol requeue {job}",  # by an administrator, say
+    "cancelled": "scancel {job}",
+}
+STEPS = 300
+MODEL = """
+import time
+from pathlib import Path
+from torch import nn
+class Braked(nn.Module):
+    def forward(self, inputs):
+        if self.training and len(inputs) > 2 and Path("brake").exists():
+            time.sleep(0.1)
+        return inputs
+def linear(num_classes):
+    return nn.Sequential(Braked(), nn.Flatten(), nn.Linear(64, num_classes))
+"""
+RECIPE = f"""
+recipe:
+  model: {{name: "braked:linear"}}
+  data: {{name: digits}}
+  batch: 64
+  microbatches: 2
+  steps: {STEPS}
+  optimizer: {{name: sgd, lr: 0.1}}
+run: {{tensorboard: false, log_every: 1, save_every: {{steps: 1000}}, evaluate_every: {{steps: 1000}}}}
+"""
+SLEEPER = """#!/bin/sh
+exec sleep 1000
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What `lockstep jobs` said of each run while it waited, trained, was stopped, and in the end."""
+
+    folder: Path
+    reference: str
+    queued: dict[str, dict[str, Any]]
+    running: dict[str, dict[str, Any]]
+    stopped: dict[str, dict[str, Any]]
+    end: dict[str, dict[str, Any]]
+    processes: str
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real") / "it's 100%j"  # what has to be quoted everywhere
+    folder.mkdir()
+    (folder / "braked.py").write_text(MODEL, encoding="utf-8")
+    (folder / "small.yaml").write_text(RECIPE, encoding="utf-8")
+    (folder / "sleeper").write_text(SLEEPER, encoding="utf-8")
+    (folder / "sleeper").chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def beside_slurm(folder: Path) -> Iterator[Run]:
+    with slurm(folder) as run:
+        yield run
+
+
+def jobs(run: Run) -> dict[str, dict[str, Any]]:
+    return {each["run"]: each for each in json.loads(run(*LOCKSTEP, "jobs", ".", "--json"))}
+
+
+def submit(run: Run, submissions: dict[str, list[str]]) -> None:
+    lines = [
+        "|".join([*options, "--", "train", "small.yaml", f"run.dir={name}"]) for name, options in submissions.items()
+    ]
+    run(sys.executable, "-c", SUBMIT, "\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, beside_slurm: Run) -> Seen:
+    """Return what was seen of four jobs, each of which was stopped in its own way."""
+    run, brake = beside_slurm, folder / "brake"
+
+    def said(name: str) -> str:
+        log = folder / name / "events.jsonl"
+        return log.read_text(encoding="utf-8") if log.exists() else ""
+
+    def until_stopped(name: str) -> None:
+        job, state = running[name]["job"], "" if name == "cancelled" else "PENDING"
+        until(lambda: '"event": "stopped"' in said(name), 20)
+        until(lambda: run("squeue", "--noheader", f"--jobs={job},{job}", "--format=%T").strip() == state, 20)
+
+    brake.touch()
+    submit(run, {name: [*options, "--option=--hold"] for name, options in PLACES.items()})
+    queued = jobs(run)
+    run("scontrol", "release", ",".join(str(queued[name]["job"]) for name in STOPS))
+    until(lambda: all(said(name).count('"event": "step"') > 1 for name in STOPS), 40)
+    running = jobs(run)
+    stopped = {}
+    for name, line in STOPS.items():
+        run(*line.format(job=running[name]["job"]).split())
+        until_stopped(name)
+        stopped[name] = jobs(run)[name]
+    brake.unlink()
+    until(lambda: all('"event": "done"' in said(name) for name in STOPS if name != "cancelled"), 40)
+    until(lambda: len(run("squeue", "--noheader").splitlines()) == 1, 20)
+    processes = run("ps", "-e", "-o", "args")
+    run(*LOCKSTEP, "train", "small.yaml", "run.dir=reference", "placement.processes=1")
+    end = jobs(run)
+    [*_, done] = [json.loads(line) for line in said("reference").splitlines()]
+    return Seen(folder, done["weights_sha256"], queued, running, stopped, end, processes)
+
+
+def test_before_they_begin_they_are_queued(seen: Seen) -> None:
+    assert {(each["state"], each["slurm"], each["step"]) for each in seen.queued.values()} == {
+        ("queued", "PENDING (JobHeldUser)", None)
+    }
+    assert len({each["job"] for each in seen.queued.values()}) == len(PLACES)
+
+
+def test_while_they_train_their_progress_is_seen(seen: Seen) -> None:
+    for each in (seen.running[name] for name in STOPS):
+        assert (each["state"], each["slurm"], each["steps"]) == ("running", "RUNNING", STEPS)
+        # Braked for 0.1 s in a step, of 64 samples.
+        assert 0 < each["images_per_s"] < 640
+        assert each["left_s"] > 0.1 * (STEPS - each["step"])
+
+
+def test_stopped_they_are_queued_again_except_the_cancelled_one(seen: Seen) -> None:
+    for name in STOPS.keys() - {"cancelled"}:
+        assert seen.stopped[name]["slurm"].startswith("PENDING"), name
+        assert 0 < seen.stopped[name]["step"] < STEPS
+    assert seen.stopped["cancelled"]["slurm"] in ("", None, "COMPLETING")
+
+
+@pytest.mark.parametrize(("name", "reason"), [("warned", "SIGUSR1"), ("put back", "SIGTERM"), ("given way", "SIGTERM")])
+def test_they_go_on_by_themselves_and_lose_nothing(seen: Seen, name: str, reason: str) -> None:
+    events = seen.events(name)
+    assert [each["event"] for each in events if each["event"] != "step"] == [
+        "started",
+        "saved",
+        "stopped",
+        "started",
+        "evaluated",
+        "saved",
+        "done",
+    ]
+    assert [each["step"] for each in events if each["event"] == "step"] == list(range(1, STEPS + 1))
+    [stopped] = [each for each in events if each["event"] == "stopped"]
+    assert stopped["reason"] == reason
+    assert events[-1]["weights_sha256"] == seen.reference
+    assert (seen.end[name]["state"], seen.end[name]["step"]) == ("done", STEPS)
+
+
+def test_a_log_of_the_job_is_added_to(seen: Seen) -> None:
+    job = seen.end["warned"]["job"]
+    said = (seen.folder / "warned" / "logs" / f"slurm-{job}.log").read_text(encoding="utf-8")
+    assert f"job {job}, start 1, on n[1-2]" in said
+    assert f"job {job}, start 2, on n[1-2]" in said
+    assert said.count("stopped by SIGUSR1 and saved: back into the queue") == 1
+
+
+def test_cancelled_it_is_saved_and_stays_so(seen: Seen) -> None:
+    assert seen.events("cancelled")[-1]["event"] == "stopped"
+    assert (seen.end["cancelled"]["state"], seen.end["cancelled"]["slurm"]) == ("saved", None)
+
+
+def test_no_process_is_left(seen: Seen) -> None:
+    assert "slurmctld" in seen.processes
+    assert "lockstep" not in seen.processes
+
+
+def test_a_killed_srun_ends_its_job_and_its_tasks(beside_slurm: Run, seen: Seen) -> None:
+    run, job = beside_slurm, str(seen.queued["killed"]["job"])
+    run("scontrol", "release", job)
+    until(lambda: run("ps", "-e", "-o", "args").count("sleep 1000") == 2, 20)
+    run("pkill", "-KILL", "-x", "srun")  # both of its processes
+    until(lambda: not run("squeue", "--noheader"), 20)
+    assert "sleep 1000" not in run("ps", "-e", "-o", "args")
+    assert "ExitCode=137:0" in run("scontrol", "show", "job", job)
+    assert jobs(run)["killed"]["state"] == "died"
