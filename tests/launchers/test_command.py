@@ -67,7 +67,8 @@ MODULE = f"{SIGNALS} {LOCKSTEP.removeprefix('/opt/python ')}"
         (
             torchrun.command,
             replace(JOB, fewest=1, nodes=3, restarts=9, id="x"),
-            f"{TORCHRUN} --nnodes=1:3 --rdzv-backend=c10d --rdzv-endpoint=a:29600 --rdzv-id=x "
+            f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {TORCHRUN} --nnodes=1:3 "
+            f"--rdzv-backend=c10d --rdzv-endpoint=a:29600 --rdzv-id=x "
             f"--rdzv-conf=last_call_timeout=5 --nproc-per-node=4 --max-restarts=9 {MODULE}",
         ),
         (slurm.command, HERE, f"srun --nodes=1 --ntasks=4 --ntasks-per-node=4 --kill-on-bad-exit=1 {LOCKSTEP}"),

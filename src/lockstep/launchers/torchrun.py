@@ -13,6 +13,9 @@ from lockstep.launchers import environment
 
 _AGENT_LISTENS: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
+# An agent whose rank 0 has gone to another host tells its workers the old address for good, where they meet at a store
+# of the agents' (pytorch#182375 mended the other way round). With this, rank 0 opens one at each start.
+_OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _LAST_CALL_S: Final = 5  # for others to come once there are enough; torch waits 30 s, at each start
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's own, and the warning of batch systems
 VARIABLES: Final = ("TORCHELASTIC_RUN_ID", *environment.VARIABLES)
@@ -32,6 +35,8 @@ def command(job: Job) -> list[str]:
     may take the others for dead and start alone.
     """
     line = [job.python, "-m", "torch.distributed.run", *_meeting(job), f"--nproc-per-node={job.processes_per_node}"]
+    if job.fewest is not None:
+        line = ["env", _OWN_STORE, *line]
     if job.restarts:
         line.append(f"--max-restarts={job.restarts}")
     fixed = job.nodes > 1 and job.fewest is None and job.words[0] in _TRAINING
