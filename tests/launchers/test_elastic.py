@@ -1,0 +1,135 @@
+"""Agents of torchrun that start workers again, and hosts that go and come: the run ends with the same bits.
+
+Each start of workers takes seconds, most of them to import torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from component import require_etcd, require_hosts
+from waiting import until
+
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+PATIENCE_S = 90.0
+STEPS = 200
+# Sleeps so many seconds with each micro-batch as the file says.
+MODEL = """
+import time
+from pathlib import Path
+from torch import nn
+class Paced(nn.Module):
+    def forward(self, inputs):
+        time.sleep(float(Path("pace").read_text() or 0))
+        return inputs
+def linear(num_classes):
+    return nn.Sequential(Paced(), nn.Flatten(), nn.Linear(64, num_classes))
+"""
+RECIPE = f"""
+recipe:
+  model: {{name: "paced:linear"}}
+  data: {{name: digits}}
+  batch: 64
+  microbatches: 2
+  steps: {STEPS}
+  optimizer: {{name: sgd, lr: 0.1}}
+run: {{tensorboard: false, log_every: 1, save_every: {{steps: 7}}, evaluate_every: {{steps: {STEPS}}}}}
+"""
+# One is gone after 4 s without a sign of life; when there are enough, others have one more second to come.
+AGENT = (
+    "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=etcd-v2 --rdzv-endpoint=$ETCD_ENDPOINT "
+    "--rdzv-id=it --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
+    "-m lockstep train small.yaml run.dir=run"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "paced.py").write_text(MODEL, encoding="utf-8")
+    (tmp_path / "small.yaml").write_text(RECIPE, encoding="utf-8")
+    pace(tmp_path, 0)
+    return tmp_path
+
+
+@pytest.fixture
+def hosts(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Return a shell beside two hosts and an etcd, which does what is written to it."""
+    require_hosts()
+    require_etcd()
+    command = [SCRIPTS / "with-hosts", "2", SCRIPTS / "with-etcd", "--listen", "switch", "sh"]
+    # Without the last of these, torchrun of torch 2.15 tells the workers of h1 an old address when h0 comes again.
+    env = {**os.environ, "PYTHONPATH": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, env=env, text=True
+        ) as shell,
+    ):
+        yield shell
+        shell.kill()
+
+
+def pace(folder: Path, seconds: float) -> None:
+    (folder / "new").write_text(str(seconds), encoding="utf-8")
+    (folder / "new").rename(folder / "pace")
+
+
+def events(folder: Path, name: str, run: str = "run") -> list[dict[str, Any]]:
+    file = folder / run / "events.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in found if event["event"] == name]
+
+
+def losses(folder: Path, run: str) -> dict[int, float]:
+    """Return the loss of each step; a step that was done again has the same, or the test fails."""
+    found: dict[int, float] = {}
+    for event in events(folder, "step", run):
+        assert found.setdefault(event["step"], event["loss"]) == event["loss"]
+    return found
+
+
+def write(shell: subprocess.Popen[str], line: str) -> None:
+    assert shell.stdin is not None
+    shell.stdin.write(f"{line}\n")
+    shell.stdin.flush()
+
+
+@pytest.mark.timeout(300)
+def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], folder: Path) -> None:
+    pace(folder, 0.05)
+    write(hosts, f"on h0 {sys.executable} -m torch.distributed.run {AGENT} & first=$!")
+    write(hosts, f"on h1 {sys.executable} -W ignore -m torch.distributed.launch --use-env {AGENT} & other=$!")
+    until(lambda: len(events(folder, "step")) > 10, PATIENCE_S)
+    write(hosts, "kill -9 $first")
+    until(lambda: len(events(folder, "started")) == 2, PATIENCE_S)
+    pace(folder, 0.2)  # so that there is something left to do for two
+    write(hosts, f"on h0 {sys.executable} -m torch.distributed.run {AGENT} & first=$!")
+    until(lambda: len(events(folder, "started")) == 3, PATIENCE_S)
+    pace(folder, 0)
+    write(hosts, "wait $first && wait $other; exit")
+    assert hosts.wait(PATIENCE_S) == 0, (folder / "log").read_text(encoding="utf-8")
+    assert [event["processes"] for event in events(folder, "started")] == [2, 1, 2]
+    [stopped] = events(folder, "stopped")  # the one that was alone saved, and nothing was done again
+    assert events(folder, "started")[2]["step"] == stopped["step"]
+    alone = f"{sys.executable} -m lockstep train small.yaml run.dir=alone placement.processes=1"
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    subprocess.run(alone.split(), cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
+    assert events(folder, "done")[0]["weights_sha256"] == events(folder, "done", "alone")[0]["weights_sha256"]
+    assert losses(folder, "run") == losses(folder, "alone")
+
+
+@pytest.mark.timeout(300)
+def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path) -> None:
+    require_etcd()
+    proof = subprocess.run([SCRIPTS / "prove-restarts", "3"], capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    assert proof.returncode == 0, proof.stdout + proof.stderr
+    first, _, _, *trials, _, last = proof.stdout.splitlines()
+    assert [line.split()[1] for line in trials] == ["c10d", "static", "etcd-v2"]
+    assert {line.split()[-1] for line in trials} == {first.split()[-1]}
+    assert last == "3 of 3 with the weights of the undisturbed run"
