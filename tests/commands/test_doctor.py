@@ -118,6 +118,7 @@ def test_another_rendezvous(free, rendezvous, meet):
 
 def test_under_torchrun_the_agent_listens():
     env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert "meet    n1:29500, where torchrun listens\n" in doctor(**env).stdout
 
 

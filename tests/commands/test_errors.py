@@ -85,7 +85,7 @@ def test_an_exception_of_one_worker_is_shown_once_and_ends_all(run, words, told)
     failed = run(*TRAIN, words, "placement.processes=3", code=1)
     assert failed.err.startswith("[rank 1 of 3, ")
     assert failed.err.count("Traceback") == 1
-    assert failed.err.splitlines()[-1] == told
+    assert failed.err.splitlines()[-2:] == [told, "  its log: run/logs/rank-1.log"]
     assert failed.left() == []
 
 

@@ -3,6 +3,7 @@
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -138,14 +139,44 @@ def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
     run("train", *DIGITS, "recipe.seed=1", "run.dir=run")
     commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     assert [command.wait() for command in commands] == [2, 2]
-    assert all("seed: 1 in the run, 0 now" in command.err for command in commands)
+    assert "seed: 1 in the run, 0 now" in commands[0].err
+    assert commands[1].err.startswith("rank 1 ends with it: [rank 0 of 2, ")
+    assert "run: holds a run of another recipe" in commands[1].err
 
 
 def test_ranks_with_different_recipes_do_not_train(start, port):
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     commands = [start("train", *DIGITS, f"recipe.seed={rank}", "run.dir=run", RANK=str(rank), **env) for rank in (0, 1)]
     assert [command.wait() for command in commands] == [2, 2]
-    assert all("recipe: rank 1 differs from rank 0; start all ranks with the same" in each.err for each in commands)
+    assert all("error: recipe: rank 1 (" in each.err for each in commands)
+    assert all("): seed: 1, not 0; start all ranks with the same" in each.err for each in commands)
+
+
+def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, reference, port):
+    hold("run", 7)
+    commands = by_hand(3, "run.save_every.steps=5", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands[0].until_step(7)
+    commands[2].signal(signal.SIGKILL)
+    HOLD.unlink()
+    began = time.monotonic()
+    assert [command.wait() for command in commands] == [1, 1, -signal.SIGKILL]
+    assert time.monotonic() - began < 12
+    told = [command.err.splitlines()[-1] for command in commands[:2]]
+    assert all("[rank 2 of 3, " in line and "nothing heard of it for 2 s" in line for line in told)
+    goes_on = run("train", *DIGITS, "run.dir=run")
+    assert goes_on.sha256 == reference
+    assert "goes on after step 5 from run/checkpoints/step-00000005\n2 steps done since then, " in goes_on.out
+
+
+def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
+    commands = by_hand(2, "recipe.loss.name=held:failing", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert [command.wait() for command in commands] == [1, 1]
+    told = commands[1].err.splitlines()
+    assert told[0].startswith("[rank 1 of 2, ")
+    assert told[-2:] == ["ValueError: no such loss", "  its log: run/logs/rank-1.log"]
+    assert commands[0].err.startswith("rank 0 ends with it: [rank 1 of 2, ")
+    assert commands[0].err.endswith("] ValueError: no such loss\n")
+    assert "ValueError: no such loss" in (commands[1].folder / "run" / "logs" / "rank-1.log").read_text()
 
 
 @pytest.mark.parametrize("by", ["variables", "address"])

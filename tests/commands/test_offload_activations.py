@@ -8,8 +8,9 @@ from torch import nn
 
 from lockstep.commands._setup import setup, start
 from lockstep.config.load import load
+from lockstep.core.rank import ALONE
 from lockstep.parallel import local
-from lockstep.runtime.world import ALONE, World
+from lockstep.runtime.world import World
 
 
 @pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])

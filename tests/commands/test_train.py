@@ -105,7 +105,16 @@ def test_the_event_log_has_units_and_the_same_frame_in_every_line(finished):
 def test_a_run_folder_holds_what_was_resolved_and_what_it_ran_on(run):
     command = run("train", *DIGITS, "run.dir=run", "placement.processes=2", "run.tensorboard=true")
     folder = command.folder / "run"
-    names = {"config.yaml", "environment.json", "events.jsonl", "checkpoints", "tensorboard", "lock"}
+    names = {
+        "config.yaml",
+        "environment.json",
+        "events.jsonl",
+        "checkpoints",
+        "tensorboard",
+        "lock",
+        "logs",
+        "result.json",
+    }
     assert {path.name for path in folder.iterdir()} == names
     assert command.err == ""
 
@@ -114,6 +123,11 @@ def test_a_run_folder_holds_what_was_resolved_and_what_it_ran_on(run):
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["argv"][1:3] == ["train", "digits"]
     assert {"python", "packages", "host", "cpu", "gpus", "git"} <= set(environment)
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["event"], result["step"], result["exit_code"]) == ("done", 23, 0)
+    first, other = ((folder / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
+    assert first.splitlines()[-1] == command.out.splitlines()[-1]
+    assert other.startswith("rank 1 of 2  local rank 1  host ")
     curves = EventAccumulator(str(folder / "tensorboard"))
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss/train")] == list(range(1, 24))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import across
@@ -309,6 +309,7 @@ def test_a_shipped_recipe_reads_back(name, tmp_path):
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
 
+@settings(deadline=None)
 @given(
     numbers=st.fixed_dictionaries(
         {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.rank import RankInfo, meeting
+from lockstep.core.rank import RankInfo, meeting_place, ranks_in_words
 from lockstep.errors import UsageError
 
 
@@ -11,17 +11,22 @@ from lockstep.errors import UsageError
     [
         ("slurm", "n1", "env://", "tcp://n1:20016"),
         ("environment", "fd00::1", "env://", "tcp://[fd00::1]:20016"),
-        ("torchrun", "n1", "env://", "env://"),
+        ("torchrun", "n1", "env://", "tcp://n1:20016"),
         ("slurm", "n1", "tcp://n2:5", "tcp://n2:5"),
         ("openmpi", None, "file:///tmp/meet", "file:///tmp/meet"),
     ],
 )
 def test_where_ranks_meet(launcher: str, master: str | None, rendezvous: str, address: str) -> None:
-    assert meeting(RankInfo(0, 2, 0, 2, launcher, master, 20016), rendezvous) == address
+    assert meeting_place(RankInfo(0, 2, 0, 2, launcher, master, 20016), rendezvous) == address
 
 
 def test_what_a_launcher_does_not_say_is_asked_for_in_its_own_words() -> None:
     with pytest.raises(UsageError, match=r"not both set; set them \(mpirun -x MASTER_ADDR=HOST\), or placement.rendez"):
-        meeting(RankInfo(0, 2, 0, 1, "openmpi", None, 20016, "mpirun -x MASTER_ADDR=HOST"), "env://")
+        meeting_place(RankInfo(0, 2, 0, 1, "openmpi", None, 20016, "mpirun -x MASTER_ADDR=HOST"), "env://")
     with pytest.raises(UsageError, match=r"not both set; set them, or placement.rendezvous"):
-        meeting(RankInfo(0, 2, 0, 1, "environment", "n1", None), "env://")
+        meeting_place(RankInfo(0, 2, 0, 1, "environment", "n1", None), "env://")
+
+
+def test_ranks_are_told_with_their_hosts_where_those_are_known() -> None:
+    assert ranks_in_words([1, 3], ["a", "a", "b", "b"]) == "rank 1 (a), 3 (b)"
+    assert ranks_in_words([1, 3], ["a"]) == "rank 1, 3"

@@ -32,7 +32,7 @@ ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     [
         ({}, None),
         ({"PATH": "/bin", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}, None),  # left over from something else
-        (TORCHRUN, RankInfo(3, 4, 1, 2, "torchrun", "node0", 29500)),
+        (TORCHRUN, RankInfo(3, 4, 1, 2, "torchrun", "node0", 29500, hosted=True)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo(0, 1, 0, 1, "environment")),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"},

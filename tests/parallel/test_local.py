@@ -19,8 +19,9 @@ from toys import Case, Trace, whole_trace
 
 from lockstep.core import random
 from lockstep.core.order import Step
+from lockstep.core.rank import ALONE
 from lockstep.parallel.engine import State
-from lockstep.runtime.world import ALONE, World
+from lockstep.runtime.world import World
 
 SIZES = (1, 2, 3, 4)
 

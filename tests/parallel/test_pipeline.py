@@ -11,7 +11,8 @@ import worlds
 from pipeline_models import Case, going_on, own_trace
 from toys import Trace
 
-from lockstep.runtime.world import ALONE, World
+from lockstep.core.rank import ALONE
+from lockstep.runtime.world import World
 
 SAID = ("step", "outputs", "scalars", "names")  # by every rank
 SIZES = {"mlp": (1, 2, 3, 4), "skipping": (2, 4), "vit": (3,)}

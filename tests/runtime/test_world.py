@@ -8,7 +8,7 @@ import torch
 import worlds
 
 from lockstep.core.mesh import Place
-from lockstep.core.rank import RankInfo
+from lockstep.core.rank import ALONE, RankInfo
 from lockstep.core.tree import Block
 from lockstep.errors import UsageError
 from lockstep.runtime.lane import InlineLane, ThreadLane
@@ -75,7 +75,7 @@ def test_all_agree_one_step_later_on_the_largest_wish() -> None:
 
 
 def test_a_world_of_one_sends_nothing() -> None:
-    world = World(RankInfo(0, 1, 0, 1, "none"), CPU)
+    world = World(ALONE, CPU)
     assert (world.rank, world.size, world.host) == (0, 1, socket.gethostname())
     assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
     assert world.tell("text") == "text"

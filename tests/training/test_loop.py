@@ -11,8 +11,9 @@ import worlds
 from fakes import FakeEngine, batches, evaluated, plan, saved, shortly
 
 from lockstep.core.order import Step, Steps
+from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
-from lockstep.runtime.world import ALONE, World
+from lockstep.runtime.world import World
 from lockstep.training.events import Event, Stepped, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train
 

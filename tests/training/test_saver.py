@@ -9,9 +9,10 @@ import torch
 import worlds
 
 from lockstep.core.order import part
+from lockstep.core.rank import ALONE
 from lockstep.core.shard import Held, Shard
 from lockstep.errors import TrainingError
-from lockstep.runtime.world import ALONE, World
+from lockstep.runtime.world import World
 from lockstep.training import checkpoint, durable
 from lockstep.training.checkpoint import Snapshot
 from lockstep.training.loop import Progress

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lockstep.core.order import Steps
+from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
-from lockstep.runtime.world import ALONE, World
+from lockstep.runtime.world import World
 from lockstep.training.watch import LossWatch
 
 STEPS = Steps(8, 2, epochs=3)

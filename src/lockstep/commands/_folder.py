@@ -4,6 +4,7 @@ runs/<recipe>-<time>/
 ├── config.yaml         the resolved configuration, with where each value came from
 ├── environment.json    versions, devices, commit
 ├── events.jsonl        everything that happened: the source of truth
+├── result.json         the last event and the exit code, once the run has ended or stopped
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
 ├── tensorboard/
@@ -13,9 +14,11 @@ runs/<recipe>-<time>/
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from lockstep.commands._setup import comparable
 from lockstep.config import load as loading
@@ -31,6 +34,7 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 LOGS = "logs"
+RESULT = "result.json"
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,15 @@ def claim(loaded: Loaded) -> Claim:
 def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
     """Write config.yaml, with the micro-batches that the run began with, and environment.json."""
     resolved = _with_microbatches(loaded, microbatches)
+    (folder / RESULT).unlink(missing_ok=True)
     durable.replace(folder / CONFIG, loading.to_yaml(resolved).encode())
     environment = json.dumps(machine.environment(), indent=1, sort_keys=True) + "\n"
     durable.replace(folder / ENVIRONMENT, environment.encode())
+
+
+def conclude(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write result.json: how the last start of the run ended. It is gone while the run goes on."""
+    durable.replace(folder / RESULT, (json.dumps(result, indent=1) + "\n").encode())
 
 
 def _with_microbatches(loaded: Loaded, microbatches: int | None) -> Loaded:

@@ -35,7 +35,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
-from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.runtime import machine
 from lockstep.runtime.failure import Failure
@@ -168,9 +168,16 @@ class _Training:
                     self.weights = event.weights_sha256
                 if isinstance(event, Stopped):
                     code = EXIT_CODES[event.reason]
+                if isinstance(event, Stopped | Done):
+                    self._conclude(event, code)
         self.saver.close()
         self.engine.close()
         return code
+
+    def _conclude(self, event: Stopped | Done, code: int) -> None:
+        """Leave what the exit code says in the run folder: torchrun makes 1 of every code that is not 0."""
+        if self.world.rank == 0:
+            _folder.conclude(self.start.folder, {**figures(event, time.time()), "exit_code": code})
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         yield self._started()
@@ -222,6 +229,7 @@ class _Training:
             parameters=self.ready.parameters,
             base_lr=planning.base_rate(recipe),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
+            again=max(0, last_step(self.start.folder / _folder.EVENTS) - self.progress.step),
         )
 
     def _evaluate(self, progress: Progress) -> Evaluated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lockstep.errors import UsageError
 
@@ -25,6 +26,9 @@ class RankInfo:
     port: int | None = None
     advice: str = ""
     hosted: bool = False
+
+
+ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
 def meeting_place(info: RankInfo, rendezvous: str) -> str:

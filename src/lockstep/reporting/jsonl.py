@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, final
@@ -18,6 +19,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
+_END_BYTES: Final = 65_536
 
 
 @final
@@ -75,6 +77,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                     yield _parsed(path, number, line)
     except FileNotFoundError:
         raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder") from None
+
+
+def last_step(path: Path) -> int:
+    """Return the step that the last event of a log is of, 0 where there is none; only the end of the log is read."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        with suppress(ValueError):  # half a line, at either end
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -22,6 +22,9 @@ def started(event: Started, rate_rule: str) -> list[str]:
     ]
     if event.resumed_from is not None:
         lines.append(f"goes on after step {event.step:,} from {event.resumed_from}")
+    if event.again:
+        verb = "is" if event.again == 1 else "are"
+        lines.append(f"{_counted(event.again, 'step')} done since then, by the log, {verb} done again")
     return lines
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from lockstep.core.rank import RankInfo
+from lockstep.core.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.parent import die_with_parent
 from lockstep.runtime.failure import Failure, PeerFailedError, failure_of
@@ -66,7 +66,7 @@ def refuse(info: RankInfo, rendezvous: str, error: LockstepError) -> NoReturn:
 
 def alone() -> Meeting:
     """Return the meeting of the only process of a run."""
-    return Meeting(RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none"), 0.0, _end)
+    return Meeting(ALONE, 0.0, _end)
 
 
 def met(info: RankInfo, rendezvous: str, timeout_s: float) -> Meeting:

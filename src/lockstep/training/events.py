@@ -24,7 +24,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The run begins, or goes on at `step` of `steps`."""
+    """The run begins, or goes on at `step` of `steps`; `again` of them had been done, and were not saved."""
 
     step: int
     epoch: int
@@ -42,6 +42,7 @@ class Started:
     parameters: int
     base_lr: float
     resumed_from: str | None = None
+    again: int = 0
     name: Literal["started"] = "started"
 
 
