@@ -120,25 +120,35 @@ def run(folder: Path, text: str, srun: str, squeue: str = "exit 1") -> subproces
     ("code", "last", "queue", "again"),
     [
         (75, STOPPED, "RUNNING N/A", True),  # the warning
+        (143, STOPPED, "RUNNING N/A", True),  # srun killed a rank that was about to end
         (75, STOPPED.replace("USR1", "TERM"), "RUNNING N/A", False),
         (75, STOPPED.replace("USR1", "TERM"), "RUNNING 2026-11-21T19:40:01", True),  # preempted
+        (130, STOPPED.replace("USR1", "INT"), "RUNNING N/A", False),
         (75, STOPPED, "COMPLETING N/A", False),  # cancelled after the warning
         (75, STOPPED.replace("USR1", "TERM"), "COMPLETING N/A", False),  # cancelled
         (75, STOPPED, "", False),  # Slurm does not answer
         (75, STOPPED.replace("stopped", "saved"), "RUNNING N/A", False),
-        (138, STOPPED, "RUNNING N/A", False),
-        (1, STOPPED, "RUNNING N/A", False),
+        (1, '{"event": "step"}', "RUNNING N/A", False),
+        (138, "", "RUNNING N/A", False),  # the warning came before training began
         (0, STOPPED, "RUNNING N/A", False),
     ],
 )
 def test_when_it_goes_back_into_the_queue(tmp_path: Path, code: int, last: str, queue: str, again: bool) -> None:
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "events.jsonl").write_text(f'{{"event": "step"}}\n{last}\n', encoding="utf-8")
-    done = run(tmp_path, script(BATCH), f"exit {code}", f"echo '{queue}    '")
+    events = tmp_path / "runs" / "a" / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text(STOPPED + "\n", encoding="utf-8")  # of the start before
+    says = f"echo '{last}' >> runs/a/events.jsonl; " if last else ""
+    done = run(tmp_path, script(BATCH), f"{says}exit {code}", f"echo '{queue}    '")
     assert done.returncode == code
     assert ("back into the queue" in done.stdout) == again
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else None) == ("requeue 7\n" if again else None)
+
+
+def test_the_first_start_has_no_log_yet(tmp_path: Path) -> None:
+    says = f"mkdir -p runs/a; echo '{STOPPED}' > runs/a/events.jsonl; exit 75"
+    done = run(tmp_path, script(BATCH), says, "echo 'RUNNING N/A'")
+    assert (done.returncode, (tmp_path / "asked").read_text(), done.stderr) == (75, "requeue 7\n", "")
 
 
 def test_only_the_first_start_begins_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def script(batch: Batch) -> str:
     again = ""
     if batch.on_again:
         again = _ON_AGAIN.format(run=run, words=shlex.join(batch.on_again))
-        call += ' "${again[@]}"'
+        call += ' "${words[@]}"'
     return _SCRIPT.format(
         name=shlex.quote(batch.name),
         folder=shlex.quote(batch.folder),
@@ -176,17 +176,22 @@ if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CP
 {again}\
 
 echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST"
+said=$(stat --format=%s {events} 2> /dev/null)
 # One failed rank ends all. The run folder is named, so that each start goes on in it.
 {call}
 code=$?
 
-# 75: a signal came, and the run is saved. It starts again by itself after the warning, and where another job takes the
-# nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put it back into the queue already: in both
-# cases it no longer counts as running, but asking for a new start would give it one.
-if [ "$code" -eq 75 ]; then
+# What this start said last tells whether it was stopped by a signal and is saved. The exit code is 75 then, but for
+# ranks that srun kills while they end, because others have ended. A saved run starts again by itself after the
+# warning, and where another job takes the nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put
+# it back into the queue already: it does not count as running then, but asking for a new start would give it one.
+if [ "$code" -ne 0 ] && [ "$(stat --format=%s {events} 2> /dev/null)" != "$said" ]; then
     read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
     reason=$(tail -n 1 {events} | sed -n 's/^{{"event": "stopped",.*"reason": "\\([A-Z0-9]*\\)".*/\\1/p')
-    if [ "$state" = RUNNING ] && {{ [ "$reason" = SIGUSR1 ] || [[ $preempted == [0-9]* ]]; }}; then
+    again=no
+    if [ "$reason" = SIGUSR1 ]; then again=yes; fi
+    if [ "$reason" = SIGTERM ] && [[ $preempted == [0-9]* ]]; then again=yes; fi
+    if [ "$again" = yes ] && [ "$state" = RUNNING ]; then
         echo "stopped by $reason and saved: back into the queue"
         scontrol requeue "$SLURM_JOB_ID"
     fi
@@ -196,8 +201,8 @@ exit "$code"
 _ON_AGAIN: Final = """\
 
 # The checkpoint to begin from was for the first start.
-again=()
-if [ -e {run}/config.yaml ]; then again=({words}); fi
+words=()
+if [ -e {run}/config.yaml ]; then words=({words}); fi
 """
 
 
