@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.errors import UsageError
-from lockstep.launchers import detect
+from lockstep.launchers import detect, torchrun
 
 if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
@@ -77,6 +77,10 @@ def _rendezvous(words: tuple[str, ...]) -> str:
 
 def _check_launch(placement: Placement, info: RankInfo) -> None:
     """Raise UsageError where the launcher started another run than the one that was asked for."""
+    if info.launcher == "torchrun":
+        from lockstep.parent import parent_command
+
+        torchrun.check_hosts(info, parent_command(), os.environ)
     if placement.processes not in ("auto", info.size):
         raise UsageError(
             f"placement.processes: {placement.processes} asked for, but the launcher says WORLD_SIZE={info.size}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -26,6 +26,30 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
     return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
+
+
+def check_hosts(info: RankInfo, agent: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise UsageError where torchrun, whose command line is `agent`, began with fewer hosts than it was to wait for.
+
+    An agent whose clock is ahead takes the others for dead as soon as they have come, and starts alone. It tells its
+    workers how many there are, and not how many were asked for; a command line without --nnodes asks for one.
+    """
+    fewest = _fewest(agent, env)
+    if info.size < fewest * info.local_size:
+        raise UsageError(
+            f"torchrun: --nnodes asks for {fewest} hosts, and it began with {info.size // info.local_size}, as "
+            f"WORLD_SIZE={info.size} says; it takes a host for dead whose clock is 15 s behind: set the clocks"
+        )
+
+
+def _fewest(agent: Sequence[str], env: Mapping[str, str]) -> int:
+    said = [env.get("PET_NNODES", "")]
+    for word, following in zip(agent, [*agent[1:], ""], strict=True):
+        option, _, value = word.partition("=")
+        if option == "--nnodes":
+            said.append(value or following)
+    number = said[-1].partition(":")[0]
+    return int(number) if number.isdecimal() else 1
 
 
 def command(job: Job) -> list[str]:
