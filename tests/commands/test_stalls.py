@@ -1,5 +1,6 @@
 """A run whose ranks wait too long for one of them says for whom, and goes on or ends, as was asked."""
 
+import json
 import os
 import signal
 
@@ -19,6 +20,10 @@ def test_the_late_rank_is_named_and_the_run_goes_on(start, finished):
     assert first.startswith("stalled: rank ")
     assert late.startswith("  rank 0 (")
     assert "is late: in step 8, lockstep/" in late
+    records = ", ".join(f"run/logs/exchanges-rank-{rank}.json" for rank in range(3))
+    assert command.err.splitlines().count(f"  torch's record of their exchanges: {records}") >= 1
+    record = json.loads((command.folder / "run" / "logs" / "exchanges-rank-1.json").read_text())
+    assert record["entries"][-1]["profiling_name"].startswith("gloo:")
     assert any("held.py:" in line and line.endswith(" cross_entropy") for line in others)
     assert command.sha256 == undisturbed(finished).sha256
 

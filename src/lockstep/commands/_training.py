@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,7 +38,7 @@ from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
-from lockstep.runtime import machine
+from lockstep.runtime import flight, machine
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
@@ -91,7 +92,8 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
         meeting.compare(data_facts(ready))
         world = open_world(meeting, device)
         training = _Training(loaded, ready, world, agreed, (terminal, log))
-        with StallWatch(world, training.steps_done, placement.stall_timeout_s, _on_stall(meeting, placement)):
+        tell, record = _on_stall(meeting, placement), partial(_record, agreed.folder, world)
+        with StallWatch(world, training.steps_done, placement.stall_timeout_s, tell, record):
             code = training.run(stop)
         world.close()
     return code
@@ -114,6 +116,12 @@ def _on_stall(meeting: Meeting, placement: Placement) -> Callable[[str], None]:
         meeting.end(Failure(meeting.info.rank, meeting.info.size, meeting.voice.host, report, time=time.time()))
 
     return end if placement.on_stall == "end" else meeting.voice.announce
+
+
+def _record(folder: Path, world: World) -> str:
+    """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none."""
+    path = folder / _folder.LOGS / f"exchanges-rank-{world.rank}.json"
+    return str(path) if flight.write(path, nccl=world.on_gpu) else ""
 
 
 @contextmanager

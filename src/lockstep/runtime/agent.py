@@ -6,7 +6,6 @@ over the loopback interface.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Final, Literal, NoReturn
 from lockstep.core.rank import RankInfo
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from lockstep.parent import die_with_parent
+from lockstep.runtime import oom
 from lockstep.runtime.failure import Failure, failure_of, from_json
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.signals import STOPPING
@@ -63,8 +63,9 @@ def run_workers(
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
         _relayed_signals(folder) as received,
-        _no_stragglers(),
+        _watched(Path(folder), processes) as peaks,
     ):
+        killed = oom.Killed()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -85,7 +86,8 @@ def run_workers(
             first = error.get_first_failure()[1]
             if -first.exitcode in received:
                 return _ended_by(-first.exitcode)
-            return _explain(Path(folder), processes, first.local_rank, first.exitcode, logs)
+            memory = killed.words(peaks.get(first.local_rank, 0))
+            return _explain(Path(folder), processes, first.local_rank, first.exitcode, memory, logs)
         return max(int(code) for code in codes.values())
 
 
@@ -97,6 +99,7 @@ def _begin(worker: Worker, folder: str, timeout_s: float) -> int:
     for number in (*STOPPING, signal.SIGALRM):  # a fork brought the agent's way with them, a spawn Python's
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    (Path(folder) / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()), encoding="ascii")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, folder))
     try:
@@ -126,10 +129,11 @@ def _let_the_cause_be_seen() -> None:
     time.sleep(_PATIENCE_S)
 
 
-def _explain(folder: Path, processes: int, rank: int, code: int, logs: Path | None) -> int:
+def _explain(folder: Path, processes: int, rank: int, code: int, memory: str, logs: Path | None) -> int:
     """Print the first failure that has a cause of its own, and return its exit code.
 
-    `rank` ended with `code` before any other, as far as the agent saw. A rank that was killed could not say why.
+    `rank` ended with `code` before any other, as far as the agent saw. A rank that was killed could not say why; then
+    `memory` tells what it had.
     """
     said = [from_json(file.read_text(encoding="utf-8")) for file in folder.glob("rank-*.json")]
     said.sort(key=lambda failure: (failure.secondary, failure.time))
@@ -137,6 +141,7 @@ def _explain(folder: Path, processes: int, rank: int, code: int, logs: Path | No
         print(said[0].words, file=sys.stderr)
         return said[0].exit_code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended without a word, with exit code {code}"
+    how += f" ({memory})" if memory else ""
     advice = "Start again with the same run.dir to go on from the last checkpoint"
     log = str(logs / log_name(rank)) if logs else ""
     text = f"error: {how}; the other ranks were stopped. {advice}"
@@ -151,15 +156,21 @@ def _ended_by(number: int) -> int:
 
 
 @contextmanager
-def _no_stragglers() -> Iterator[None]:
-    """While the block runs, kill workers that do not end though another has failed: one that is stopped, for example.
+def _watched(folder: Path, processes: int) -> Iterator[dict[int, int]]:
+    """While the block runs, note how much memory each rank has had; it is yielded, in bytes.
 
-    torch asks them to end and waits for half a minute. A timer looks, and no thread: those do not go well with forks.
+    Also kill workers that do not end though another has failed: one that is stopped, for example. torch asks them to
+    end and waits for half a minute. A timer looks, and no thread: those do not go well with forks.
     """
+    peaks: dict[int, int] = {}
     workers: dict[int | None, BaseProcess] = {}
     failed_at: list[float] = []
 
     def look(_number: int, _frame: FrameType | None) -> None:
+        for rank in range(processes):
+            with suppress(OSError):
+                peak = oom.peak_bytes((folder / f"rank-{rank}.pid").read_text(encoding="ascii"))
+                peaks[rank] = max(peak, peaks.get(rank, 0))
         workers.update({worker.pid: worker for worker in multiprocessing.active_children()})
         if any(worker.exitcode for worker in workers.values()):
             failed_at.append(time.monotonic())
@@ -170,7 +181,7 @@ def _no_stragglers() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     try:
-        yield
+        yield peaks
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -192,7 +203,7 @@ def _relayed_signals(folder: str) -> Iterator[list[int]]:
             raise SystemExit(_ended_by(number))
         at_once = received.count(signal.SIGINT) > 1
         for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(worker.pid or 0, signal.SIGKILL if at_once else number)
         if at_once:
             shutil.rmtree(folder, ignore_errors=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Final, final
 
 from lockstep.core.rank import ranks_in_words
+from lockstep.runtime import oom
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting
 
@@ -37,6 +38,8 @@ class Heartbeat:
         self._patience = max(_MISSED, round(patience_s / _BEAT_S))
         rank, size = meeting.info.rank, meeting.info.size
         self._watched = range(1, size) if rank == 0 else range(1)
+        self._numbers: dict[int, bytes] = {}  # by rank: the last one heard, and the most bytes of memory it has had
+        self._killed = oom.Killed()
         self._looks = 0  # at the store
         self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's number last went up
         self._failed: Failure | None = None
@@ -72,10 +75,10 @@ class Heartbeat:
         """Say the next number, read those of the others, and look whether one failed."""
         assert self._meeting.store is not None
         store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
-        numbers: dict[int, bytes] = {}
+        numbers = self._numbers
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             while not self._over.wait(_BEAT_S):
-                store.set(_key(self._meeting.info.rank), str(self._looks))
+                store.set(_key(self._meeting.info.rank), f"{self._looks} {oom.peak_bytes()}")
                 for rank in self._watched:
                     now = store.get(_key(rank)) if store.check([_key(rank)]) else b""
                     still = now == numbers.get(rank) != _LEFT.encode()
@@ -103,7 +106,13 @@ class Heartbeat:
     def _lost(self, looks: int) -> Failure:
         """Return the failure of the ranks of which nothing was heard for so long."""
         gone = [rank for rank, missed in self._silent.items() if missed >= looks]
-        return self._gone(gone, f"nothing heard of it for {looks * _BEAT_S:.0f} s", "killed, stopped or cut off")
+        _, _, peak_bytes = self._numbers.get(gone[0], b"").partition(b" ")
+        peak = int(peak_bytes or 0)
+        near = self._meeting.hosts[gone[0]] == self._meeting.voice.host
+        memory = self._killed.words(peak) if near else f"it had up to {peak / 2**20:,.0f} MiB"
+        return self._gone(
+            gone, f"nothing heard of it for {looks * _BEAT_S:.0f} s", f"killed, stopped or cut off ({memory})"
+        )
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""

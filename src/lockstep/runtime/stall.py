@@ -49,6 +49,7 @@ class Place:
     step: int
     stack: tuple[str, ...]
     waits: bool
+    record: str = ""  # where this rank wrote torch's record of its exchanges
 
     @property
     def words(self) -> str:
@@ -63,7 +64,8 @@ class StallWatch:
     """Enter to watch the thread that enters; all ranks do, once.
 
     `step` tells how many steps this rank has done. The rank that asks gives the report to `tell`, on a thread of its
-    own, and asks again for as long as nothing moves.
+    own, and asks again for as long as nothing moves. `record` writes torch's record of the exchanges of this rank and
+    returns where; "" where there is none.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class StallWatch:
         step: Callable[[], int],
         patience_s: float,
         tell: Callable[[str], None],
+        record: Callable[[], str] = str,
     ) -> None:
         self._world = world
         self._step = step
         self._patience_s = patience_s
         self._tell = tell
+        self._record = record
         self._watched = threading.get_ident()
         self._store = world.part_of_store("stall") if world.size > 1 else None
         self._question = 0  # the first that this rank has not answered
@@ -130,7 +134,8 @@ class StallWatch:
         with suppress(RuntimeError):
             while not self._over.wait(self._pause_s):
                 if store.check([_asked_key(self._question)]):
-                    said = json.dumps({"host": self._world.host, **asdict(self._place())})
+                    place = self._place()  # first: what comes next takes a while
+                    said = json.dumps({"host": self._world.host, **asdict(place), "record": self._record()})
                     store.set(_answer_key(self._question, self._world.rank), said)
                     self._question += 1
 
@@ -166,6 +171,9 @@ def told(answers: Mapping[int, tuple[str, Place]], asker: int, size: int, second
         if place.waits:
             waiting.setdefault(place.words, []).append(str(rank))
     lines += [f"  rank {', '.join(ranks)} waits: {where}" for where, ranks in waiting.items()]
+    records = [answer[1].record for answer in answers.values() if answer[1].record]
+    if records:
+        lines.append(f"  torch's record of their exchanges: {', '.join(sorted(records))}")
     if not silent and not late:
         lines.append("  no rank is late: they wait for each other, in different places or over a link that is cut")
     return "\n".join(lines)
@@ -188,7 +196,7 @@ def _answer_key(question: int, rank: int) -> str:
 
 def _read(answer: bytes) -> tuple[str, Place]:
     said = json.loads(answer)
-    return said["host"], Place(said["step"], tuple(said["stack"]), said["waits"])
+    return said["host"], Place(said["step"], tuple(said["stack"]), said["waits"], said["record"])
 
 
 def _short(filename: str) -> str:

@@ -1,0 +1,24 @@
+"""torch's own record of the exchanges between ranks, its flight recorder, where this torch has one and keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def write(path: Path, nccl: bool) -> bool:
+    """Write the record of this rank's last exchanges, by NCCL or else by gloo, as JSON. Return whether there is one.
+
+    It has sizes, types, sequence numbers and states, no stacks. TORCH_FR_BUFFER_SIZE=0 keeps torch from recording.
+    """
+    try:
+        from torch._C import _distributed_c10d as c10d
+
+        text = c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+        record = json.loads(text)
+    except (ImportError, AttributeError, ValueError):  # another torch, or one without a record
+        return False
+    if not record.get("entries"):
+        return False
+    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return True

@@ -1,0 +1,43 @@
+"""When memory runs out the kernel kills a process, which cannot say so: the others know what it had, and count."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, final
+
+_VMSTAT: Final = Path("/proc/vmstat")
+
+
+def kills() -> int:
+    """Return how many processes the kernel of this host has killed for want of memory, limits of cgroups included."""
+    with suppress(OSError, ValueError):
+        for line in _VMSTAT.read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0  # no Linux, or one too old to count
+
+
+def peak_bytes(process: int | str = "self") -> int:
+    """Return the most memory that a process has had at once, resident; 0 where that is not to be known."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc", str(process), "status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
+@final
+class Killed:
+    """What there is to say of killed processes of this host; made before they start."""
+
+    def __init__(self) -> None:
+        self._before = kills()
+
+    def words(self, peak: int) -> str:
+        """Say that memory ran out, if it did, and what a process had whose peak was so many bytes."""
+        had = f"it had up to {peak / 2**20:,.0f} MiB" if peak else ""
+        if kills() > self._before:
+            return f"out of memory: the kernel killed a process of this host{f'; {had}' if had else ''}"
+        return had

@@ -1,0 +1,32 @@
+"""What is said of memory; tests/faults lets the kernel kill a rank."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.runtime import oom
+
+
+def test_the_peak_of_a_process_is_what_it_has_had() -> None:
+    before = oom.peak_bytes()
+    block = b"x" * (64 << 20)
+    assert oom.peak_bytes(os.getpid()) >= before + len(block) // 2
+    assert oom.peak_bytes(2**30) == 0  # no such process
+
+
+def test_kills_are_counted_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = tmp_path / "vmstat"
+    counts.write_text("pgfault 12\noom_kill 3\n")
+    monkeypatch.setattr(oom, "_VMSTAT", counts)
+    killed = oom.Killed()
+    assert killed.words(0) == ""
+    assert killed.words(3 << 30) == "it had up to 3,072 MiB"
+    counts.write_text("pgfault 12\noom_kill 4\n")
+    assert killed.words(3 << 30) == ("out of memory: the kernel killed a process of this host; it had up to 3,072 MiB")
+    assert oom.kills() == 4
+
+
+def test_without_counts_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oom, "_VMSTAT", tmp_path / "none")
+    assert oom.kills() == 0
