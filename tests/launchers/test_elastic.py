@@ -127,7 +127,8 @@ def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], f
 @pytest.mark.timeout(300)
 def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path) -> None:
     require_etcd()
-    proof = subprocess.run([SCRIPTS / "prove-restarts", "3"], capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    command = [sys.executable, SCRIPTS / "prove-restarts", "3"]
+    proof = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert proof.returncode == 0, proof.stdout + proof.stderr
     first, _, _, *trials, _, last = proof.stdout.splitlines()
     assert [line.split()[1] for line in trials] == ["c10d", "static", "etcd-v2"]
