@@ -178,6 +178,7 @@ class _Training:
                     code = EXIT_CODES[event.reason]
                 if isinstance(event, Stopped | Done):
                     self._conclude(event, code)
+        self.world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
         self.saver.close()
         self.engine.close()
         return code
