@@ -170,7 +170,8 @@ class Run:
         self.jobs += 1
         self.before = self.done
         log = self.folder / f"job-{self.jobs}.log"
-        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(self.folder), **env}
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": path, **env}
         with log.open("w") as out:
             process = subprocess.Popen(
                 line, cwd=self.folder, env=environment, stdout=out, stderr=out, start_new_session=True
