@@ -714,4 +714,15 @@ KINDS: dict[str, Fault] = {
     "slurm-warned": slurm_warned,
     "slurm-requeued": slurm_requeued,
 }
+SLOW = (  # they take half a minute; in a soak they are a third as likely as others
+    "torchrun-worker-killed",
+    "rank-stopped",
+    "host-killed",
+    "host-late",
+    "link-cut",
+    "link-cut-5-s",
+    "etcd-gone",
+    "slurm-warned",
+    "slurm-requeued",
+)
 LONG = ("rank-asleep-60-s",)  # left out of a soak, where a shorter one of the kind is
