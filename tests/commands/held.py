@@ -4,11 +4,13 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lockstep.reporting import jsonl
+from lockstep.training import durable
 
 HOLD = Path("hold")
 HELD = Path("held")  # there once a run has been held
@@ -26,6 +28,19 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
             HELD.touch()
             time.sleep(0.005)
     return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def slow_to_save(num_classes: int) -> nn.Module:
+    """A model of one layer, whose coming makes every file of a checkpoint take a second to write."""
+    write = durable.write
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(1)
+        return write(*arguments)
+
+    if durable.write.__name__ == "write":
+        durable.write = slowly  # type: ignore[assignment]
+    return linear(num_classes)
 
 
 def failing(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DIGITS
-from forked import Command, program, steps
+from forked import Command, events, program, steps
 from held import HOLD, hold
 
 # One layer, because each process of these launchers imports for itself what its model needs.
@@ -133,6 +133,19 @@ def test_sigterm_to_one_rank_stops_all(by_hand, run, reference, port):
     HOLD.unlink()
     assert [command.wait() for command in commands] == [75, 75]
     assert run("train", *DIGITS, "run.dir=run").sha256 == reference
+
+
+def test_no_rank_ends_before_all_is_saved(by_hand, port):
+    """Launchers end those that are left when one has ended with 75."""
+    hold("run", 3)
+    slow = 'recipe.model={name: "held:slow_to_save"}'
+    commands = by_hand(2, slow, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands[0].until_step(3)
+    commands[1].signal(signal.SIGUSR1)
+    HOLD.unlink()
+    assert commands[1].wait() == 75
+    assert len(events(commands[0].folder / "run", "stopped")) == 1
+    assert commands[0].wait() == 75
 
 
 def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
