@@ -125,6 +125,21 @@ def test_rendezvous_at_a_file(by_hand, reference, tmp_path):
     assert commands[0].sha256 == reference
 
 
+def test_a_file_that_a_killed_run_left_is_no_obstacle(by_hand, reference, tmp_path):
+    meet = f"placement.rendezvous=file://{tmp_path}/meet"
+    hold("run", 3)
+    killed = by_hand(3, meet)
+    killed[0].until_step(3)
+    for command in killed:
+        command.signal(signal.SIGKILL)
+        command.wait()
+    HOLD.unlink()
+    assert (tmp_path / "meet").exists()
+    commands = by_hand(2, meet)
+    assert [command.wait() for command in commands] == [0, 0]
+    assert commands[0].sha256 == reference
+
+
 def test_sigterm_to_one_rank_stops_all(by_hand, run, reference, port):
     hold("run", 7)
     commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
