@@ -30,6 +30,14 @@ PATIENCE_S = 120.0
 PACE = "0.005"  # seconds of sleep with each micro-batch
 _HASTE = "keep_alive_interval=1,keep_alive_max_attempt=4,"  # of torchrun's agents, which wait for 15 s if not told
 _LOST = r"\[rank \d of 2, \S+\] error: .*|lost another rank.*|failed \(exitcode: .*"
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+_LAUNCHERS = {  # two ranks each; with-slurm starts a Slurm first
+    "lockstep": ["env"],
+    "mpirun": [shutil.which("mpirun.openmpi") or "mpirun", "--oversubscribe", "-n", "2"],
+    "mpiexec": ["mpiexec.hydra", "-n", "2"],
+    "srun": [str(SCRIPTS / "with-slurm"), "srun", "-N2", "-n2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"],
+}
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 # Sleeps with each micro-batch for as long as the file `pace` says; one rank may sleep once for longer, or take memory.
 MODEL = """
@@ -294,6 +302,35 @@ def agent_killed(run: Run, choose: random.Random) -> Seen:
     job.process.kill()
     job.wait(-signal.SIGKILL)
     seen = Seen("2 processes", run.at, "Killed (by the shell)", time.time() - run.at)
+    seen.survivors = run.survivors()
+    return seen
+
+
+def mpirun_killed(run: Run, choose: random.Random) -> Seen:
+    """SIGKILL to Open MPI's mpirun or MPICH's mpiexec; the ranks end with it."""
+    name = choose.choice(["mpirun", "mpiexec"])
+    job = run.start([*_LAUNCHERS[name], *LOCKSTEP, *run.train()], **_AS_ROOT)
+    _begin(run, choose, job)
+    run.fault()
+    job.process.kill()
+    job.wait(-signal.SIGKILL)
+    seen = Seen(f"{name} -n 2", run.at, "Killed (by the shell)", time.time() - run.at)
+    seen.survivors = run.survivors()
+    return seen
+
+
+def ctrl_c(run: Run, choose: random.Random) -> Seen:
+    """Ctrl-C at the terminal, which the launcher and what it started hear at once."""
+    name = choose.choice(sorted(_LAUNCHERS))
+    job = run.start([*_LAUNCHERS[name], *LOCKSTEP, *run.train()], **_AS_ROOT)
+    _begin(run, choose, job)
+    run.fault()
+    os.killpg(job.process.pid, signal.SIGINT)
+    if name == "srun":  # asks for a second one before it passes it on
+        time.sleep(0.5)
+        os.killpg(job.process.pid, signal.SIGINT)
+    job.wait()
+    seen = Seen(name, run.at, "(the launcher ends)", time.time() - run.at)
     seen.survivors = run.survivors()
     return seen
 
@@ -697,6 +734,8 @@ KINDS: dict[str, Fault] = {
     "asked-to-stop": asked_to_stop,
     "torchrun-worker-killed": worker_killed_under_torchrun,
     "torchrun-killed": agent_killed,
+    "mpirun-killed": mpirun_killed,
+    "ctrl-c": ctrl_c,
     "rank-by-hand-killed": ranks_by_hand,
     "rank-asleep": rank_asleep,
     "rank-asleep-60-s": rank_asleep_for_a_minute,
@@ -724,5 +763,6 @@ SLOW = (  # they take half a minute; in a soak they are a third as likely as oth
     "etcd-gone",
     "slurm-warned",
     "slurm-requeued",
+    "ctrl-c",
 )
 LONG = ("rank-asleep-60-s",)  # left out of a soak, where a shorter one of the kind is
