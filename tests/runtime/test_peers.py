@@ -25,3 +25,9 @@ def test_an_error_of_torch_gets_a_name(raised: RuntimeError, text: str) -> None:
 def test_other_errors_pass() -> None:
     with pytest.raises(KeyError), naming_lost_peers():
         raise KeyError("a mistake of ours")
+
+
+def test_a_loader_process_that_was_killed_is_no_lost_peer() -> None:
+    """torch raises it in the main thread wherever that is: mostly in an exchange."""
+    with pytest.raises(RuntimeError, match="killed by signal"), naming_lost_peers():
+        raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. ")

@@ -18,5 +18,7 @@ def naming_lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "DataLoader worker" in str(error):  # torch raises that wherever the main thread is
+            raise
         first, *_ = *str(error).splitlines(), type(error).__name__
         raise PeerLostError(f"lost another rank during an exchange ({first})") from error
