@@ -102,7 +102,8 @@ def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temp
     line, log = command.err.splitlines()
     assert line.startswith(f"[rank {rank} of 3, ")
     assert log == f"  its log: run/logs/rank-{rank}.log"
-    assert "] error: was killed by SIGKILL; the other ranks were stopped." in line
+    assert "] error: was killed by SIGKILL (it had up to " in line
+    assert " MiB); the other ranks were stopped." in line
     assert command.left() == []
     assert_goes_on(run, finished, 2)
 

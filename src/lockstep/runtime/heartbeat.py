@@ -62,7 +62,8 @@ class Heartbeat:
 
     def cause(self) -> Failure | None:
         """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
-        looks, until = self._looks, time.monotonic() + (_MISSED + 2) * _BEAT_S
+        more = 2 if self._meeting.info.rank == 0 else 4  # the others hear of it from rank 0
+        looks, until = self._looks, time.monotonic() + (_MISSED + more) * _BEAT_S
         while self._failed is None and time.monotonic() < until:
             time.sleep(_BEAT_S / 5)
             if any(missed >= _MISSED for missed in self._silent.values()):
@@ -74,17 +75,19 @@ class Heartbeat:
     def _beat(self) -> None:
         """Say the next number, read those of the others, and look whether one failed."""
         assert self._meeting.store is not None
-        store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
-        numbers = self._numbers
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
+            store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.wait(_BEAT_S):
                 store.set(_key(self._meeting.info.rank), f"{self._looks} {oom.peak_bytes()}")
+                heard = [rank for rank in self._watched if rank in self._numbers or store.check([_key(rank)])]
+                # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
+                found = store.multi_get([_key(rank) for rank in heard]) if heard else []
+                numbers = dict(zip(heard, found, strict=True))
                 for rank in self._watched:
-                    now = store.get(_key(rank)) if store.check([_key(rank)]) else b""
-                    still = now == numbers.get(rank) != _LEFT.encode()
+                    still = numbers.get(rank) == self._numbers.get(rank) != _LEFT.encode()
                     self._silent[rank] = self._silent[rank] + 1 if still else 0
-                    numbers[rank] = now
-                if set(numbers.values()) == {_LEFT.encode()}:
+                self._numbers = numbers
+                if all(numbers.get(rank) == _LEFT.encode() for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
                 self._failed = self._failed or self._meeting.failed(store)
                 self._looks += 1
@@ -109,10 +112,9 @@ class Heartbeat:
         _, _, peak_bytes = self._numbers.get(gone[0], b"").partition(b" ")
         peak = int(peak_bytes or 0)
         near = self._meeting.hosts[gone[0]] == self._meeting.voice.host
-        memory = self._killed.words(peak) if near else f"it had up to {peak / 2**20:,.0f} MiB"
-        return self._gone(
-            gone, f"nothing heard of it for {looks * _BEAT_S:.0f} s", f"killed, stopped or cut off ({memory})"
-        )
+        memory = self._killed.words(peak) if near else oom.had(peak)
+        why = f"killed, stopped or cut off{f' ({memory})' if memory else ''}"
+        return self._gone(gone, f"nothing heard of it for {looks * _BEAT_S:.0f} s", why)
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""

@@ -37,7 +37,11 @@ class Killed:
 
     def words(self, peak: int) -> str:
         """Say that memory ran out, if it did, and what a process had whose peak was so many bytes."""
-        had = f"it had up to {peak / 2**20:,.0f} MiB" if peak else ""
         if kills() > self._before:
-            return f"out of memory: the kernel killed a process of this host{f'; {had}' if had else ''}"
-        return had
+            return "; ".join(filter(None, ["out of memory: the kernel killed a process of this host", had(peak)]))
+        return had(peak)
+
+
+def had(peak: int) -> str:
+    """Say how much memory a process had, whose peak was so many bytes; nothing where that is not known."""
+    return f"it had up to {peak / 2**20:,.0f} MiB" if peak else ""
