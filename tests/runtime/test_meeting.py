@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
+from lockstep.runtime import meeting as meeting_module
 from lockstep.runtime.failure import Failure, PeerFailedError, RanksDifferError, failure_of
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.meeting import Meeting, differences
+from lockstep.runtime.peers import PeerLostError
 
 SIZE = 3
 
@@ -114,6 +116,54 @@ def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> Non
     assert each(late, work) == ["new"] * SIZE
 
 
+@pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
+@pytest.mark.parametrize("earlier", ["of fewer ranks", "failed"])
+def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: str) -> None:
+    """The rank that is new comes before the new rank 0, and finds nothing but what was left."""
+    timeout_s = 0.6 if earlier == "failed" else 20.0
+    size = SIZE if earlier == "failed" else SIZE - 1
+    first = each(([replace(info, size=size) for info in infos[0][:-1]], infos[1]), lambda _: None, timeout_s)
+    assert any(first) == (earlier == "failed")
+
+    def work(info: RankInfo) -> str:
+        time.sleep(0.0 if info.rank == SIZE - 1 else 0.5)
+        meeting = Meeting(info, 20.0, end)
+        meeting.join(infos[1])
+        return meeting.tell("new" if info.rank == 0 else "")
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(work, infos[0])) == ["new"] * SIZE
+
+
+@pytest.mark.parametrize("infos", ["agent"], indirect=True)
+def test_a_start_that_was_over_is_believed_in_the_end(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)
+    assert each(([replace(info, size=2) for info in infos[0][:2]], infos[1]), lambda _: None) == [None, None]
+    with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started as one of 2 ranks, rank 2 .* as one of 3"):
+        Meeting(infos[0][2], 20.0, end).join(infos[1])
+
+
+def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        told = f"rank 0 at 127.0.0.1:{port} (somebody listens there, but does not answer)"
+        with pytest.raises(TrainingError) as caught:
+            Meeting(RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", port), 2.5, end).join("env://")
+    assert str(caught.value) == f"waited 2 s for {told}, in vain"
+    assert f"has waited 2 s for {told}" in capfd.readouterr().err
+
+
+def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    info = RankInfo(1, 2, 1, 2, "torchrun", "127.0.0.1", store.port, hosted=True)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Meeting(info, 20.0, end).join, "env://")
+        time.sleep(0.5)
+        del store
+        with pytest.raises(PeerLostError, match="lost the agent of torchrun, where the ranks meet "):
+            joining.result(10)
+
+
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
@@ -150,6 +200,7 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
         (RankInfo(1, 2, 0, 1, "environment", "localhost"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
         (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "localhost:99999: rank 0 cannot listen there"),
         (RankInfo(0, 2, 0, 1, "environment"), "tcp://192.0.2.1:29500", "rank 0 cannot listen there: Cannot assign"),
+        (RankInfo(1, 2, 0, 1, "environment"), "file:///no/such/folder", "file:///no/such/folder: No such file or dir"),
     ],
 )
 def test_addresses_that_cannot_work_are_told_before_anything_starts(

@@ -8,15 +8,16 @@ another; and nothing begins before rank 0 has seen all ranks under its name and 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from lockstep.core.rank import RankInfo, meeting_place, ranks_in_words
 from lockstep.errors import TrainingError, UsageError
 from lockstep.runtime import ports
 from lockstep.runtime.failure import Failure, PeerFailedError, RanksDifferError, from_json
+from lockstep.runtime.peers import PeerLostError
 from lockstep.runtime.voice import Voice
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ _SAY_S: Final = 1.5  # of waiting, before who is missing is named; then ever les
 _SHORTEST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.2
 _LINGER_S: Final = 5.0
+_LATE_S: Final = 30.0  # that rank 0 of a new start may come after others of it
 _VALUE_LENGTH: Final = 60  # of what is shown of a fact
 _SHOWN: Final = 5  # differences
 
@@ -64,27 +67,31 @@ class Meeting:
         """Raise RanksDifferError on all ranks where `facts`, ready for JSON, are not those of rank 0. All call it."""
         if self.store is None:
             return
-        key, mine = self._exchange("compare"), json.dumps(facts, sort_keys=True)
-        self.store.set(f"{key} facts {self.info.rank}", mine)
-        self.store.set(f"{key} {self.info.rank}", hashlib.sha256(mine.encode()).hexdigest())
-        if self.store.add(f"{key} count", 1) == self.info.size:
-            self.store.set(f"{key} all", "")
-        self._wait(f"{key} all", key)
-        digests = [self.store.get(f"{key} {rank}") for rank in range(self.info.size)]
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
-            known = {rank: json.loads(self.store.get(f"{key} facts {rank}")) for rank in (0, *others)}
-            raise RanksDifferError("\n".join(differences(known, self.hosts)))
+        key = self._exchange("compare")
+        with self._asking():
+            self.store.set(f"{key} {self.info.rank}", json.dumps(facts, sort_keys=True))
+            if self.store.add(f"{key} count", 1) == self.info.size:
+                self.store.set(f"{key} all", "")
+            if self.info.rank == 0:  # for all: else each would read what each has said
+                self._wait(f"{key} all", key)
+                said = self.store.multi_get([f"{key} {rank}" for rank in range(self.info.size)])
+                unlike = {rank: json.loads(each) for rank, each in enumerate(said) if rank == 0 or each != said[0]}
+                self.store.set(f"{key} verdict", "\n".join(differences(unlike, self.hosts)))
+            self._wait(f"{key} verdict", key)
+            verdict = self.store.get(f"{key} verdict").decode()
+        if verdict:
+            raise RanksDifferError(verdict)
 
     def tell(self, text: str = "") -> str:
         """Return rank 0's `text` on every rank. All call it."""
         if self.store is None:
             return text
         key = self._exchange("tell")
-        if self.info.rank == 0:
-            self.store.set(f"{key} 0", text)
-        self._wait(f"{key} 0", key)
-        return self.store.get(f"{key} 0").decode()
+        with self._asking():
+            if self.info.rank == 0:
+                self.store.set(f"{key} 0", text)
+            self._wait(f"{key} 0", key)
+            return self.store.get(f"{key} 0").decode()
 
     def failed(self, store: Store | None = None) -> Failure | None:
         """Return the first failure of a rank that had a cause of its own, if there is one.
@@ -96,15 +103,18 @@ class Meeting:
             return None
         return from_json(store.get(f"{_FAILURES} 1"))
 
-    def fail(self, failure: Failure) -> Failure:
-        """Let the others know of a failure that ends this rank, and return the first of all failures."""
+    def fail(self, failure: Failure) -> Failure | None:
+        """Let the others know of a failure that ends this rank, and return the first of all failures.
+
+        None: there is no store to tell them by, or it is gone, and so is who had it.
+        """
         if self.store is None:
-            return failure
-        with suppress(RuntimeError):  # the store is gone, and so is who had it
+            return None
+        with suppress(RuntimeError):
             if not failure.secondary:
                 self.store.set(f"{_FAILURES} {self.store.add(_FAILURES, 1)}", failure.to_json())
             return self.failed() or failure
-        return failure
+        return None
 
     def end(self, failure: Failure) -> NoReturn:
         """End this process for a failure, its own or another rank's, from whatever thread; who comes second waits."""
@@ -131,12 +141,14 @@ class Meeting:
             return
         address = meeting_place(self.info, rendezvous)
         there = self.info.hosted and rendezvous == "env://"
-        self.serves = self.info.rank == 0 and not there and address.startswith("tcp://")
-        base = _store(self, address)
-        if self.info.rank == 0:
-            self._gather(base)
-        else:
-            self._follow(base)
+        own = not there and address.startswith("tcp://")  # rank 0's, and so a new one at each start
+        self.serves = self.info.rank == 0 and own
+        with self._asking():
+            base = _store(self, address)
+            if self.info.rank == 0:
+                self._gather(base)
+            else:
+                self._follow(base, 0.0 if own else _LATE_S)
 
     def _gather(self, base: Store) -> None:
         name = uuid.uuid4().hex
@@ -153,18 +165,21 @@ class Meeting:
         self.hosts = tuple(here[rank]["host"] for rank in range(self.info.size))
         self.store.set(_BEGIN, json.dumps({"size": self.info.size, "host": self.hosts[0], "hosts": self.hosts}))
 
-    def _follow(self, base: Store) -> None:
+    def _follow(self, base: Store, late_s: float) -> None:
+        """Find the part of the store that is this start's, where rank 0 may come so long after this one."""
         old: set[str] = set()
-        name = ""
+        name, doubted_until = "", 0.0
         for _ in self._looks(lambda: f"rank 0{'; another process has come as this rank' if old else ''}"):
             if base.check([_START]) and (found := base.get(_START).decode()) not in {name, *old}:
                 part = dist.PrefixStore(found, base)  # type: ignore[attr-defined]
+                over = part.check([_BEGIN]) or self.failed(part) is not None  # without this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     old.add(found)
                     continue
                 name, self.store = found, part
+                doubted_until = time.monotonic() + late_s if over else 0.0
                 self.store.set(f"here {self.info.rank}", json.dumps(self._self()))
-            if self.store is None:
+            if self.store is None or time.monotonic() < doubted_until:
                 continue
             self._check_failed()
             if self.store.check([_BEGIN]):
@@ -203,7 +218,16 @@ class Meeting:
     def _missing(self, who: str) -> str:
         assert self.store is not None
         missing = [rank for rank in range(self.info.size) if not self.store.check([f"{who} {rank}"])]
-        return ranks_in_words([rank for rank in missing if rank != self.info.rank], self.hosts)
+        return ranks_in_words([rank for rank in missing if rank != self.info.rank] or [0], self.hosts)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Give a name to what torch raises where the store is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            first, *_ = *str(error).splitlines(), type(error).__name__
+            raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
 
     def _looks(self, missing: Callable[[], str]) -> Iterator[None]:
         """Yield for look after look; say now and then who is missing, and raise TrainingError at the timeout."""
@@ -258,31 +282,62 @@ def _store(meeting: Meeting, address: str) -> Store:
     """Return a connection to the store; rank 0 opens it, unless somebody else does."""
     info, timeout = meeting.info, timedelta(seconds=meeting.timeout_s)
     if address.startswith("file://"):
-        return dist.FileStore(address.removeprefix("file://"), info.size)  # type: ignore[attr-defined]
+        path = Path(address.removeprefix("file://"))
+        try:
+            path.open("ab").close()
+        except OSError as error:  # torch would try for minutes
+            raise UsageError(f"rendezvous {address}: {error.strerror}; name a file that all ranks can write") from error
+        return dist.FileStore(str(path), info.size)  # type: ignore[attr-defined]
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host, number = host.strip("[]"), int(port)
-    if meeting.serves:
-        ports.check(host, number)
-    else:
-        _await(meeting, host, number)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, number, None, meeting.serves, timeout, wait_for_workers=False, multi_tenant=True
-    )
+
+    def opened() -> Store:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, number, None, meeting.serves, timeout, wait_for_workers=False, multi_tenant=True
+        )
+
+    if not meeting.serves:
+        return _connected(meeting, host, number, opened)
+    ports.check(host, number)
+    return opened()
 
 
-def _await(meeting: Meeting, host: str, port: int) -> None:
-    """Wait until somebody listens: torch would wait too, without a word."""
+def _connected(meeting: Meeting, host: str, port: int, opened: Callable[[], Store]) -> Store:
+    """Return the connection that `opened` returns once somebody listens and answers.
+
+    torch waits too, without a word; and for ever for who listens and does not answer.
+    """
     info, reason = meeting.info, ""
+    answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            answers.put(opened())
+        except RuntimeError as error:
+            answers.put(error)
 
     def missing() -> str:
-        return f"{'the agent of torchrun' if info.hosted else 'rank 0'} at {host}:{port} ({reason})"
+        return f"{_listener(info)} at {host}:{port} ({reason})"
 
+    connecting = threading.Thread(target=connect, daemon=True)
     # One for each host says it, or each, where each may have a terminal of its own.
-    says = info.local_rank == 0 or info.launcher == "environment"
-    for _ in looks(meeting.timeout_s, missing, meeting.voice.say if says else None):
-        try:
-            socket.create_connection((host, port), timeout=_SAY_S).close()
-        except OSError as error:
-            reason = error.strerror or str(error)
-        else:
-            return
+    says = meeting.voice.say if info.local_rank == 0 or info.launcher == "environment" else None
+    for _ in looks(meeting.timeout_s, missing, says):
+        if not connecting.ident:
+            try:
+                socket.create_connection((host, port), timeout=_SAY_S).close()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                continue
+            reason = "somebody listens there, but does not answer"
+            connecting.start()
+        with suppress(Empty):
+            answer = answers.get(timeout=_SAY_S)
+            if isinstance(answer, RuntimeError):
+                raise answer
+            return answer
+    raise AssertionError  # looks raises
+
+
+def _listener(info: RankInfo) -> str:
+    return "the agent of torchrun" if info.hosted else "rank 0"
