@@ -111,12 +111,14 @@ def _begin(worker: Worker, folder: str, timeout_s: float) -> int:
 
 def _end(folder: str, meeting: Meeting, failure: Failure) -> NoReturn:
     """End this worker; what there is to say, the agent says."""
-    _note(failure, folder)
-    meeting.fail(failure)
-    sys.stdout.flush()
-    if failure.secondary:
-        _let_the_cause_be_seen()
-    os._exit(failure.exit_code)
+    try:
+        _note(failure, folder)
+        meeting.fail(failure)
+        sys.stdout.flush()
+        if failure.secondary:
+            _let_the_cause_be_seen()
+    finally:  # whatever becomes of its last words
+        os._exit(failure.exit_code)
 
 
 def _note(failure: Failure, folder: str) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NoReturn
 
@@ -23,6 +24,7 @@ from lockstep.runtime.peers import PeerLostError
 _REFUSE_S: Final = 4.0
 _TELL_S: Final = 2.0  # the store may be gone
 _LEAVE_S: Final = 6.0
+_END_S: Final = 10.0  # in all; a terminal may be gone, or stopped, and a disk full
 
 
 def as_rank(
@@ -42,7 +44,9 @@ def as_rank(
             try:
                 code = work(meeting)
             except PeerLostError as error:
-                meeting.end(heartbeat.cause() or failure_of(error, meeting.info, meeting.voice))
+                # Where nobody knows of a cause, as when a link between two other hosts is cut, this is all there is.
+                unexplained = replace(failure_of(error, meeting.info, meeting.voice), secondary=False)
+                meeting.end(heartbeat.cause() or unexplained)
         meeting.leave()
         return code
     except PeerFailedError as error:
@@ -77,14 +81,22 @@ def met(info: RankInfo, rendezvous: str, timeout_s: float) -> Meeting:
 
 
 def _end(meeting: Meeting, failure: Failure) -> NoReturn:
-    """End this process; tell the other ranks why, and the user what has not been said yet."""
-    first = _at_most(_TELL_S, lambda: meeting.fail(failure)) or failure
-    for line in _to_say(meeting.info, failure, first):
-        meeting.voice.announce(line)
+    """End this process, whatever becomes of its last words."""
+    try:
+        _at_most(_END_S, lambda: _take_leave(meeting, failure))
+    finally:
+        os._exit(failure.exit_code)
+
+
+def _take_leave(meeting: Meeting, failure: Failure) -> None:
+    """Tell the other ranks why this one ends, and the user what has not been said yet."""
+    first = _at_most(_TELL_S, lambda: meeting.fail(failure))
+    for line in _to_say(meeting.info, failure, first) if first else _to_say_unheard(meeting, failure):
+        with suppress(OSError):  # the terminal may be gone
+            meeting.voice.announce(line)
     _at_most(_LEAVE_S, meeting.leave)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(failure.exit_code)
 
 
 def _at_most(seconds: float, work: Callable[[], Failure | None]) -> Failure | None:
@@ -104,3 +116,12 @@ def _to_say(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
     if failure.rank == info.rank:
         return [failure.words] if by_hand or failure.text != first.text else []
     return [f"rank {info.rank} ends with it: {first.line}"] if by_hand or info.local_rank == 0 else []
+
+
+def _to_say_unheard(meeting: Meeting, failure: Failure) -> list[str]:
+    """Return what this rank says of `failure` where the ranks do not hear of each other: the store is gone."""
+    info = meeting.info
+    own = failure.rank == info.rank and not failure.secondary
+    with_rank_0 = info.rank > 0 and meeting.hosts[0] == meeting.voice.host
+    speaks = info.local_rank == int(with_rank_0)  # one for each host; where rank 0 was, which is gone, the next one
+    return [failure.words] if own or speaks or info.launcher == "environment" else []
