@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers.torchrun import check_hosts
 
-ALONE = RankInfo(rank=1, size=2, local_rank=1, local_size=2, launcher="torchrun")
 AGENT = ["python", "-m", "torch.distributed.run"]
 
 
@@ -24,10 +22,11 @@ AGENT = ["python", "-m", "torch.distributed.run"]
         (["--nnodes=1"], {"PET_NNODES": "2"}),
         (["--nnodes"], {}),
         (["--nnodes=many"], {}),
+        (["--nnodes=2"], {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3"}),  # 3 and 1
     ],
 )
 def test_so_many_hosts_will_do(words: list[str], env: dict[str, str]) -> None:
-    check_hosts(ALONE, [*AGENT, *words], env)
+    check_hosts([*AGENT, *words], env)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,10 @@ def test_so_many_hosts_will_do(words: list[str], env: dict[str, str]) -> None:
     ],
 )
 def test_fewer_hosts_than_asked_for_are_refused(words: list[str], env: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="--nnodes asks for 2 hosts, and it began with 1, as WORLD_SIZE=2 says; "):
-        check_hosts(ALONE, [*AGENT, *words], env)
+    with pytest.raises(
+        UsageError, match="--nnodes asks for 2 hosts, and it began with 1, as GROUP_WORLD_SIZE=1 says; "
+    ):
+        check_hosts([*AGENT, *words], env)
 
 
 def test_the_command_sees_what_started_it(tmp_path: Path) -> None:
@@ -52,5 +53,5 @@ def test_the_command_sees_what_started_it(tmp_path: Path) -> None:
         words, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 2
-    assert "torchrun: --nnodes asks for 2 hosts, and it began with 1, as WORLD_SIZE=1 says" in done.stderr
+    assert "torchrun: --nnodes asks for 2 hosts, and it began with 1, as GROUP_WORLD_SIZE=1 says" in done.stderr
     assert not (tmp_path / "run").exists()

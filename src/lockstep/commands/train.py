@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import detect, torchrun
 
 if TYPE_CHECKING:
@@ -31,16 +31,17 @@ def command(words: tuple[str, ...]) -> None:
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
     """
     from lockstep.config.load import load, split
+    from lockstep.config.placement import rendezvous
 
     info = detect(os.environ)
     if info is None:
         raise SystemExit(_here(load(*split(words))))
     try:
         loaded = _checked(load(*split(words)), info)
-    except UsageError as error:
+    except LockstepError as error:
         from lockstep.runtime.member import refuse
 
-        refuse(info, _rendezvous(words), error)
+        refuse(info, rendezvous(words), error)
     raise SystemExit(_as_rank(loaded, info))
 
 
@@ -69,18 +70,12 @@ def _checked(loaded: Loaded, info: RankInfo) -> Loaded:
     return loaded
 
 
-def _rendezvous(words: tuple[str, ...]) -> str:
-    """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
-    said = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
-    return said[-1] if said else "env://"
-
-
 def _check_launch(placement: Placement, info: RankInfo) -> None:
     """Raise UsageError where the launcher started another run than the one that was asked for."""
     if info.launcher == "torchrun":
         from lockstep.parent import parent_command
 
-        torchrun.check_hosts(info, parent_command(), os.environ)
+        torchrun.check_hosts(parent_command(), os.environ)
     if placement.processes not in ("auto", info.size):
         raise UsageError(
             f"placement.processes: {placement.processes} asked for, but the launcher says WORLD_SIZE={info.size}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -60,3 +61,9 @@ class Placement(Section):
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits for others before it asks who is late
     lost_after_s: PositiveFloat = 30.0  # without a sign of life a rank that another launcher started is given up
     on_stall: Literal["report", "end"] = "report"
+
+
+def rendezvous(words: Sequence[str]) -> str:
+    """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
+    said = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
+    return said[-1] if said else "env://"

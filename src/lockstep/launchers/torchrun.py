@@ -28,17 +28,18 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
 
 
-def check_hosts(info: RankInfo, agent: Sequence[str], env: Mapping[str, str]) -> None:
+def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
     """Raise UsageError where torchrun, whose command line is `agent`, began with fewer hosts than it was to wait for.
 
     An agent whose clock is ahead takes the others for dead as soon as they have come, and starts alone. It tells its
-    workers how many there are, and not how many were asked for; a command line without --nnodes asks for one.
+    workers how many agents there are, each with as many workers as it likes, and not how many were asked for; a command
+    line without --nnodes asks for one.
     """
-    fewest = _fewest(agent, env)
-    if info.size < fewest * info.local_size:
+    fewest, hosts = _fewest(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
+    if hosts < fewest:
         raise UsageError(
-            f"torchrun: --nnodes asks for {fewest} hosts, and it began with {info.size // info.local_size}, as "
-            f"WORLD_SIZE={info.size} says; it takes a host for dead whose clock is 15 s behind: set the clocks"
+            f"torchrun: --nnodes asks for {fewest} hosts, and it began with {hosts}, as "
+            f"GROUP_WORLD_SIZE={hosts} says; it takes a host for dead whose clock is 15 s behind: set the clocks"
         )
 
 
