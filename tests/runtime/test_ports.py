@@ -50,6 +50,17 @@ def test_a_free_port_is_no_trouble_and_held_by_nobody(free: int) -> None:
     assert ports.holder(free) == ""
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_a_name_that_has_ipv6_alone_can_be_listened_at(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = socket.getaddrinfo
+
+    def found(host: str, port: int, **_: object) -> object:
+        return known("::1" if host == "six" else host, port, type=socket.SOCK_STREAM)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    assert ports.trouble("six", free) == ""
+
+
 def test_the_holder_of_a_port_is_named(other: tuple[int, int]) -> None:
     pid, port = other
     held = f"Address already in use by pid {pid} ({sys.executable} -c import socket, sys; server = "

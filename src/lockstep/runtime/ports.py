@@ -31,9 +31,11 @@ def trouble(host: str, port: int) -> str:
         return "ports go from 1 to 65535; choose another port"
     try:
         for address in (host, ""):
-            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            found = socket.getaddrinfo(address or "0.0.0.0", port, type=socket.SOCK_STREAM)
+            family, *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may have IPv6 alone
+            with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, port))
+                probe.bind(place)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return f"{error.strerror}; name an address of rank 0's host, or another port"
