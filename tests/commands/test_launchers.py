@@ -180,6 +180,25 @@ def test_ranks_with_different_recipes_do_not_train(start, port):
     assert all("): seed: 1, not 0; start all ranks with the same" in each.err for each in commands)
 
 
+def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_path, port):
+    """Each host has a run folder of its own, and in them are different runs."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for seed, host in enumerate(("a", "b")):
+        (tmp_path / host).mkdir()
+        words = ("train", *DIGITS, f"recipe.seed={seed}", "recipe.microbatches=4", "run.dir=run")
+        assert server.start("train", words, tmp_path / host, {}).wait() == 0
+    for words, told in (
+        (("train", *DIGITS, "recipe.microbatches=4", "run.dir=run"), "run/checkpoints/step-00000023: rank 1 differs"),
+        (("eval", "run"), "weights: rank 1 ("),
+    ):
+        ranks = [
+            server.start(f"{words[0]}-{rank}", words, tmp_path / host, {**env, "RANK": str(rank)})
+            for rank, host in enumerate(("a", "b"))
+        ]
+        assert [rank.wait() for rank in ranks] == [2, 2]
+        assert all(told in rank.err for rank in ranks)
+
+
 def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, reference, port):
     hold("run", 7)
     commands = by_hand(3, "run.save_every.steps=5", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -75,7 +75,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     stop = StopRequest()
     device = choose_device(placement.device, info)
     microbatches = recipe.microbatches or info.size
-    meeting.compare(_started_with(loaded, microbatches, device))
+    meeting.compare(started_with(loaded, microbatches, device))
     check_placement(loaded.config, info.size, microbatches)
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
     place = f"{place}  host {meeting.voice.host}  device {device}\n"
@@ -99,7 +99,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     return code
 
 
-def _started_with(loaded: Loaded, microbatches: int, device: torch.device) -> dict[str, Any]:
+def started_with(loaded: Loaded, microbatches: int, device: torch.device) -> dict[str, Any]:
     """Return what has to be the same on all ranks, as far as it is known before the data is opened."""
     return {
         "recipe": comparable(write.values(loaded.config.recipe)) | {"microbatches": microbatches},
@@ -269,6 +269,8 @@ class _Training:
         return comparable(write.values(self.loaded.config.recipe)) | {"microbatches": self.start.microbatches}
 
     def _resume(self, path: Path) -> None:
+        # Where hosts have run folders of their own, another run's may lie at the same place.
+        self.world.compare({str(path): asdict(checkpoint.manifest(path))})
         snapshot = checkpoint.read(path)
         self.progress = Progress(**snapshot.state["progress"])
         self.weights = checkpoint.manifest(path).weights_sha256

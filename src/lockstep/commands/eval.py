@@ -35,12 +35,13 @@ def command(checkpoint: str, overrides: tuple[str, ...]) -> None:
 
 def _as_rank(info: RankInfo, path: str, overrides: tuple[str, ...]) -> int:
     """Evaluate as one rank of those that another launcher started."""
+    from lockstep.config.placement import rendezvous
     from lockstep.runtime.member import as_rank, refuse
 
     try:
         _, loaded = _open(path, overrides)
     except LockstepError as error:
-        refuse(info, "env://", error)
+        refuse(info, rendezvous(overrides), error)
     placement = loaded.config.placement
     return as_rank(
         info,
@@ -69,7 +70,7 @@ def _here(path: str, overrides: tuple[str, ...]) -> int:
     for problem in found.problems:
         click.echo(f"warning: {problem}", err=True)
     if count == 1:
-        return _evaluate(loaded, found, ready, alone())
+        return _evaluate_as(alone(), path, overrides, found, ready)
     method = _setup.start_method(loaded.config.placement)
     shared = (found, ready) if method == "fork" else (None, None)
     return run_workers(partial(_worker, path, overrides, *shared), count, method, loaded.config.placement.timeout_s)
@@ -88,9 +89,19 @@ def _evaluate_as(
     ready: Setup | None = None,
 ) -> int:
     from lockstep.commands import _setup
+    from lockstep.commands._training import started_with
+    from lockstep.runtime.memory import keep_freed_memory
+    from lockstep.runtime.precision import fix_kernels
+    from lockstep.runtime.world import choose_device
+    from lockstep.training import checkpoint
 
     opened, loaded = _open(path, overrides, found)
+    fix_kernels(loaded.config.recipe.threads)
+    keep_freed_memory()
+    facts = started_with(loaded, _microbatches(opened), choose_device(loaded.config.placement.device, meeting.info))
+    meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
     ready = ready or _setup.setup(loaded.config.recipe, _microbatches(opened))
+    meeting.compare(_setup.data_facts(ready))
     return _evaluate(loaded, opened, ready, meeting)
 
 
@@ -118,15 +129,11 @@ def _evaluate(loaded: Loaded, found: Found, ready: Setup, meeting: Meeting) -> i
     from lockstep.commands._setup import evaluation_batch, start
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
-    from lockstep.runtime.memory import keep_freed_memory
-    from lockstep.runtime.precision import fix_kernels
     from lockstep.runtime.world import choose_device, open_world
     from lockstep.training import checkpoint
     from lockstep.training.loop import Progress
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    fix_kernels(recipe.threads)
-    keep_freed_memory()
     world = open_world(meeting, choose_device(placement.device, meeting.info))
     microbatches = _microbatches(found)
     _, place, engine = start(ready, placement, world, microbatches)
