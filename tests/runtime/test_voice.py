@@ -5,8 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from lockstep.core.rank import RankInfo
+from lockstep.runtime.voice import Voice
+
 SPEAKS = """
-import os, sys
+import contextlib, os, sys
 from pathlib import Path
 from lockstep.core.rank import RankInfo
 from lockstep.runtime.voice import Voice
@@ -19,18 +24,24 @@ with voice.logged(Path("logs") / f"rank-{rank}.log") as log:
     log.write("noted\\n")
     voice.say("loud")
     sys.stdout.flush()
-    os.write(2, b"native\\n")
+    with contextlib.suppress(OSError):
+        os.write(2, b"native\\n")
 print("after")
 voice.say("last")
 """
 
 
-def spoken(folder: Path, rank: int, size: int) -> tuple[list[str], list[str], list[str]]:
-    """Return the lines on standard output, on standard error and in the log."""
+def speak(folder: Path, rank: int, size: int) -> tuple[list[str], list[str]]:
+    """Return the lines on standard output and on standard error."""
     words = [sys.executable, "-c", SPEAKS, str(rank), str(size)]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
-    log = (folder / "logs" / f"rank-{rank}.log").read_text(encoding="utf-8")
-    return done.stdout.splitlines(), done.stderr.splitlines(), log.splitlines()
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def spoken(folder: Path, rank: int, size: int) -> tuple[list[str], list[str], list[str]]:
+    """Return the lines on standard output, on standard error and in the log."""
+    said = speak(folder, rank, size)
+    return *said, (folder / "logs" / f"rank-{rank}.log").read_text(encoding="utf-8").splitlines()
 
 
 def test_rank_0_prints_on_the_terminal_and_into_its_log(tmp_path: Path) -> None:
@@ -56,3 +67,30 @@ def test_a_log_is_added_to_and_one_process_needs_no_name(tmp_path: Path) -> None
     _, err, log = spoken(tmp_path, 0, 1)
     assert log == first * 2
     assert "loud" in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("trouble", ["File exists", "No space left on device"])
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path, rank: int, trouble: str) -> None:
+    if trouble == "File exists":
+        (tmp_path / "logs").touch()
+    else:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / f"rank-{rank}.log").symlink_to("/dev/full")
+    out, err = speak(tmp_path, rank, 2)
+    name = f"[rank {rank} of 2, {os.uname().nodename}]"
+    assert out[-1] == "after"
+    assert err[-2:] == [f"{name} warning: logs/rank-{rank}.log: the log has gaps: {trouble}", f"{name} last"]
+
+
+def test_who_writes_into_a_closed_log_writes_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that prints its traceback when the log is closed must not write into what was opened since."""
+    monkeypatch.chdir(tmp_path)
+    with Voice(RankInfo(0, 1, 0, 1, "none")).logged(Path("log")) as log:
+        log.write("in time\n")
+        number = log.fileno()
+    other = os.open("other", os.O_WRONLY | os.O_CREAT)
+    assert other == number
+    log.write("too late\n")
+    os.close(other)
+    assert [(tmp_path / name).read_text() for name in ("log", "other")] == ["in time\n", ""]

@@ -25,7 +25,7 @@ from lockstep.config import load as loading
 from lockstep.config import write
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import ConfigError, TrainingError, UsageError
 from lockstep.runtime import machine
 from lockstep.training import checkpoint, durable
 from lockstep.training.lock import Lock, lock
@@ -78,14 +78,20 @@ def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
     """Write config.yaml, with the micro-batches that the run began with, and environment.json."""
     resolved = _with_microbatches(loaded, microbatches)
     (folder / RESULT).unlink(missing_ok=True)
-    durable.replace(folder / CONFIG, loading.to_yaml(resolved).encode())
-    environment = json.dumps(machine.environment(), indent=1, sort_keys=True) + "\n"
-    durable.replace(folder / ENVIRONMENT, environment.encode())
+    _write(folder / CONFIG, loading.to_yaml(resolved))
+    _write(folder / ENVIRONMENT, json.dumps(machine.environment(), indent=1, sort_keys=True) + "\n")
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
     """Write result.json: how the last start of the run ended. It is gone while the run goes on."""
-    durable.replace(folder / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+    _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        durable.replace(path, text.encode())
+    except OSError as error:
+        raise TrainingError(f"{path}: not written: {error.strerror}") from error
 
 
 def _with_microbatches(loaded: Loaded, microbatches: int | None) -> Loaded:

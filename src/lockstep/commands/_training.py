@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.core.shard import whole
 from lockstep.data.loader import Loader
-from lockstep.errors import EXIT_DONE
+from lockstep.errors import EXIT_DONE, TrainingError
 from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures, last_step
@@ -170,8 +170,7 @@ class _Training:
         code = EXIT_DONE
         with self._sinks() as sinks:
             for event in self._events(stop):
-                for sink in sinks:
-                    sink.write(event, time.time())
+                self._write(event, sinks)
                 if isinstance(event, Saved):
                     self.weights = event.weights_sha256
                 if isinstance(event, Stopped):
@@ -182,6 +181,14 @@ class _Training:
         self.saver.close()
         self.engine.close()
         return code
+
+    def _write(self, event: Event, sinks: Iterable[Sink]) -> None:
+        now = time.time()
+        try:
+            for sink in sinks:
+                sink.write(event, now)
+        except OSError as error:
+            raise TrainingError(f"{self.start.folder}: event not written: {error.strerror}") from error
 
     def _conclude(self, event: Stopped | Done, code: int) -> None:
         """Leave what the exit code says in the run folder: torchrun makes 1 of every code that is not 0."""

@@ -20,5 +20,8 @@ def write(path: Path, nccl: bool) -> bool:
         return False
     if not record.get("entries"):
         return False
-    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    try:
+        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except OSError:  # a full disk is no reason to end, nor to keep silent about the rest
+        return False
     return True

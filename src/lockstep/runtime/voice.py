@@ -6,8 +6,9 @@ import io
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, final
 
@@ -31,39 +32,79 @@ class Voice:
     def announce(self, text: str) -> None:
         """Write `text` to the terminal and into this rank's log."""
         line = f"{text}\n"
-        sys.stderr.flush()
-        os.write(self._terminal, line.encode())
+        with suppress(OSError):  # a terminal that is gone
+            sys.stderr.flush()
+            os.write(self._terminal, line.encode())
         if self.log is not None:
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(line)
+            with _Log(self.log) as log:
+                log.write(line)
 
     @contextmanager
     def logged(self, path: Path) -> Iterator[TextIO]:
         """While the block runs, let what this process prints go to the file: of rank 0 a copy, of others all of it.
 
-        What native libraries print goes there too, but that of rank 0. The file, which is yielded, is appended to.
+        What native libraries print goes there too, but that of rank 0. The file, which is yielded, is appended to. One
+        that cannot be written, on a full disk for example, ends no run: it has gaps, and that is said in the end.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.log = path
-        with path.open("a", encoding="utf-8", buffering=1) as file:
-            if self._info.rank == 0:
-                with _copied_to(file):
-                    yield file
-            else:
-                with _moved_to(file):
-                    yield file
+        with _Log(path) as log:
+            redirected = _copied_to(log) if self._info.rank == 0 else _moved_to(log)
+            with redirected:
+                yield log
+        if log.trouble:
+            self.say(f"warning: {path}: the log has gaps: {log.trouble}")
+
+
+@final
+class _Log(io.TextIOBase, TextIO):
+    """A file that is appended to, as far as that can be; `trouble` says why not.
+
+    A thread may write yet when it is closed, and by then the number of its descriptor may be that of another file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.trouble = ""
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+            self._descriptor = os.open(os.devnull, os.O_WRONLY)
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            try:
+                if self._descriptor >= 0:
+                    os.write(self._descriptor, text.encode(errors="replace"))
+            except OSError as error:
+                self.trouble = error.strerror or str(error)
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+        super().close()
 
 
 @final
 class _Both(io.TextIOBase):
-    """Writes to a stream and to a file; in everything else it is the stream."""
+    """Writes to a stream and to a log; in everything else it is the stream."""
 
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
+    def __init__(self, stream: TextIO, log: _Log) -> None:
         self._stream = stream
-        self._file = file
+        self._log = log
 
     def write(self, text: str, /) -> int:
-        self._file.write(text)
+        self._log.write(text)
         return self._stream.write(text)
 
     def flush(self) -> None:
@@ -90,9 +131,9 @@ def tagged(rank: int, size: int, host: str, text: str) -> str:
 
 
 @contextmanager
-def _copied_to(file: TextIO) -> Iterator[None]:
+def _copied_to(log: _Log) -> Iterator[None]:
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Both(before[0], file), _Both(before[1], file)
+    sys.stdout, sys.stderr = _Both(before[0], log), _Both(before[1], log)
     try:
         yield
     finally:
@@ -100,19 +141,21 @@ def _copied_to(file: TextIO) -> Iterator[None]:
 
 
 @contextmanager
-def _moved_to(file: TextIO) -> Iterator[None]:
-    """Point the descriptors of standard output and error to the file, for native code too."""
+def _moved_to(log: _Log) -> Iterator[None]:
+    """Let the streams be the log, and point the descriptors behind them to it, for native code."""
+    streams = sys.stdout, sys.stderr
     before = [(number, os.dup(number)) for number in (1, 2)]
     _flush()
+    sys.stdout = sys.stderr = log
     for number, _ in before:
-        os.dup2(file.fileno(), number)
+        os.dup2(log.fileno(), number)
     try:
         yield
     finally:
-        _flush()
         for number, kept in before:
             os.dup2(kept, number)
             os.close(kept)
+        sys.stdout, sys.stderr = streams
 
 
 def _flush() -> None:
