@@ -1,5 +1,6 @@
 """The same command under other launchers: the same bits, the same endings, and mistakes told before ranks meet."""
 
+import shutil
 import signal
 import socket
 import sys
@@ -8,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DIGITS
+from conftest import DIGITS, FOLDER
 from forked import Command, events, program, steps
 from held import HOLD, hold
+from PIL import Image
 
 # One layer, because each process of these launchers imports for itself what its model needs.
 LINEAR = (*DIGITS, 'recipe.model={name: "held:linear"}', "run.dir=run", "run.save_every.steps=5")
@@ -197,6 +199,29 @@ def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_pat
         ]
         assert [rank.wait() for rank in ranks] == [2, 2]
         assert all(told in rank.err for rank in ranks)
+
+
+def test_another_instruction_set_is_told(tmp_path, monkeypatch, port):
+    """Which gives other bits; here by the variable by which torch can be told to do without."""
+    monkeypatch.chdir(tmp_path)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [sys.executable, "-m", "lockstep", "train", *LINEAR]
+    own = [{"RANK": "0"}, {"RANK": "1", "ATEN_CPU_CAPABILITY": "default"}]
+    ranks = [program(f"rank-{rank}", words, tmp_path, {**env, **own[rank]}) for rank in (0, 1)]
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    told = "error: versions of the libraries, CPU or threads: rank 1 ("
+    assert all(told in rank.err and "cpu_capability: DEFAULT, not " in rank.err for rank in ranks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_data_are_told(start, images, port):
+    shutil.copytree(images, "other")
+    Image.new("RGB", (12, 10), (9, 9, 9)).save("other/train/cat/0.jpg")
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    roots = ["recipe.data.root=images", "recipe.data.root=other"]
+    commands = [start("train", *FOLDER, root, "run.dir=run", RANK=str(rank), **env) for rank, root in enumerate(roots)]
+    assert [command.wait() for command in commands] == [2, 2]
+    assert all("error: data: rank 1 (" in each.err and "samples: [" in each.err for each in commands)
 
 
 def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, reference, port):
