@@ -753,7 +753,7 @@ KINDS: dict[str, Fault] = {
     "slurm-warned": slurm_warned,
     "slurm-requeued": slurm_requeued,
 }
-SLOW = (  # they take half a minute; in a soak they are a third as likely as others
+SLOW = (  # they take half a minute, and are rarer in a soak
     "torchrun-worker-killed",
     "rank-stopped",
     "host-killed",
@@ -765,4 +765,4 @@ SLOW = (  # they take half a minute; in a soak they are a third as likely as oth
     "slurm-requeued",
     "ctrl-c",
 )
-LONG = ("rank-asleep-60-s",)  # left out of a soak, where a shorter one of the kind is
+LONG = ("rank-asleep-60-s",)  # once in a soak, and left out of the tests, where a shorter one of the kind is

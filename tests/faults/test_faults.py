@@ -1,6 +1,6 @@
-"""Every kind of fault of scripts/faults.py, once: the run ends as if nothing had happened, and no process is left.
+"""Every kind of fault of scripts/faults.py befalls one run, which ends as if nothing had happened; no process is left.
 
-A proof with figures is `scripts/prove-faults`, of all of them and of a soak; here is one seed of each but the longest.
+The proof with figures is `scripts/prove-faults`, of a run for each and of a soak; here is one of each but the longest.
 """
 
 import json
@@ -22,8 +22,7 @@ from component import require, require_etcd, require_hosts, require_slurm  # noq
 HEARD_S = {"worker-killed": 10, "rank-by-hand-killed": 15, "link-cut": 30, "host-killed": 30, "out-of-memory": 60}
 
 
-@pytest.fixture(autouse=True)
-def components() -> None:
+def require_all() -> None:
     require_hosts()
     require_etcd()
     require_slurm()
@@ -39,25 +38,39 @@ def proved(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]], str]:
     return done.returncode, rows, done.stdout + done.stderr
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", [name for name in faults.KINDS if name not in faults.LONG])
-def test_a_run_survives(name: str, tmp_path: Path) -> None:
-    code, rows, said = proved(tmp_path, name)
+@pytest.fixture(scope="module")
+def run_of_all(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]], str]:
+    """Return the proof of one run that every kind of fault befell, one after the other."""
+    require_all()
+    return proved(tmp_path_factory.mktemp("faults"), "--each")
+
+
+@pytest.mark.timeout(900)
+def test_a_run_that_all_of_them_befell_ends_as_the_undisturbed_one(run_of_all: Any) -> None:
+    code, rows, said = run_of_all
     assert code == 0, said
-    [row] = rows
-    assert (row["fault"], row["same"], row["survivors"]) == (name, True, [])
+    assert [row["fault"] for row in rows] == [name for name in faults.KINDS if name not in faults.LONG]
+    assert {(row["same"], len(row["sha256"])) for row in rows} == {(True, 64)}
+    assert said.count("; by itself: scripts/prove-faults ") == len(rows)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in faults.KINDS if name not in faults.LONG])
+def test_the_user_hears_of_it_and_no_process_is_left(run_of_all: Any, name: str) -> None:
+    [row] = [row for row in run_of_all[1] if row["fault"] == name]
+    assert row["survivors"] == []
     assert row["told"]
     if name in HEARD_S:
-        assert row["detected_s"] < HEARD_S[name], said
+        assert row["detected_s"] < HEARD_S[name], row
 
 
-@pytest.mark.timeout(400)
-def test_one_run_survives_several(tmp_path: Path) -> None:
-    code, rows, said = proved(tmp_path, "--soak", "3", "worker-killed", "bit-flipped", "asked-to-stop")
+@pytest.mark.timeout(200)
+def test_a_fault_can_be_had_by_itself(tmp_path: Path) -> None:
+    require_all()
+    code, rows, said = proved(tmp_path, "bit-flipped", "--seed", "3")
     assert code == 0, said
-    assert [row["seed"] for row in rows] == [0, 1, 2]
-    assert len({row["sha256"] for row in rows}) == 1
-    assert said.count("by itself: scripts/prove-faults ") == 3
+    assert [(row["fault"], row["seed"], row["same"]) for row in rows] == [("bit-flipped", 3, True)]
+    assert "warning: run/checkpoints/step-" in said
 
 
 @pytest.mark.timeout(400)
