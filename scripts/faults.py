@@ -752,7 +752,11 @@ KINDS: dict[str, Fault] = {
     "slurm-warned": slurm_warned,
     "slurm-requeued": slurm_requeued,
 }
-SLOW = (  # they take half a minute, and are rarer in a soak
+SLOW = (  # they take ten seconds to half a minute, and are rarer in a soak
+    "rank-asleep",
+    "rank-by-hand-killed",
+    "bit-flipped",
+    "clock-behind",
     "torchrun-worker-killed",
     "rank-stopped",
     "host-killed",
