@@ -64,7 +64,7 @@ def claim(loaded: Loaded) -> Claim:
     A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
     """
     run = loaded.config.run
-    folder = Path(run.dir) if run.dir else _fresh(loaded.name)
+    folder = Path(run.dir) if run.dir else fresh(loaded.name)
     held = _locked(folder)
     try:
         checkpoint_path, notes = _beginning(loaded, folder)
@@ -109,7 +109,8 @@ def _locked(folder: Path) -> Lock:
         raise UsageError(f"run.dir {folder}: cannot be used: {error.strerror}; choose another run.dir") from error
 
 
-def _fresh(name: str) -> Path:
+def fresh(name: str) -> Path:
+    """Return a folder that is not there yet, for a run that begins now."""
     time = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = (f"{name}-{time}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,7 @@ def command(
     lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
     """
     loaded = _checked(words, nodes * processes_per_node)
-    run = Path(loaded.config.run.dir or _fresh(loaded.name))
+    run = _run(loaded)
     job = Job(
         _whole(words, loaded, run, nodes * processes_per_node), python, nodes, processes_per_node, options=options
     )
@@ -90,10 +89,11 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
     return loaded
 
 
-def _fresh(name: str) -> str:
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = (f"runs/{name}-{stamp}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
-    return next(each for each in names if not Path(each).exists())
+def _run(loaded: Loaded) -> Path:
+    """Return the run folder, which each start of the job is to go on in."""
+    from lockstep.commands import _folder
+
+    return Path(loaded.config.run.dir) if loaded.config.run.dir else _folder.fresh(loaded.name)
 
 
 def _whole(words: tuple[str, ...], loaded: Loaded, run: Path, processes: int) -> tuple[str, ...]:
