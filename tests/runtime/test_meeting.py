@@ -229,7 +229,7 @@ def test_differences_name_ranks_hosts_and_values() -> None:
     ]
 
 
-def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any]) -> list[Any]:
+def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: float = 30.0) -> list[Any]:
     """Do `work` in each rank with its heartbeat; what ends a rank at once is noted in place of an answer."""
     ends: dict[int, Failure] = {}
 
@@ -244,7 +244,7 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any]) -> list[Any]:
 
         meeting = Meeting(info, 20.0, note)
         meeting.join(infos[1])
-        heartbeat = Heartbeat(meeting, 2.0)
+        heartbeat = Heartbeat(meeting, patience_s)
         with heartbeat:
             return work(meeting, heartbeat) or (ended.wait(15) and ends[info.rank])
 
@@ -271,7 +271,7 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(infos: Any) -> None:
         time.sleep(4)
         return "silent" if meeting.info.rank == 1 else "waited"
 
-    first, silent, _ = beating(infos, work)
+    first, silent, _ = beating(infos, work, patience_s=2.0)
     assert silent == "silent"
     assert first.rank == 1
     assert first.text == "error: nothing heard of it for 2 s: killed, stopped or cut off"
