@@ -1,6 +1,7 @@
 """Runs that are told to stop, or killed: what they save, the code they end with, and that nothing of them is left."""
 
 import os
+import re
 import pty
 import signal
 from collections.abc import Iterator
@@ -102,8 +103,10 @@ def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temp
     line, log = command.err.splitlines()
     assert line.startswith(f"[rank {rank} of 3, ")
     assert log == f"  its log: run/logs/rank-{rank}.log"
-    assert "] error: was killed by SIGKILL (it had up to " in line
-    assert " MiB); the other ranks were stopped." in line
+    # What memory it had is looked at twice a second, and so may not be known yet.
+    assert re.search(
+        r"\] error: was killed by SIGKILL( \(it had up to \d+ MiB\))?; the other ranks were stopped\.", line
+    )
     assert command.left() == []
     assert_goes_on(run, finished, 2)
 
