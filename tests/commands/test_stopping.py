@@ -1,8 +1,8 @@
 """Runs that are told to stop, or killed: what they save, the code they end with, and that nothing of them is left."""
 
 import os
-import re
 import pty
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
