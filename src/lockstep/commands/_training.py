@@ -19,7 +19,6 @@ from lockstep.commands import _folder
 from lockstep.commands._setup import (
     Setup,
     check_cut,
-    check_placement,
     comparable,
     data_facts,
     evaluation_batch,
@@ -76,7 +75,6 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     device = choose_device(placement.device, info)
     microbatches = recipe.microbatches or info.size
     meeting.compare(started_with(loaded, microbatches, device))
-    check_placement(loaded.config, info.size, microbatches)
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
     place = f"{place}  host {meeting.voice.host}  device {device}\n"
     terminal = sys.stdout
@@ -89,7 +87,8 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
         if ready is None:
             ready = setup(recipe, microbatches)
             check_cut(ready, loaded.config, info.size)
-        meeting.compare(data_facts(ready))
+        if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
+            meeting.compare(data_facts(ready))
         world = open_world(meeting, device)
         training = _Training(loaded, ready, world, agreed, (terminal, log))
         tell, record = _on_stall(meeting, placement), partial(_record, agreed.folder, world)
