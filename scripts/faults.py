@@ -257,13 +257,7 @@ def launcher_killed(run: Run, choose: random.Random) -> Seen:
     """SIGKILL to `lockstep train` itself; its workers end with it."""
     count = choose.choice([1, 2, 3])
     job = run.local(count)
-    _begin(run, choose, job)
-    run.fault()
-    job.process.kill()
-    job.wait(-signal.SIGKILL)
-    seen = Seen(f"{count} processes", run.at, "Killed (by the shell)", time.time() - run.at)
-    seen.survivors = run.survivors()
-    return seen
+    return _first_process_killed(run, choose, job, f"{count} processes")
 
 
 def asked_to_stop(run: Run, choose: random.Random) -> Seen:
@@ -297,26 +291,14 @@ def worker_killed_under_torchrun(run: Run, choose: random.Random) -> Seen:
 def agent_killed(run: Run, choose: random.Random) -> Seen:
     """SIGKILL to torchrun; its workers end with it."""
     job = run.start([*_torchrun("--standalone"), *run.train()])
-    _begin(run, choose, job)
-    run.fault()
-    job.process.kill()
-    job.wait(-signal.SIGKILL)
-    seen = Seen("2 processes", run.at, "Killed (by the shell)", time.time() - run.at)
-    seen.survivors = run.survivors()
-    return seen
+    return _first_process_killed(run, choose, job, "2 processes")
 
 
 def mpirun_killed(run: Run, choose: random.Random) -> Seen:
     """SIGKILL to Open MPI's mpirun or MPICH's mpiexec; the ranks end with it."""
     name = choose.choice(["mpirun", "mpiexec"])
     job = run.start([*_LAUNCHERS[name], *LOCKSTEP, *run.train()], **_AS_ROOT)
-    _begin(run, choose, job)
-    run.fault()
-    job.process.kill()
-    job.wait(-signal.SIGKILL)
-    seen = Seen(f"{name} -n 2", run.at, "Killed (by the shell)", time.time() - run.at)
-    seen.survivors = run.survivors()
-    return seen
+    return _first_process_killed(run, choose, job, f"{name} -n 2")
 
 
 def ctrl_c(run: Run, choose: random.Random) -> Seen:
@@ -602,6 +584,17 @@ def etcd_gone(run: Run, choose: random.Random) -> Seen:
     os.kill(etcd, signal.SIGKILL)
     seen = run.seen("", job, r".*(etcd|Etcd).*")
     job.wait()
+    return seen
+
+
+def _first_process_killed(run: Run, choose: random.Random, job: Job, how: str) -> Seen:
+    """Kill the process that was started while it trains; what it started is to end with it."""
+    _begin(run, choose, job)
+    run.fault()
+    job.process.kill()
+    job.wait(-signal.SIGKILL)
+    seen = Seen(how, run.at, "Killed (by the shell)", time.time() - run.at)
+    seen.survivors = run.survivors()
     return seen
 
 
