@@ -143,6 +143,13 @@ def test_a_start_that_was_over_is_believed_in_the_end(infos: Any, monkeypatch: p
         Meeting(infos[0][2], 20.0, end).join(infos[1])
 
 
+@pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
+def test_who_comes_to_a_start_that_failed_hears_why_before_its_time_is_up(infos: Any) -> None:
+    each(([replace(info, size=4 - info.rank) for info in infos[0][:2]], infos[1]), lambda _: None)
+    with pytest.raises(PeerFailedError, match=r"WORLD_SIZE: rank 1 .* as one of 3 ranks, rank 0 .* as one of 4"):
+        Meeting(infos[0][2], 1.0, end).join(infos[1])
+
+
 def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -175,7 +182,8 @@ def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) 
     assert said[0] == f"[rank 0 of 3, {socket.gethostname()}] has waited 2 s for rank 2"
 
 
-def test_another_number_of_ranks_is_told_to_all(infos: Any) -> None:
+def test_another_number_of_ranks_is_told_to_all(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)  # a thread that comes after the failure waits for a new start
     ranks = [*infos[0][:2], replace(infos[0][2], size=4)]
     errors = each((ranks, infos[1]), lambda _: None)
     assert isinstance(errors[0], UsageError)
@@ -244,9 +252,14 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: f
 
         meeting = Meeting(info, 20.0, note)
         meeting.join(infos[1])
-        heartbeat = Heartbeat(meeting, patience_s)
-        with heartbeat:
-            return work(meeting, heartbeat) or (ended.wait(15) and ends[info.rank])
+        try:
+            with Heartbeat(meeting, patience_s) as heartbeat:
+                if answer := work(meeting, heartbeat):
+                    return answer
+                assert ended.wait(15)
+                raise Ended(ends[info.rank])  # leaves as a process does that is ended: without a word to the others
+        except Ended as error:
+            return error.failure
 
     with ThreadPoolExecutor(len(infos[0])) as pool:
         return list(pool.map(one, infos[0]))

@@ -148,7 +148,7 @@ class Meeting:
             if self.info.rank == 0:
                 self._gather(base)
             else:
-                self._follow(base, 0.0 if own else _LATE_S)
+                self._follow(base, 0.0 if own else min(_LATE_S, self.timeout_s))
 
     def _gather(self, base: Store) -> None:
         name = uuid.uuid4().hex
@@ -181,8 +181,7 @@ class Meeting:
                 self.store.set(f"here {self.info.rank}", json.dumps(self._self()))
             if self.store is None or time.monotonic() < doubted_until:
                 continue
-            self._check_failed()
-            if self.store.check([_BEGIN]):
+            if self._come(_BEGIN):
                 begun = json.loads(self.store.get(_BEGIN))
                 self._check_size(0, begun, str(self.info.rank))
                 self.hosts = tuple(begun["hosts"])
@@ -206,14 +205,17 @@ class Meeting:
         """Wait for `key`, which is there once `who RANK` is of every rank that has to say something."""
         assert self.store is not None
         for _ in self._looks(lambda: self._missing(who)):
-            if self.store.check([key]):
+            if self._come(key):
                 return
-            self._check_failed()
 
-    def _check_failed(self) -> None:
-        failure = self.failed()
-        if failure is not None:
+    def _come(self, key: str) -> bool:
+        """Return whether `key` is there; raise PeerFailedError if another rank failed without it."""
+        assert self.store is not None
+        failure = self.failed()  # looked for first: who says `key` and then fails has said it
+        come: bool = self.store.check([key])
+        if failure is not None and not come:
             raise PeerFailedError(failure)
+        return come
 
     def _missing(self, who: str) -> str:
         assert self.store is not None
