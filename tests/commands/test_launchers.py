@@ -115,8 +115,9 @@ def test_variables_by_hand(by_hand, reference, port):
     assert [command.err for command in commands] == ["", ""]
 
 
-def test_rendezvous_at_an_address(by_hand, reference, port):
-    commands = by_hand(3, f"placement.rendezvous=tcp://127.0.0.1:{port}")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_rendezvous_at_an_address(by_hand, reference, port, host):
+    commands = by_hand(3, f"placement.rendezvous=tcp://{host}:{port}")
     assert [command.wait() for command in commands] == [0, 0, 0]
     assert commands[0].sha256 == reference
 

@@ -53,7 +53,7 @@ class Placement(Section):
     rendezvous: Annotated[
         str,
         Field(
-            pattern=r"^(env://|tcp://[^/:]+:\d+|file:///.+)$",
+            pattern=r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):\d+|file:///.+)$",
             description="env://, tcp://HOST:PORT or file:///PATH",
         ),
     ] = "env://"
