@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lockstep.core.rank import RankInfo, meeting_place, ranks_in_words
 from lockstep.errors import TrainingError, UsageError
 from lockstep.runtime import ports
+from lockstep.runtime.doing import Doing
 from lockstep.runtime.failure import Failure, PeerFailedError, RanksDifferError, from_json
 from lockstep.runtime.peers import PeerLostError
 from lockstep.runtime.voice import Voice
@@ -50,6 +51,7 @@ class Meeting:
     """The ranks of a start, from `join` to `leave`.
 
     `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
+    `doing` tells, on any thread, what this rank does; whoever works with the ranks that have met replaces it.
     """
 
     def __init__(self, info: RankInfo, timeout_s: float, end: Callable[[Meeting, Failure], NoReturn]) -> None:
@@ -60,6 +62,7 @@ class Meeting:
         self.timeout_s = timeout_s
         self.store: Store | None = None
         self.hosts: tuple[str, ...] = (voice.host,)
+        self.doing: Callable[[], Doing] = Doing
         self.serves = False  # this process is where the others ask
         self._exchanges = 0
 

@@ -1,0 +1,23 @@
+"""What a rank does, in the words in which others hear of it: those that wait for it, or that have lost it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["setting up", "training", "evaluating", "saving", "ending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """The phase that a rank is in, after so many steps."""
+
+    phase: Phase = "setting up"
+    step: int = 0
+
+    @property
+    def words(self) -> str:
+        """Such as `setting up`, `in step 5`, `evaluating after step 5`."""
+        if self.phase == "setting up":
+            return self.phase
+        return f"in step {self.step + 1}" if self.phase == "training" else f"{self.phase} after step {self.step}"
