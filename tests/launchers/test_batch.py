@@ -106,10 +106,16 @@ def test_what_cannot_be_is_told_all_at_once() -> None:
     ]
 
 
-def run(folder: Path, text: str, srun: str, squeue: str = "exit 1") -> subprocess.CompletedProcess[str]:
-    """Run a script in `folder` with programs that stand in for Slurm's; what scontrol is told is in `asked`."""
+def run(
+    folder: Path, text: str, srun: str, squeue: str = "exit 1", scontrol: str = "true"
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in `folder` with programs that stand in for others.
+
+    What scontrol is told is in `asked`, and how long the script meant to sleep in `slept`.
+    """
     (folder / "bin").mkdir(exist_ok=True)
-    for name, body in {"srun": srun, "squeue": squeue, "scontrol": 'echo "$@" > asked'}.items():
+    programs = {"srun": srun, "squeue": squeue, "scontrol": f'echo "$@" >> asked; {scontrol}'}
+    for name, body in (programs | {"sleep": 'echo "$1" >> slept'}).items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
         (folder / "bin" / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
@@ -126,7 +132,6 @@ def run(folder: Path, text: str, srun: str, squeue: str = "exit 1") -> subproces
         (130, STOPPED.replace("USR1", "INT"), "RUNNING N/A", False),
         (75, STOPPED, "COMPLETING N/A", False),  # cancelled after the warning
         (75, STOPPED.replace("USR1", "TERM"), "COMPLETING N/A", False),  # cancelled
-        (75, STOPPED, "", False),  # Slurm does not answer
         (75, STOPPED.replace("stopped", "saved"), "RUNNING N/A", False),
         (1, '{"event": "step"}', "RUNNING N/A", False),
         (138, "", "RUNNING N/A", False),  # the warning came before training began
@@ -143,6 +148,41 @@ def test_when_it_goes_back_into_the_queue(tmp_path: Path, code: int, last: str, 
     assert ("back into the queue" in done.stdout) == again
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else None) == ("requeue 7\n" if again else None)
+
+
+# Fails as often as it is told: `exit 1` until there are as many lines in the file.
+FAILS = 'echo >> tried; if [ "$(wc -l < tried)" -le {times} ]; then exit 1; fi'
+ASKS = "scontrol requeue 7\n"
+
+
+@pytest.mark.parametrize("reason", ["USR1", "TERM"])
+def test_a_slurm_that_does_not_answer_at_once_is_asked_again(tmp_path: Path, reason: str) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    srun = f"echo '{STOPPED.replace('USR1', reason)}' >> runs/a/events.jsonl; exit 75"
+    done = run(tmp_path, script(BATCH), srun, f"{FAILS.format(times=3)}; echo RUNNING 2026-11-21T19:40:01")
+    assert (done.returncode, (tmp_path / "asked").read_text()) == (75, "requeue 7\n")
+    assert (tmp_path / "slept").read_text().split() == ["0", "5", "10", "20"]
+    assert not done.stdout.endswith(ASKS)
+
+
+def test_a_slurm_that_does_not_take_the_job_back_at_once_is_asked_again(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
+    done = run(tmp_path, script(BATCH), srun, "echo RUNNING N/A", FAILS.format(times=2))
+    assert (done.returncode, (tmp_path / "asked").read_text()) == (75, 3 * "requeue 7\n")
+    assert not done.stdout.endswith(ASKS)
+
+
+@pytest.mark.parametrize(("squeue", "scontrol"), [("exit 1", "true"), ("echo RUNNING N/A", "exit 1")])
+def test_a_user_whose_slurm_does_not_answer_is_told_what_to_do(tmp_path: Path, squeue: str, scontrol: str) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
+    done = run(tmp_path, script(BATCH), srun, squeue, scontrol)
+    assert done.returncode == 75
+    assert done.stdout.endswith(
+        f"stopped by SIGUSR1 and saved, but Slurm has not put it back into the queue; to go on:\n{ASKS}"
+    )
+    assert sum(map(int, (tmp_path / "slept").read_text().split())) == 65
 
 
 def test_the_first_start_has_no_log_yet(tmp_path: Path) -> None:

@@ -185,16 +185,25 @@ code=$?
 # ranks that srun kills while they end, because others have ended. A saved run starts again by itself after the
 # warning, and where another job takes the nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put
 # it back into the queue already: it does not count as running then, but asking for a new start would give it one.
+reason=
 if [ "$code" -ne 0 ] && [ "$(stat --format=%s {events} 2> /dev/null)" != "$said" ]; then
-    read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
     reason=$(tail -n 1 {events} | sed -n 's/^{{"event": "stopped",.*"reason": "\\([A-Z0-9]*\\)".*/\\1/p')
-    again=no
-    if [ "$reason" = SIGUSR1 ]; then again=yes; fi
-    if [ "$reason" = SIGTERM ] && [[ $preempted == [0-9]* ]]; then again=yes; fi
-    if [ "$again" = yes ] && [ "$state" = RUNNING ]; then
-        echo "stopped by $reason and saved: back into the queue"
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+fi
+if [ "$reason" = SIGUSR1 ] || [ "$reason" = SIGTERM ]; then
+    # A Slurm that moves many jobs at once may not answer.
+    for pause in 0 5 10 20 30; do
+        sleep "$pause"
+        state=
+        read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
+        if [ -z "$state" ]; then continue; fi
+        if [ "$state" = RUNNING ] && {{ [ "$reason" = SIGUSR1 ] || [[ $preempted == [0-9]* ]]; }}; then
+            echo "stopped by $reason and saved: back into the queue"
+            scontrol requeue "$SLURM_JOB_ID" || continue
+        fi
+        exit "$code"
+    done
+    echo "stopped by $reason and saved, but Slurm has not put it back into the queue; to go on:"
+    echo "scontrol requeue $SLURM_JOB_ID"
 fi
 exit "$code"
 """
