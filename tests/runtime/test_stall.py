@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,27 +19,41 @@ from lockstep.runtime.world import World
 PATIENCE_S = 0.4
 
 
-def dawdle(reports: list[str]) -> None:
-    """Be late until the reports say so, or a long time."""
+def dawdle(told: Path) -> None:
+    """Be late until that was told, or a long time."""
     until = time.monotonic() + 20
-    while not reports and time.monotonic() < until:
-        time.sleep(0.05)
+    while not told.exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
-def kept_waiting(world: World, late: int, by: str) -> list[str]:
-    """Let rank `late` keep the others waiting, and return what this rank was told."""
+def stop(watch: StallWatch) -> None:
+    """Stop this process while its watch sleeps: who is stopped at the store, which is a file, keeps the others out."""
+    while any(sys._current_frames()[each.ident or 0].f_code.co_name != "wait" for each in watch._threads):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kept_waiting(world: World, late: int, by: str, folder: Path) -> list[str]:
+    """Let rank `late` keep the others waiting until one of them tells so, and return what this rank told."""
     reports: list[str] = []
+
+    def tell(report: str) -> None:
+        reports.append(report)
+        (folder / "told").touch()
+
     heard = torch.zeros(1)
-    with StallWatch(world, lambda: 6, PATIENCE_S, reports.append):
+    world.barrier()  # the first to come is not to wait for the others before this begins
+    with StallWatch(world, lambda: 6, PATIENCE_S, tell) as watch:
         pids = torch.zeros(world.size, dtype=torch.int64)
         pids[world.rank] = os.getpid()
         pid = int(world.add_(pids)[late])
         if world.rank == late and by == "sleeping":
-            time.sleep(4 * PATIENCE_S + 1)
+            dawdle(folder / "told")
         elif world.rank == late and by == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop(watch)
         elif by == "stopped" and world.rank == (late + 1) % world.size:
-            threading.Thread(target=lambda: (dawdle(reports), os.kill(pid, signal.SIGCONT)), daemon=True).start()
+            wakes = lambda: (dawdle(folder / "told"), os.kill(pid, signal.SIGCONT))  # noqa: E731
+            threading.Thread(target=wakes, daemon=True).start()
         world.add_(heard)
         world.barrier()
     return reports
@@ -45,8 +61,8 @@ def kept_waiting(world: World, late: int, by: str) -> list[str]:
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int) -> None:
-    answers = worlds.run(3, kept_waiting, late, "sleeping")
+def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int, tmp_path: Path) -> None:
+    answers = worlds.run(3, kept_waiting, late, "sleeping", tmp_path)
     assert answers[late] == []
     assert any(answers)
     waiting = ", ".join(str(rank) for rank in range(3) if rank != late)
@@ -60,8 +76,8 @@ def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int) -> None:
 
 
 @pytest.mark.worlds
-def test_a_stopped_rank_does_not_answer() -> None:
-    answers = worlds.run(2, kept_waiting, 0, "stopped")
+def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
+    answers = worlds.run(2, kept_waiting, 0, "stopped", tmp_path)
     assert answers[0] == []
     assert "  rank 0 does not answer: it is stopped, its host is gone, or cut off" in answers[1][0].splitlines()
     assert "  rank 1 waits: in step 7, lockstep/runtime/world.py:" in answers[1][0]
@@ -69,9 +85,11 @@ def test_a_stopped_rank_does_not_answer() -> None:
 
 def quick(world: World) -> list[str]:
     reports: list[str] = []
-    with StallWatch(world, lambda: 0, PATIENCE_S, reports.append):
+    steps = 0
+    with StallWatch(world, lambda: steps, PATIENCE_S, reports.append):
         until = time.monotonic() + 4 * PATIENCE_S
         while world.add_(torch.tensor([float(time.monotonic() < until)])).item():
+            steps += 1  # else a look that finds it in an exchange time and again would take it for one
             time.sleep(0.01)
     return reports
 
