@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from waiting import ended
 
 # A parent that starts a child, by os.fork or by multiprocessing, and says its number once it is tied.
 PARENT = """
@@ -37,7 +37,7 @@ def _start(*words: str) -> tuple["subprocess.Popen[str]", int]:
 def _ends(pid: int, within: float) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+        if ended(pid):
             return True
         time.sleep(0.01)
     return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import ended, until
 
 # It writes its number and that of a child of its own, and waits.
 COMMAND = 'echo $$ > "$0.pid"; sleep 60 & echo $! > "$0.child"; wait'
@@ -19,11 +19,7 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 
 def gone(file: Path) -> bool:
-    status = Path(f"/proc/{int(file.read_text(encoding='utf-8'))}/status")
-    try:
-        return "\nState:\tZ" in status.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return True
+    return ended(int(file.read_text(encoding="utf-8")))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -10,3 +11,11 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, f"waited for {seconds:.0f} s"
         time.sleep(0.01)
+
+
+def ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie; it may go at any moment, also while it is looked at."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -104,7 +104,8 @@ def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
 
 
 def test_a_host_that_may_go_does_not_end_the_others(folder):
-    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a "*) sleep 0.3; exit 0;; *) exit 7;; esac\n')
+    after_b = 'until [ -s b ] && ! kill -0 "$(cat b)" 2> /dev/null; do sleep 0.01; done'
+    put(folder, "ssh", f'#!/bin/sh\ncase "$*" in *" a "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits")
     assert (found.exit_code, found.stderr) == (0, "b ended with exit code 7; going on with a\n")
