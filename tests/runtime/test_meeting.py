@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,8 @@ def infos(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     hosted = request.param == "agent"
-    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if hosted else None
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if hosted else None
+    port = store.port if store else port
     infos = [RankInfo(rank, SIZE, rank, SIZE, "torchrun", "127.0.0.1", port, hosted=hosted) for rank in range(SIZE)]
     yield infos, f"file://{tmp_path}/meet" if request.param == "file" else "env://"
     del store
@@ -150,6 +152,25 @@ def test_who_comes_to_a_start_that_failed_hears_why_before_its_time_is_up(infos:
         Meeting(infos[0][2], 1.0, end).join(infos[1])
 
 
+def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where two users take the same port: one of them is refused, and the other hears nothing of it."""
+    monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)
+    stranger = replace(infos[0][2], rank=3, size=4)
+    refused = threading.Event()
+
+    def work(meeting: Meeting) -> Failure | None:
+        if meeting.info.rank == 1:
+            with pytest.raises(UsageError, match=r"one of 3 ranks, .* one of 4;.* if another run meets there, choose "):
+                [error] = each(([stranger], infos[1]), lambda _: None)
+                raise error
+            refused.set()
+        assert refused.wait(15)
+        meeting.compare({})
+        return meeting.failed()
+
+    assert each(infos, work) == [None] * SIZE
+
+
 def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -162,13 +183,60 @@ def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[s
 
 def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store.set(meeting_module._START, "it")  # as rank 0 does
     info = RankInfo(1, 2, 1, 2, "torchrun", "127.0.0.1", store.port, hosted=True)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(Meeting(info, 20.0, end).join, "env://")
-        time.sleep(0.5)
+        store.wait(["it/here 1"], timedelta(seconds=10))
         del store
         with pytest.raises(PeerLostError, match="lost the agent of torchrun, where the ranks meet "):
             joining.result(10)
+
+
+@pytest.mark.parametrize("infos", ["tcp"], indirect=True)
+def test_a_second_process_of_a_rank_is_refused_at_once(infos: Any) -> None:
+    def work(meeting: Meeting) -> None:
+        if meeting.info.rank == 1:
+            with pytest.raises(UsageError, match="another process has come as this rank; if another run meets there, "):
+                Meeting(meeting.info, 20.0, end).join(infos[1])
+        meeting.compare({})
+
+    assert each(infos, work) == [None] * SIZE
+
+
+def test_who_listens_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "_LATE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        info = RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", server.getsockname()[1])
+        with pytest.raises(
+            UsageError, match=r"waited 0 s for rank 0 at .*; if another run meets there, choose another"
+        ):
+            Meeting(info, 20.0, end).join("env://")
+
+
+@pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
+def test_a_missing_rank_0_is_named_by_one_of_each_host(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    for error in each((infos[0][1:], infos[1]), lambda _: None, timeout_s=2.5):
+        assert str(error) == "waited 8 s for rank 0, in vain"
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == f"[rank 1 of 3, {socket.gethostname()}] has waited 2 s for rank 0"
+    assert not any("rank 2 of 3" in line for line in said)
+
+
+@pytest.mark.parametrize("infos", ["file"], indirect=True)
+def test_a_rank_0_that_is_late_is_named(
+    infos: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_module, "_SLOW_S", 0.5)
+
+    def work(meeting: Meeting) -> None:
+        if meeting.info.rank == 0:
+            time.sleep(1.5)
+        meeting.compare({})
+
+    assert each(infos, work) == [None] * SIZE
+    host = socket.gethostname()
+    assert f"[rank 1 of 3, {host}] has waited 1 s for rank 0 ({host})" in capfd.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)

@@ -90,7 +90,9 @@ def test_who_writes_into_a_closed_log_writes_nowhere(tmp_path: Path, monkeypatch
         log.write("in time\n")
         number = log.fileno()
     other = os.open("other", os.O_WRONLY | os.O_CREAT)
-    assert other == number
+    if other != number:  # a lower one has become free
+        os.dup2(other, number)
+        os.close(other)
     log.write("too late\n")
-    os.close(other)
+    os.close(number)
     assert [(tmp_path / name).read_text() for name in ("log", "other")] == ["in time\n", ""]
