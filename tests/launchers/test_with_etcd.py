@@ -52,7 +52,7 @@ def test_it_listens_where_other_hosts_reach_it() -> None:
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
     write = f"echo $ETCD_ENDPOINT > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/up; sleep 100"
     with subprocess.Popen([SCRIPT, "sh", "-c", write]) as process:
-        until((tmp_path / "up").exists)
+        until((tmp_path / "up").exists, 30)
         endpoint = (tmp_path / "up").read_text(encoding="utf-8").strip()
         assert having(endpoint)
         process.send_signal(number)

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ def below(pid: int) -> set[int]:
     """Return the processes that a process started, and those that they started, and so on."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text(encoding="utf-8").split()):
-            found |= {child} | below(child)
+        with suppress(FileNotFoundError, ProcessLookupError):  # Slurm's daemons have threads that end soon
+            for child in map(int, task.read_text(encoding="utf-8").split()):
+                found |= {child} | below(child)
     return found
 
 
