@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
@@ -38,12 +39,14 @@ _BEGIN: Final = "begin"
 _FAILURES: Final = "failures"
 _LEFT: Final = "left"
 _SAY_S: Final = 1.5  # of waiting, before who is missing is named; then ever less often
+_SLOW_S: Final = 10.0  # the same for rank 0, once it is here
 _SHORTEST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.2
 _LINGER_S: Final = 5.0
 _LATE_S: Final = 30.0  # that rank 0 of a new start may come after others of it
 _VALUE_LENGTH: Final = 60  # of what is shown of a fact
 _SHOWN: Final = 5  # differences
+_ANOTHER_RUN: Final = "if another run meets there, choose another port"
 
 
 @final
@@ -158,7 +161,7 @@ class Meeting:
         self.store = dist.PrefixStore(name, base)  # type: ignore[attr-defined]
         base.set(_START, name)
         here = {0: self._self()}
-        for _ in self._looks(lambda: self._missing("here")):
+        for _ in self._looks(lambda: self._missing("here"), _SAY_S):
             for rank in set(range(1, self.info.size)) - here.keys():
                 if self.store.check([f"here {rank}"]):
                     here[rank] = json.loads(self.store.get(f"here {rank}"))
@@ -171,12 +174,14 @@ class Meeting:
     def _follow(self, base: Store, late_s: float) -> None:
         """Find the part of the store that is this start's, where rank 0 may come so long after this one."""
         old: set[str] = set()
-        name, doubted_until = "", 0.0
-        for _ in self._looks(lambda: f"rank 0{'; another process has come as this rank' if old else ''}"):
+        name, doubted_until, over = "", 0.0, False
+        for _ in self._looks(lambda: [0], _SAY_S):
             if base.check([_START]) and (found := base.get(_START).decode()) not in {name, *old}:
                 part = dist.PrefixStore(found, base)  # type: ignore[attr-defined]
                 over = part.check([_BEGIN]) or self.failed(part) is not None  # without this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
+                    if not late_s:
+                        raise UsageError(f"where the ranks meet another process has come as this rank; {_ANOTHER_RUN}")
                     old.add(found)
                     continue
                 name, self.store = found, part
@@ -186,6 +191,8 @@ class Meeting:
                 continue
             if self._come(_BEGIN):
                 begun = json.loads(self.store.get(_BEGIN))
+                if over:
+                    self.store = None  # a run that goes on without this rank has nothing to hear of it
                 self._check_size(0, begun, str(self.info.rank))
                 self.hosts = tuple(begun["hosts"])
                 return
@@ -197,7 +204,7 @@ class Meeting:
         if said["size"] != self.info.size:
             raise UsageError(
                 f"WORLD_SIZE: rank {other} ({said['host']}) was started as one of {said['size']} ranks, rank {mine} "
-                f"({self.voice.host}) as one of {self.info.size}; start all ranks with the same"
+                f"({self.voice.host}) as one of {self.info.size}; start all ranks with the same; {_ANOTHER_RUN}"
             )
 
     def _exchange(self, what: str) -> str:
@@ -207,7 +214,7 @@ class Meeting:
     def _wait(self, key: str, who: str) -> None:
         """Wait for `key`, which is there once `who RANK` is of every rank that has to say something."""
         assert self.store is not None
-        for _ in self._looks(lambda: self._missing(who)):
+        for _ in self._looks(lambda: self._missing(who), _SLOW_S):
             if self._come(key):
                 return
 
@@ -220,10 +227,10 @@ class Meeting:
             raise PeerFailedError(failure)
         return come
 
-    def _missing(self, who: str) -> str:
+    def _missing(self, who: str) -> list[int]:
         assert self.store is not None
         missing = [rank for rank in range(self.info.size) if not self.store.check([f"{who} {rank}"])]
-        return ranks_in_words([rank for rank in missing if rank != self.info.rank] or [0], self.hosts)
+        return [rank for rank in missing if rank != self.info.rank] or [0]
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -234,16 +241,30 @@ class Meeting:
             first, *_ = *str(error).splitlines(), type(error).__name__
             raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
 
-    def _looks(self, missing: Callable[[], str]) -> Iterator[None]:
-        """Yield for look after look; say now and then who is missing, and raise TrainingError at the timeout."""
+    def _looks(self, missing: Callable[[], list[int]], say_of_rank_0_s: float) -> Iterator[None]:
+        """Yield for look after look; say now and then who is missing, and raise TrainingError at the timeout.
+
+        Rank 0 says it, and of rank 0 one rank of each host.
+        """
+
+        def words() -> str:
+            return ranks_in_words(missing(), self.hosts)
+
+        def say(text: str) -> None:
+            if 0 in missing():
+                self.voice.say(text)
+
         if self.info.rank == 0:
-            return looks(self.timeout_s, missing, self.voice.say)
-        return looks(self.timeout_s + _LINGER_S, missing, None)  # rank 0 has the last word
+            return looks(self.timeout_s, words, self.voice.say)
+        # rank 0 has the last word
+        return looks(self.timeout_s + _LINGER_S, words, say if _speaks(self.info) else None, say_of_rank_0_s)
 
 
-def looks(timeout_s: float, missing: Callable[[], str], say: Callable[[str], None] | None) -> Iterator[None]:
+def looks(
+    timeout_s: float, missing: Callable[[], str], say: Callable[[str], None] | None, say_at: float = _SAY_S
+) -> Iterator[None]:
     """Yield for look after look, ever less often; say now and then who is missing; raise TrainingError at the end."""
-    began, say_at, pause = time.monotonic(), _SAY_S, _SHORTEST_PAUSE_S
+    began, pause = time.monotonic(), _SHORTEST_PAUSE_S
     while (waited := time.monotonic() - began) < timeout_s:
         yield
         if say and waited >= say_at:
@@ -325,9 +346,10 @@ def _connected(meeting: Meeting, host: str, port: int, opened: Callable[[], Stor
         return f"{_listener(info)} at {host}:{port} ({reason})"
 
     connecting = threading.Thread(target=connect, daemon=True)
-    # One for each host says it, or each, where each may have a terminal of its own.
-    says = meeting.voice.say if info.local_rank == 0 or info.launcher == "environment" else None
-    for _ in looks(meeting.timeout_s, missing, says):
+    gives_up = inf
+    for _ in looks(meeting.timeout_s, missing, meeting.voice.say if _speaks(info) else None):
+        if time.monotonic() > gives_up:
+            raise UsageError(f"waited {_LATE_S:.0f} s for {missing()}; {_ANOTHER_RUN}")
         if not connecting.ident:
             try:
                 socket.create_connection((host, port), timeout=_SAY_S).close()
@@ -336,12 +358,19 @@ def _connected(meeting: Meeting, host: str, port: int, opened: Callable[[], Stor
                 continue
             reason = "somebody listens there, but does not answer"
             connecting.start()
+            gives_up = time.monotonic() + _LATE_S
         with suppress(Empty):
             answer = answers.get(timeout=_SAY_S)
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer
     raise AssertionError  # looks raises
+
+
+def _speaks(info: RankInfo) -> bool:
+    """Return whether this rank speaks of rank 0: one does on each host, or each that may have a terminal of its own."""
+    beside_rank_0 = info.local_rank == info.rank
+    return info.local_rank == int(beside_rank_0) or info.launcher == "environment"
 
 
 def _listener(info: RankInfo) -> str:
