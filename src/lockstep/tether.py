@@ -38,7 +38,7 @@ def tied(command: Sequence[str], stdin: int, patience_s: float = PATIENCE_S) -> 
             process.wait(patience_s)
         _kill_group(process.pid)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, end)
     threading.Thread(target=watch, daemon=True).start()
     code = None

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lockstep.commands._runs import RESULT
 from lockstep.commands._setup import comparable
 from lockstep.config import load as loading
 from lockstep.config import write
@@ -34,7 +35,6 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 LOGS = "logs"
-RESULT = "result.json"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.reporting.jsonl import EVENTS
 from lockstep.training.lock import LOCK
 
+RESULT: Final = "result.json"
 _SIGNS: Final = (EVENTS, RECORD, LOCK)  # any of them makes a folder a run's
 _DEEPEST: Final = 4
 

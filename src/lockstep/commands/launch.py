@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from lockstep.core.job import Job, checked
-from lockstep.errors import UsageError
+from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
 
 RESTARTS: Final = 10
@@ -96,7 +99,7 @@ def command(
         for line in lines.values():
             click.echo(shlex.join(line))
     elif on == "ssh":
-        raise SystemExit(_on_hosts(lines, job.fewest))
+        raise SystemExit(_on_hosts(lines, job))
     else:
         _become(lines[""])
 
@@ -176,10 +179,37 @@ def _become(line: list[str]) -> None:
     os.execvp(line[0], line)
 
 
-def _on_hosts(lines: Mapping[str, list[str]], needed: int | None) -> int:
+def _on_hosts(lines: Mapping[str, list[str]], job: Job) -> int:
+    """Run the lines and return the exit code: the first host's that failed, or what says that the run is saved.
+
+    torchrun makes 1 of that; it is found in the run folder, where this host sees it too.
+    """
     from lockstep.runtime.hosts import run_on_hosts
 
     if shutil.which("ssh") is None:
         raise UsageError("ssh is not found; install it, or choose another --on")
-    ended = run_on_hosts(lines, lambda text: click.echo(text, err=True), needed=needed)
-    return ended.code
+    before = _result(job)
+    ended = run_on_hosts(lines, _say, needed=job.fewest)
+    result = _result(job)
+    if not ended.code or result == before or result.get("exit_code") not in (EXIT_SAVED, EXIT_INTERRUPTED):
+        return ended.code
+    return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone: SIGHUP says so
+        click.echo(text, err=True)
+
+
+def _result(job: Job) -> dict[str, Any]:
+    """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
+    from lockstep.commands._runs import RESULT
+    from lockstep.config.load import load, split
+
+    if job.words[0] != "train":
+        return {}
+    with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
+        folder = load(*split(job.words[1:])).config.run.dir
+        found = json.loads(Path(folder, RESULT).read_bytes()) if folder else {}
+        return found if isinstance(found, dict) else {}
+    return {}

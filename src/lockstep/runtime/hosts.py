@@ -12,14 +12,16 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 _LOOK_S: Final = 0.1
+_ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PATIENCE_S: Final = 75.0  # a little more than lockstep.tether has on the hosts
 
 
 class Ended(NamedTuple):
-    """The end of a host's command: its exit code, as shells count."""
+    """The end of a host's command: its exit code, as shells count, and the signal by which all were asked to end."""
 
     host: str
     code: int
+    asked: signal.Signals | None = None
 
 
 def run_on_hosts(
@@ -33,8 +35,8 @@ def run_on_hosts(
     With `needed`, an error of one ends nobody as long as so many others are left, and is not returned if they end well.
 
     The stdin of a command stays open as long as it is to run. It is closed, which asks the command to end, when another
-    one ends with an error, and at SIGINT and SIGTERM. When one ends well, the others have time to do so too. Who takes
-    longer than `patience_s`, or is still there at the second SIGINT, is killed.
+    one ends with an error, and at SIGINT, SIGTERM, SIGHUP and SIGUSR1. When one ends well, the others have time to do
+    so too. Who takes longer than `patience_s`, or is still there at the second SIGINT, is killed.
     """
     needed = len(commands) if needed is None else needed
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
@@ -67,7 +69,8 @@ def run_on_hosts(
             _kill(running)
             for process in running.values():
                 process.wait()
-    return next((each for each in ended if bool(each.code) == (_well(ended) < needed)), ended[0])
+    first = next((each for each in ended if bool(each.code) == (_well(ended) < needed)), ended[0])
+    return first._replace(asked=received[0] if received else None)
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
@@ -120,11 +123,15 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
-    """Put SIGINT and SIGTERM into the queue while the block runs."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    """Put the signals that ask to end into the queue while the block runs."""
+    numbers = [number for number in _ASKING if number != signal.SIGHUP or not _is_ignored(number)]  # as nohup has it
     before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in numbers}
     try:
         yield
     finally:
         for number, action in before.items():
             signal.signal(number, action)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
