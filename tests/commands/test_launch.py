@@ -66,6 +66,14 @@ def test_the_process_becomes_the_launcher(folder, monkeypatch):
     assert became[0][1][-5:] == [sys.executable, "-m", "lockstep", "train", "digits"]
 
 
+def test_a_port_that_is_used_is_taken(folder):
+    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    for on in ("ssh", "openmpi"):
+        words = ("--on", on, "--hosts", "hosts.txt", "--dry-run", "--", "train", "digits")
+        assert "29513" in launch(*words).stdout
+        assert "29600" in launch("--port", "29600", *words).stdout
+
+
 def test_ssh_starts_a_torchrun_on_each_host(folder):
     put(folder, "ssh", SSH)
     put(folder, "python", '#!/bin/sh\necho "$*" >> calls\n')
@@ -123,6 +131,27 @@ def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
         (("--on", "ssh", "--", "train"), "--on ssh: nobody says on which hosts; name them in --hosts FILE"),
         (("--on", "ssh", "--hosts", "none.txt", "--", "train"), "--hosts none.txt: No such file or directory"),
         (("--on", "ssh", "--hosts", "empty.txt", "--", "train"), "--hosts empty.txt: names no host"),
+        (("--on", "ssh", "--hosts", "binary", "--", "train"), "--hosts binary: is no text; write the name of one host"),
+        (
+            ("--on", "local", "--", "train", "placement.processes=3"),
+            "placement.processes: 3 asked for, but --nodes and --processes-per-node make 1; leave placement.processes",
+        ),
+        (("--on", "local", "--port", "5", "--", "train"), "--port: 5, but with --on local the processes meet in files"),
+        (("--on", "slurm", "--port", "5", "--", "train"), "it follows from the numbers of job and step, or is MASTER"),
+        (("--on", "openmpi", "--port", "5", "--", "train"), "or is mpirun's -x MASTER_PORT=PORT; leave --port out"),
+        (("--on", "torchrun", "--port", "5", "--", "train"), "with --on torchrun a free one is looked for on one host"),
+        (
+            ("--on", "torchrun", "--nodes", "1:2", "--endpoint", "a:1", "--port", "5", "--", "train"),
+            "--port: 5, but with --on torchrun they meet at --endpoint a:1; leave --port out",
+        ),
+        (
+            ("--on", "torchrun", "--id", "x", "--", "train"),
+            "--id: x, but who meets statically or alone has no name for",
+        ),
+        (
+            ("--on", "torchrun", "--nodes", "2", "--node-rank", "0", "--endpoint", "a:1", "--id", "x", "--", "train"),
+            "--id: x, but who meets statically or alone has no name for that; leave --id out",
+        ),
         (("--on", "torchrun", "--nodes", "2", "--", "train"), "say which in --node-rank, or use --on ssh"),
         (("--on", "torchrun", "--nodes", "2", "--node-rank", "2", "--", "train"), "--node-rank: 2 with --on torchrun"),
         (("--on", "slurm", "--node-rank", "0", "--", "train"), "it is for torchrun on several"),
@@ -149,6 +178,7 @@ def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
 )
 def test_mistakes_are_told(folder, words, problem):
     (folder / "empty.txt").write_text("\n# nobody\n", encoding="utf-8")
+    (folder / "binary").write_bytes(b"\x7fELF\x93\xff")
     found = launch(*words)
     assert found.exit_code == 2
     assert problem in found.stderr

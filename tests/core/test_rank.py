@@ -27,6 +27,14 @@ def test_what_a_launcher_does_not_say_is_asked_for_in_its_own_words() -> None:
         meeting_place(RankInfo(0, 2, 0, 1, "environment", "n1", None), "env://")
 
 
+@pytest.mark.parametrize(
+    "rendezvous", ["tcp://localhost", "tcp://:5", "tcp://a:b", "tcp://a:0", "tcp://a:65536", "file://meet", "a:5", ""]
+)
+def test_what_is_no_place_is_told(rendezvous: str) -> None:
+    with pytest.raises(UsageError, match=f"rendezvous {rendezvous}: expected env://, tcp://HOST:PORT or file:///PATH"):
+        meeting_place(RankInfo(0, 2, 0, 2, "environment", "n1", 20016), rendezvous)
+
+
 def test_ranks_are_told_with_their_hosts_where_those_are_known() -> None:
     assert ranks_in_words([1, 3], ["a", "a", "b", "b"]) == "rank 1 (a), 3 (b)"
     assert ranks_in_words([1, 3], ["a"]) == "rank 1, 3"

@@ -116,6 +116,11 @@ def test_ssh_ties_what_it_starts_to_itself():
         (local.command, JOB, "starts processes on this host alone; use ssh, slurm or openmpi"),
         (local.command, replace(HERE, options=("-v",)), "no launcher to give -v to"),
         (
+            local.command,
+            replace(HERE, words=("doctor", "launch")),
+            "starts train and eval; run lockstep doctor launch as",
+        ),
+        (
             torchrun.command,
             replace(JOB, hosts=()),
             "2 hosts for torchrun, but nobody says where they meet; say --endpoint HOST:PORT",
@@ -140,6 +145,19 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
         "--hosts: -oProxyCommand=x cannot be the name of a host",
     ]
     assert checked(JOB) is JOB
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
+    for asked, told in ((("3",), True), (("4",), False), (("auto",), False), (("3", "4"), False), (("4", "3"), True)):
+        job = replace(HERE, words=(command, *(f"placement.processes={each}" for each in asked)))
+        if told:
+            with pytest.raises(UsageError, match=r"placement\.processes: 3 asked for, but .* make 4; leave"):
+                checked(job)
+        else:
+            assert checked(job) is job
+    assert checked(replace(HERE, words=("verify", "placement.processes=3")))
+    assert checked(replace(JOB, fewest=1, words=("train", "placement.processes=3")))  # the ranks refuse it, or have it
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import click
 
-from lockstep.core.job import Job, checked
+from lockstep.core.job import PORT, Job, checked
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
 
@@ -36,7 +36,9 @@ RESTARTS: Final = 10
 @click.option("--processes-per-node", type=click.IntRange(1), default=1, show_default=True, help="On each host.")
 @click.option("--hosts", type=click.Path(path_type=Path), help="A file with the name of one host on each line.")
 @click.option("--node-rank", type=click.IntRange(0), help="Number of this host, for torchrun on several.")
-@click.option("--port", type=click.IntRange(1, 65535), default=29513, show_default=True, help="Where rank 0 listens.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help=f"Where rank 0 listens on the first of --hosts; left out, {PORT}."
+)
 @click.option(
     "--restarts",
     type=click.IntRange(0),
@@ -60,7 +62,7 @@ def command(
     processes_per_node: int,
     hosts: Path | None,
     node_rank: int | None,
-    port: int,
+    port: int | None,
     restarts: int | None,
     rendezvous: str | None,
     endpoint: str,
@@ -82,7 +84,7 @@ def command(
         count,
         processes_per_node,
         named,
-        port,
+        port or PORT,
         options,
         host=node_rank or 0,
         fewest=fewest,
@@ -92,6 +94,7 @@ def command(
         id=name,
     )
     _check_elastic(on, checked(job))
+    _check_port(on, job, port)
     job = _with_id(on, job)
     _check_node_rank(on, job, node_rank)
     lines = _lines(on, job)
@@ -110,6 +113,8 @@ def _hosts(file: Path) -> tuple[str, ...]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"--hosts {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--hosts {file}: is no text; write the name of one host on each line") from error
     names = tuple(line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not names:
         raise UsageError(f"--hosts {file}: names no host; write one on each line")
@@ -127,6 +132,27 @@ def _nodes(text: str) -> tuple[int | None, int]:
 def _check_elastic(on: str, job: Job) -> None:
     if on not in ("torchrun", "ssh") and job.elastic:
         raise UsageError(f"{', '.join(job.elastic)}: not with --on {on}; the agents of --on torchrun and ssh do that")
+    if job.id and (job.standalone or job.meets_by == "static"):
+        raise UsageError(f"--id: {job.id}, but who meets statically or alone has no name for that; leave --id out")
+
+
+def _check_port(on: str, job: Job, port: int | None) -> None:
+    unused = "" if port is None else _unused_port(on, job)
+    if unused:
+        raise UsageError(f"--port: {port}, but with --on {on} {unused}; leave --port out")
+
+
+def _unused_port(on: str, job: Job) -> str:
+    """Return why the launcher has no use for --port, "" where it has."""
+    if on == "local":
+        return "the processes meet in files"
+    if on == "slurm":
+        return "it follows from the numbers of job and step, or is MASTER_PORT of the environment"
+    if on == "openmpi":
+        return "" if len(job.hosts) > 1 else "it follows from the number of the job, or is mpirun's -x MASTER_PORT=PORT"
+    if job.endpoint:
+        return f"they meet at --endpoint {job.endpoint}"
+    return "a free one is looked for on one host" if job.standalone else ""
 
 
 def _with_id(on: str, job: Job) -> Job:

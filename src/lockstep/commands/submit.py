@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands._submitted import SCRIPT, Submitted, record
-from lockstep.core.job import Job
+from lockstep.core.job import Job, other_processes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import slurm
 
@@ -73,12 +73,8 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
     from lockstep.config.load import load, split
 
     loaded = load(*split(words[1:]))
-    asked = loaded.config.placement.processes
-    if asked not in ("auto", processes):
-        raise UsageError(
-            f"placement.processes: {asked} asked for, but --nodes and --processes-per-node make {processes}; "
-            f"leave placement.processes out"
-        )
+    if problems := other_processes(loaded.config.placement.processes, processes):
+        raise UsageError(*problems)
     from lockstep.commands import _folder, _setup
 
     loaded = _folder.with_microbatches(loaded)

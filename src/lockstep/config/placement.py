@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from lockstep.config.base import NaturalInt, PositiveFloat, Section
+from lockstep.core.rank import MEETING_PLACE, MEETING_PLACES
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 
@@ -53,8 +54,8 @@ class Placement(Section):
     rendezvous: Annotated[
         str,
         Field(
-            pattern=r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):\d+|file:///.+)$",
-            description="env://, tcp://HOST:PORT or file:///PATH",
+            pattern=MEETING_PLACE,
+            description=MEETING_PLACES,
         ),
     ] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks

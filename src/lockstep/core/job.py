@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from lockstep.errors import UsageError
+
+PORT: Final = 29_513
+_TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
+_PROCESSES: Final = "placement.processes"
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Job:
     nodes: int = 1
     processes_per_node: int = 1
     hosts: tuple[str, ...] = ()
-    port: int = 29_513
+    port: int = PORT
     options: tuple[str, ...] = ()
     host: int = 0
     fewest: int | None = None
@@ -36,6 +41,16 @@ class Job:
     def meets_by(self) -> str:
         """How torchrun's agents meet: as said, or in the simplest way that does."""
         return self.rendezvous or ("static" if self.fewest is None else "c10d")
+
+    @property
+    def standalone(self) -> bool:
+        """Whether torchrun's only agent needs nobody to meet, and looks for a port by itself."""
+        return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
+
+    @property
+    def trains(self) -> bool:
+        """Whether its words may say how many processes there are to be."""
+        return self.words[0] in _TRAINING
 
     @property
     def elastic(self) -> list[str]:
@@ -75,6 +90,17 @@ def checked(job: Job) -> Job:
     if twice:
         problems.append(f"--hosts: named more than once: {', '.join(twice)}; use --processes-per-node")
     problems += [f"--hosts: {host} cannot be the name of a host" for host in job.hosts if host.startswith("-")]
+    processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
+    if processes and job.trains and job.fewest is None:
+        problems += other_processes(processes[-1], job.processes)
     if problems:
         raise UsageError("\n".join(problems))
     return job
+
+
+def other_processes(asked: str | int, processes: int) -> list[str]:
+    """Return the problem of placement.processes that asks for other than so many; empty where there is none."""
+    if str(asked) in ("auto", str(processes)):
+        return []
+    made = f"--nodes and --processes-per-node make {processes}"
+    return [f"{_PROCESSES}: {asked} asked for, but {made}; leave {_PROCESSES} out"]

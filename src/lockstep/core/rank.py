@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,11 +29,19 @@ class RankInfo:
     hosted: bool = False
 
 
+MEETING_PLACES: Final = "env://, tcp://HOST:PORT or file:///PATH"
+MEETING_PLACE: Final = r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):(\d+)|file:///.+)$"
 ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
 def meeting_place(info: RankInfo, rendezvous: str) -> str:
-    """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it."""
+    """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it.
+
+    UsageError where `rendezvous` is none of `MEETING_PLACES`, or env:// where the launcher told none.
+    """
+    match = re.match(MEETING_PLACE, rendezvous)
+    if not match or int(match[3] or 1) not in range(1, 65536):
+        raise UsageError(f"rendezvous {rendezvous}: expected {MEETING_PLACES}; ports go from 1 to 65535")
     if rendezvous != "env://":
         return rendezvous
     if not (info.master and info.port):

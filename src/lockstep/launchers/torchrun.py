@@ -12,7 +12,6 @@ from lockstep.errors import UsageError
 from lockstep.launchers import environment
 
 _AGENT_LISTENS: Final = "TORCHELASTIC_USE_AGENT_STORE"
-_TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 # An agent whose rank 0 has gone to another host tells its workers the old address for good, where they meet at a store
 # of the agents' (pytorch#182375 mended the other way round). With this, rank 0 opens one at each start.
 _OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -64,13 +63,13 @@ def command(job: Job) -> list[str]:
         line = ["env", _OWN_STORE, *line]
     if job.restarts:
         line.append(f"--max-restarts={job.restarts}")
-    fixed = job.nodes > 1 and job.fewest is None and job.words[0] in _TRAINING
+    fixed = job.nodes > 1 and job.fewest is None and job.trains
     told = [f"placement.processes={job.processes}"] if fixed else []
     return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, "-m", "lockstep", *job.words, *told]
 
 
 def _meeting(job: Job) -> list[str]:
-    if job.nodes == 1 and not job.endpoint and job.rendezvous in ("", "c10d"):
+    if job.standalone:
         return ["--standalone"]
     if not (job.endpoint or job.hosts or job.nodes == 1):
         raise UsageError(
