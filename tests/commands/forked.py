@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,6 +80,20 @@ class Command:
         """Send a signal to its process group, as a terminal does."""
         os.killpg(self.pid, number)
 
+    def until_heard(self) -> None:
+        """Wait until its first process has dealt with the signals that it was sent.
+
+        Then none waits to be delivered, and it sleeps again: Python acts on a signal before it goes on sleeping.
+        """
+
+        def has_heard() -> bool:
+            lines = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8").splitlines()
+            said = dict(line.split(":", 1) for line in lines)
+            waiting = int(said["SigPnd"], 16) | int(said["ShdPnd"], 16)
+            return said["State"].split()[0] in ("S", "Z") and not waiting
+
+        self.until(has_heard)
+
     def workers(self) -> list[int]:
         """Return the processes that its first process started, the oldest first: rank by rank."""
         children = [each for each in _processes() if each.parent == self.pid]
@@ -94,7 +109,8 @@ class Command:
     def clear_away(self) -> None:
         """Kill whatever of it runs."""
         for pid in self._running():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
 
     def _ended(self, timeout_s: float) -> bool:
         descriptor = os.pidfd_open(self.pid)

@@ -19,6 +19,8 @@ def stop(start, *words: str, step: int = 12, number: int = signal.SIGTERM) -> Co
     command = start(*TRAIN, *words)
     command.until_step(step)
     command.signal(number)
+    if number != signal.SIGKILL:
+        command.until_heard()  # and passed on: else it may do more steps, and save more often, than told here
     HOLD.unlink()
     command.wait()
     return command
