@@ -3,12 +3,24 @@
 import json
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from held import HOLD
 from test_resume import undisturbed
 from test_stopping import TRAIN, assert_goes_on, held_at
 
-SOON = ("placement.processes=3", "placement.stall_timeout_s=1")
+SOON = ("placement.processes=3", "placement.stall_timeout_s=2")
+
+
+@pytest.fixture(autouse=True)
+def _run_in_memory(tmp_path: Path) -> Iterator[None]:
+    """Put the run folder into memory: for a disk that is busy the ranks wait long enough to be told of rank 0 there."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        (tmp_path / "run").symlink_to(folder)
+        yield
 
 
 def test_the_late_rank_is_named_and_the_run_goes_on(start, finished):
