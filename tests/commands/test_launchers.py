@@ -233,7 +233,7 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     HOLD.unlink()
     began = time.monotonic()
     assert [command.wait() for command in commands] == [1, 1, -signal.SIGKILL]
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 30  # of 8 on a free machine; without a heartbeat it is minutes
     told = [command.err.splitlines()[-1] for command in commands[:2]]
     assert all("[rank 2 of 3, " in line and "nothing heard of it for 2 s" in line for line in told)
     goes_on = run("train", *DIGITS, "run.dir=run")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-kills"
 
 
@@ -12,9 +14,10 @@ def prove(tmp_path, monkeypatch, *words):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     # One layer: what takes the time is to import what a model needs, in every process.
     words = [sys.executable, str(SCRIPT), *words, 'recipe.model={name: "held:linear"}']
-    return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.timeout(300)
 def test_two_trials(tmp_path, monkeypatch):
     proof = prove(tmp_path, monkeypatch, "2")
     assert proof.returncode == 0, proof.stdout + proof.stderr
