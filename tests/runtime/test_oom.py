@@ -31,6 +31,20 @@ def test_kills_are_counted_from_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     assert oom.kills() == 4
 
 
+def test_a_kill_of_long_ago_is_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another job on a shared host, say."""
+    counts = tmp_path / "vmstat"
+    counts.write_text("oom_kill 3\n")
+    monkeypatch.setattr(oom, "_VMSTAT", counts)
+    killed = oom.Killed()
+    counts.write_text("oom_kill 4\n")
+    killed.look()
+    assert "out of memory" in killed.words(0)  # who was killed may not have ended yet
+    for _ in range(20):
+        killed.look()
+    assert killed.words(0) == ""
+
+
 def test_without_counts_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "_VMSTAT", tmp_path / "none")
     assert oom.kills() == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
 _VMSTAT: Final = Path("/proc/vmstat")
+_LOOKS: Final = 20  # a process that is killed may take seconds to give back its memory, and ends only then
 
 
 def kills() -> int:
@@ -30,14 +32,22 @@ def peak_bytes(process: int | str = "self") -> int:
 
 @final
 class Killed:
-    """What there is to say of killed processes of this host; made before they start."""
+    """What there is to say of killed processes of this host; made before they start.
+
+    The host may be shared, so what was killed long before is no news: call `look` about twice a second, for as long as
+    all is well.
+    """
 
     def __init__(self) -> None:
-        self._before = kills()
+        self._counts = deque([kills()], maxlen=_LOOKS)
+
+    def look(self) -> None:
+        """Note that nothing is wrong, whatever was killed some seconds ago."""
+        self._counts.append(kills())
 
     def words(self, peak: int) -> str:
         """Say that memory ran out, if it did, and what a process had whose peak was so many bytes."""
-        if kills() > self._before:
+        if kills() > self._counts[0]:
             return "; ".join(filter(None, ["out of memory: the kernel killed a process of this host", had(peak)]))
         return had(peak)
 
