@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import signal
 import time
 from functools import partial
@@ -28,9 +29,10 @@ def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
 
 
 def stay(failing: Path, meeting: Meeting) -> int:
-    """Be a worker that fails, or one that is stopped and so does not end by itself."""
+    """Be a worker that fails, with no room for its words in any file, or one that is stopped and so does not end."""
     if meeting.info.rank == 0:
         meeting.tell("")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         failing.touch()
         raise TrainingError("gone wrong")
     meeting.tell()
@@ -42,7 +44,9 @@ def test_a_stopped_worker_does_not_outlive_a_failure_for_long(tmp_path, capsys):
     failing = tmp_path / "failing"
     assert run_workers(partial(stay, failing), 2, "spawn", 60.0, tmp_path) == 1
     assert time.time() - failing.stat().st_mtime < 25  # torch alone would wait for 30 s
-    assert capsys.readouterr().err.startswith("[rank 0 of 2, ")
+    said = capsys.readouterr().err
+    assert said.startswith("[rank 0 of 2, ")
+    assert said.endswith("] error: gone wrong\n")
 
 
 def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():

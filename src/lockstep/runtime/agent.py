@@ -1,7 +1,8 @@
 """Starts the processes of a run on this machine with torch's elastic agent, and ends all when one fails.
 
 Nothing listens on the network for it: the agent and the workers meet in files of a private folder, and gloo talks
-over the loopback interface.
+over the loopback interface. A disk that is full may be why a worker ends, so the folder is in memory, where there is
+such a place, and its last words come through a pipe.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -35,9 +38,11 @@ from lockstep.runtime.voice import log_name
 
 Worker = Callable[[Meeting], int]  # returns the exit code
 
+_MEMORY: Final = Path("/dev/shm")  # torch's agent needs it too, for its semaphores
 _PATIENCE_S: Final = 1.0  # ten looks of the agent at its workers
 _LOOK_S: Final = 0.5
 _GRACE_S: Final = 5.0  # for workers to end once one has failed: less than torch gives them
+_LAST_WORDS: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
 
 
 def run_workers(
@@ -60,12 +65,13 @@ def run_workers(
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    killed = oom.Killed()
+    heard, told = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(processes)), strict=True)
     with (
-        tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
+        tempfile.TemporaryDirectory(prefix=f"lockstep-{os.getpid()}-", dir=_in_memory()) as folder,
         _relayed_signals(folder) as received,
-        _watched(Path(folder), processes) as peaks,
+        _watched(killed) as peaks,
     ):
-        killed = oom.Killed()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -81,17 +87,24 @@ def run_workers(
             signals_to_handle="SIGQUIT",  # those that stop a run are ours
         )
         try:
-            codes = elastic_launch(config, _begin)(worker, folder, timeout_s)
+            codes = elastic_launch(config, _begin)(worker, folder, told, timeout_s)
         except ChildFailedError as error:
             first = error.get_first_failure()[1]
             if -first.exitcode in received:
                 return _ended_by(-first.exitcode)
-            memory = killed.words(peaks.get(first.local_rank, 0))
-            return _explain(Path(folder), processes, first.local_rank, first.exitcode, memory, logs)
+            memory = killed.words(peaks.get(first.pid, 0))
+            for pipe in told:  # else a message of which a part has come would be waited for
+                pipe.close()
+            return _explain(_heard(heard), processes, first.local_rank, first.exitcode, memory, logs)
         return max(int(code) for code in codes.values())
 
 
-def _begin(worker: Worker, folder: str, timeout_s: float) -> int:
+def _in_memory() -> Path | None:
+    """Return a place in memory for a folder; None where there is none, and the usual one has to do."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else None
+
+
+def _begin(worker: Worker, folder: str, told: Sequence[Connection], timeout_s: float) -> int:
     """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
@@ -99,9 +112,8 @@ def _begin(worker: Worker, folder: str, timeout_s: float) -> int:
     for number in (*STOPPING, signal.SIGALRM):  # a fork brought the agent's way with them, a spawn Python's
         signal.signal(number, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    (Path(folder) / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()), encoding="ascii")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, folder))
+    meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, told[rank]))
     try:
         meeting.join(f"file://{folder}/workers")
         return worker(meeting)
@@ -109,10 +121,10 @@ def _begin(worker: Worker, folder: str, timeout_s: float) -> int:
         meeting.end(failure_of(error, meeting.info, meeting.voice))  # torch's own way prints a traceback
 
 
-def _end(folder: str, meeting: Meeting, failure: Failure) -> NoReturn:
+def _end(told: Connection, meeting: Meeting, failure: Failure) -> NoReturn:
     """End this worker; what there is to say, the agent says."""
     try:
-        _note(failure, folder)
+        told.send_bytes(replace(failure, text=failure.text[-_LAST_WORDS:]).to_json().encode())
         meeting.fail(failure)
         sys.stdout.flush()
         if failure.secondary:
@@ -121,23 +133,28 @@ def _end(folder: str, meeting: Meeting, failure: Failure) -> NoReturn:
         os._exit(failure.exit_code)
 
 
-def _note(failure: Failure, folder: str) -> None:
-    (Path(folder) / f"rank-{failure.rank}.json").write_text(failure.to_json(), encoding="utf-8")
-
-
 def _let_the_cause_be_seen() -> None:
     """Wait to be ended by the agent: of two that fail it tells one, and that is not to be the one that lost a peer."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE_S)
 
 
-def _explain(folder: Path, processes: int, rank: int, code: int, memory: str, logs: Path | None) -> int:
+def _heard(pipes: Iterable[Connection]) -> list[Failure]:
+    """Return what the workers, all of them gone, had to say."""
+    failures = []
+    for pipe in pipes:
+        with suppress(EOFError, OSError):  # killed while it spoke
+            if pipe.poll():
+                failures.append(from_json(pipe.recv_bytes()))
+    return failures
+
+
+def _explain(said: list[Failure], processes: int, rank: int, code: int, memory: str, logs: Path | None) -> int:
     """Print the first failure that has a cause of its own, and return its exit code.
 
     `rank` ended with `code` before any other, as far as the agent saw. A rank that was killed could not say why; then
     `memory` tells what it had.
     """
-    said = [from_json(file.read_text(encoding="utf-8")) for file in folder.glob("rank-*.json")]
     said.sort(key=lambda failure: (failure.secondary, failure.time))
     if said and (not said[0].secondary or rank in {failure.rank for failure in said}):
         print(said[0].words, file=sys.stderr)
@@ -158,23 +175,23 @@ def _ended_by(number: int) -> int:
 
 
 @contextmanager
-def _watched(folder: Path, processes: int) -> Iterator[dict[int, int]]:
-    """While the block runs, note how much memory each rank has had; it is yielded, in bytes.
+def _watched(killed: oom.Killed) -> Iterator[dict[int, int]]:
+    """While the block runs, note how much memory each worker, by its pid, has had; it is yielded, in bytes.
 
     Also kill workers that do not end though another has failed: one that is stopped, for example. torch asks them to
     end and waits for half a minute. A timer looks, and no thread: those do not go well with forks.
     """
     peaks: dict[int, int] = {}
-    workers: dict[int | None, BaseProcess] = {}
+    workers: dict[int, BaseProcess] = {}
     failed_at: list[float] = []
 
     def look(_number: int, _frame: FrameType | None) -> None:
-        for rank in range(processes):
-            with suppress(OSError):
-                peak = oom.peak_bytes((folder / f"rank-{rank}.pid").read_text(encoding="ascii"))
-                peaks[rank] = max(peak, peaks.get(rank, 0))
-        workers.update({worker.pid: worker for worker in multiprocessing.active_children()})
-        if any(worker.exitcode for worker in workers.values()):
+        workers.update({worker.pid or 0: worker for worker in multiprocessing.active_children()})
+        for pid in workers:
+            peaks[pid] = max(oom.peak_bytes(pid), peaks.get(pid, 0))
+        if not any(worker.exitcode for worker in workers.values()):
+            killed.look()
+        else:
             failed_at.append(time.monotonic())
             if failed_at[-1] - failed_at[0] >= _GRACE_S:
                 for worker in workers.values():
