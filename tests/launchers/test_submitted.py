@@ -14,7 +14,10 @@ import pytest
 from cluster import Run, slurm
 from waiting import until
 
+pytestmark = pytest.mark.timeout(600)  # of 50 s on a free machine, with the fixture
+
 LOCKSTEP = (sys.executable, "-m", "lockstep")
+PATIENCE_S = 120.0  # for processes that import torch at once, six of them on as many cores as there are
 # One process submits them all: each would have to import torch.
 SUBMIT = """
 import sys
@@ -131,13 +134,13 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
                     stopped[name] = jobs(run)[name]
             return stopped.keys() >= set(names)
 
-        until(seen_all, 30)
+        until(seen_all, PATIENCE_S)
 
     brake.touch()
     submit(run, {name: [*options, "--option=--hold"] for name, options in PLACES.items()})
     queued = jobs(run)
     run("scontrol", "release", ",".join(str(queued[name]["job"]) for name in STOPS))
-    until(lambda: all(said(name).count('"event": "step"') > 1 for name in STOPS), 40)
+    until(lambda: all(said(name).count('"event": "step"') > 1 for name in STOPS), PATIENCE_S)
     running = jobs(run)
     stopped: dict[str, dict[str, Any]] = {}
     stop("given way")  # while the others leave no place
@@ -146,9 +149,9 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
     with subprocess.Popen(
         ALONE, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.PIPE
     ) as alone:
-        until(lambda: all('"event": "done"' in said(name) for name in STOPS if name != "cancelled"), 40)
-        until(lambda: len(run("squeue", "--noheader").splitlines()) == 1, 20)
-        alone.communicate(timeout=40)
+        until(lambda: all('"event": "done"' in said(name) for name in STOPS if name != "cancelled"), PATIENCE_S)
+        until(lambda: len(run("squeue", "--noheader").splitlines()) == 1, PATIENCE_S)
+        alone.communicate(timeout=PATIENCE_S)
     return Seen(folder, queued, running, stopped, jobs(run), run("ps", "-e", "-o", "args"))
 
 
@@ -214,9 +217,9 @@ def test_no_process_is_left(seen: Seen) -> None:
 def test_a_killed_srun_ends_its_job_and_its_tasks(beside_slurm: Run, seen: Seen) -> None:
     run, job = beside_slurm, str(seen.queued["killed"]["job"])
     run("scontrol", "release", job)
-    until(lambda: run("ps", "-e", "-o", "args").count("sleep 1000") == 2, 20)
+    until(lambda: run("ps", "-e", "-o", "args").count("sleep 1000") == 2, PATIENCE_S)
     run("pkill", "-KILL", "-x", "srun")  # both of its processes
-    until(lambda: not run("squeue", "--noheader"), 20)
+    until(lambda: not run("squeue", "--noheader"), PATIENCE_S)
     assert "sleep 1000" not in run("ps", "-e", "-o", "args")
     assert "ExitCode=137:0" in run("scontrol", "show", "job", job)
     assert jobs(run)["killed"]["state"] == "died"
