@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import socket
@@ -43,10 +44,13 @@ class Voice:
     def logged(self, path: Path) -> Iterator[TextIO]:
         """While the block runs, let what this process prints go to the file: of rank 0 a copy, of others all of it.
 
-        What native libraries print goes there too, but that of rank 0. The file, which is yielded, is appended to. One
-        that cannot be written, on a full disk for example, ends no run: it has gaps, and that is said in the end.
+        What native libraries print goes there too, but that of rank 0, and so does the stack of a process that crashes
+        in one. The file, which is yielded, is appended to. One that cannot be written, on a full disk for example, ends
+        no run: it has gaps, and that is said in the end.
         """
         self.log = path
+        if not faulthandler.is_enabled():
+            faulthandler.enable(2)  # whatever is behind it by then
         with _Log(path) as log:
             redirected = _copied_to(log) if self._info.rank == 0 else _moved_to(log)
             with redirected:
