@@ -5,9 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from waiting import ended
+
+from lockstep import parent
+from lockstep.errors import TrainingError
 
 # A parent that starts a child, by os.fork or by multiprocessing, and says its number once it is tied.
 PARENT = """
@@ -81,3 +86,45 @@ os._exit(0)
 """
     found = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=20)
     assert found.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "first", "gone"),
+    [
+        ("torchrun", ["/sbin/init"], True),
+        ("torchrun", [], True),  # not ours to see
+        ("torchrun", ["/usr/bin/python3", "/usr/bin/torchrun", "-m", "lockstep"], False),  # in a container
+        ("hydra", ["/run/podman-init"], False),
+        ("environment", ["/sbin/init"], False),  # by hand, with nohup
+    ],
+)
+def test_a_child_of_process_1_has_lost_torchrun_unless_it_is_that(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, first: list[str], gone: bool
+) -> None:
+    tied = []
+    monkeypatch.setattr(parent, "die_with_parent", lambda: tied.append(True))
+    monkeypatch.setattr(parent, "parent_command", lambda: first)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(TrainingError, match="is gone") if gone else nullcontext():
+        parent.die_with_launcher(launcher)
+    assert bool(tied) == (launcher != "environment")
+
+
+@pytest.mark.parametrize("words", [("train", "digits"), ("eval", "run")])
+def test_a_rank_ends_with_its_launcher_also_while_it_imports(tmp_path: Path, words: tuple[str, ...]) -> None:
+    script = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-m", "lockstep", *sys.argv[1:]])
+while "libtorch" not in open(f"/proc/{child.pid}/maps").read():
+    time.sleep(0.002)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    rank = {"TORCHELASTIC_RUN_ID": "it", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    env = {**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    line = [sys.executable, "-c", script, *words]
+    with subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        launcher.kill()
+    assert _ends(child, 0.5)

@@ -12,6 +12,7 @@ import click
 
 from lockstep.errors import LockstepError
 from lockstep.launchers import detect
+from lockstep.parent import die_with_launcher
 
 if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
@@ -35,6 +36,8 @@ def command(checkpoint: str, overrides: tuple[str, ...]) -> None:
 
 def _as_rank(info: RankInfo, path: str, overrides: tuple[str, ...]) -> int:
     """Evaluate as one rank of those that another launcher started."""
+    die_with_launcher(info.launcher)  # before the imports, which take seconds
+
     from lockstep.config.placement import rendezvous
     from lockstep.runtime.member import as_rank, refuse
 

@@ -13,6 +13,7 @@ import click
 
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import detect, torchrun
+from lockstep.parent import die_with_launcher, parent_command
 
 if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
@@ -30,10 +31,13 @@ def command(words: tuple[str, ...]) -> None:
 
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
     """
+    info = detect(os.environ)
+    if info is not None:
+        die_with_launcher(info.launcher)  # before the imports, which take seconds
+
     from lockstep.config.load import load, split
     from lockstep.config.placement import rendezvous
 
-    info = detect(os.environ)
     if info is None:
         raise SystemExit(_here(load(*split(words))))
     try:
@@ -73,8 +77,6 @@ def _checked(loaded: Loaded, info: RankInfo) -> Loaded:
 def _check_launch(placement: Placement, info: RankInfo) -> None:
     """Raise UsageError where the launcher started another run than the one that was asked for."""
     if info.launcher == "torchrun":
-        from lockstep.parent import parent_command
-
         torchrun.check_hosts(parent_command(), os.environ)
     if placement.processes not in ("auto", info.size):
         raise UsageError(

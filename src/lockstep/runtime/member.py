@@ -15,7 +15,6 @@ from typing import Final, NoReturn
 
 from lockstep.core.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
-from lockstep.parent import die_with_parent
 from lockstep.runtime.failure import Failure, PeerFailedError, failure_of
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.meeting import Meeting
@@ -34,8 +33,6 @@ def as_rank(
 
     An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
     """
-    if info.launcher in ("torchrun", "openmpi", "hydra"):
-        die_with_parent()  # should that be killed; one started by hand may outlive its shell, as with nohup
     meeting = Meeting(info, timeout_s, _end)
     heartbeat = Heartbeat(meeting, lost_after_s)
     try:
