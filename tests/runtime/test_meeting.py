@@ -69,6 +69,11 @@ def each(infos: Any, work: Callable[[Meeting], Any], timeout_s: float = 20.0) ->
         return list(pool.map(one, infos[0]))
 
 
+def spoken(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines that ranks said: torch says some too, late ones of an earlier test among them."""
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank ")]
+
+
 def test_ranks_with_the_same_facts_go_on_and_hear_rank_0(infos: Any) -> None:
     def work(meeting: Meeting) -> str:
         meeting.compare({"recipe": {"lr": 0.1}, "torch": "2"})
@@ -222,7 +227,7 @@ def test_a_missing_rank_0_is_named_by_one_of_each_host(
     monkeypatch.setattr(meeting_module, "_LINGER_S", 0.5)
     for error in each((infos[0][1:], infos[1]), lambda _: None, timeout_s=2.0):
         assert str(error) == "waited 2 s for rank 0, in vain"
-    said = capfd.readouterr().err.splitlines()
+    said = spoken(capfd)
     assert said[0] == f"[rank 1 of 3, {socket.gethostname()}] has waited 2 s for rank 0"
     assert not any("rank 2 of 3" in line for line in said)
 
@@ -250,7 +255,7 @@ def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) 
     assert time.monotonic() - began < 20
     assert str(first) == "waited 4 s for rank 2, in vain"
     assert isinstance(second, PeerFailedError)
-    said = capfd.readouterr().err.splitlines()
+    said = spoken(capfd)
     assert said[0] == f"[rank 0 of 3, {socket.gethostname()}] has waited 2 s for rank 2"
 
 
