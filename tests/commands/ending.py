@@ -1,7 +1,8 @@
-"""A loss that ends a process in a way that leaves no time for words."""
+"""Losses that end a process."""
 
 import ctypes
 import os
+from pathlib import Path
 
 from torch import Tensor
 from torch.nn import functional
@@ -12,4 +13,11 @@ def crashing(outputs: Tensor, targets: Tensor) -> Tensor:
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if os.environ.get("RANK", "0") == str(last) and outputs.requires_grad:
         ctypes.string_at(0)
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def looking(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Every rank fails once training has begun, and says whether the run has a result by then."""
+    if outputs.requires_grad:
+        raise ValueError(f"result.json is there: {Path('run', 'result.json').exists()}")
     return functional.cross_entropy(outputs, targets, reduction="sum")

@@ -4,7 +4,7 @@ runs/<recipe>-<time>/
 ├── config.yaml         the resolved configuration, with where each value came from
 ├── environment.json    versions, devices, commit
 ├── events.jsonl        everything that happened: the source of truth
-├── result.json         the last event and the exit code, once the run has ended or stopped
+├── result.json         the last event and the exit code, once the run has ended, stopped or failed
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
 ├── tensorboard/
@@ -14,7 +14,9 @@ runs/<recipe>-<time>/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +28,7 @@ from lockstep.config import load as loading
 from lockstep.config import write
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
-from lockstep.errors import ConfigError, TrainingError, UsageError
+from lockstep.errors import EXIT_FAILED, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.runtime import machine
 from lockstep.training import checkpoint, durable
 from lockstep.training.lock import Lock, lock
@@ -45,6 +47,12 @@ class Claim:
     lock: Lock
     checkpoint: Path | None
     notes: list[str]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder while the block runs; where that raises an error, result.json has its exit code."""
+        with self.lock, _settled(self.folder):
+            yield
 
 
 def with_microbatches(loaded: Loaded) -> Loaded:
@@ -67,7 +75,9 @@ def claim(loaded: Loaded) -> Claim:
     folder = Path(run.dir) if run.dir else fresh(loaded.name)
     held = _locked(folder)
     try:
-        checkpoint_path, notes = _beginning(loaded, folder)
+        (folder / RESULT).unlink(missing_ok=True)  # a script is not to take it for that of this start
+        with _settled(folder):
+            checkpoint_path, notes = _beginning(loaded, folder)
     except BaseException:
         held.release()
         raise
@@ -77,7 +87,6 @@ def claim(loaded: Loaded) -> Claim:
 def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
     """Write config.yaml, with the micro-batches that the run began with, and environment.json."""
     resolved = _with_microbatches(loaded, microbatches)
-    (folder / RESULT).unlink(missing_ok=True)
     _write(folder / CONFIG, loading.to_yaml(resolved))
     _write(folder / ENVIRONMENT, json.dumps(machine.environment(), indent=1, sort_keys=True) + "\n")
 
@@ -85,6 +94,22 @@ def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
     """Write result.json: how the last start of the run ended. It is gone while the run goes on."""
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def settle(folder: Path, code: int) -> None:
+    """Write result.json for a start that ended with another exit code than 0 and has not concluded."""
+    if code and not (folder / RESULT).exists():
+        with suppress(TrainingError):  # there is another error to tell
+            conclude(folder, {"event": "failed", "time": time.time(), "exit_code": code})
+
+
+@contextmanager
+def _settled(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        settle(folder, error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED)
+        raise
 
 
 def _write(path: Path, text: str) -> None:
@@ -111,8 +136,8 @@ def _locked(folder: Path) -> Lock:
 
 def fresh(name: str) -> Path:
     """Return a folder that is not there yet, for a run that begins now."""
-    time = datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = (f"{name}-{time}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = (f"{name}-{now}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 

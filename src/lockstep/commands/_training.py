@@ -127,7 +127,7 @@ def _record(folder: Path, world: World) -> str:
 def _claimed(meeting: Meeting, loaded: Loaded, microbatches: int) -> Iterator[Start]:
     """Hold the run folder on rank 0 while the block runs, and tell the others where the run begins. All call it."""
     claim = _folder.claim(loaded) if meeting.info.rank == 0 else None
-    with claim.lock if claim else nullcontext():
+    with claim.held() if claim else nullcontext():
         for note in claim.notes if claim else []:
             print(note, file=sys.stderr)
         path = meeting.tell(str(claim.checkpoint or "") if claim else "")

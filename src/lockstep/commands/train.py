@@ -102,7 +102,7 @@ def _here(loaded: Loaded) -> int:
     ready = _setup.setup(loaded.config.recipe, microbatches)
     _setup.check_cut(ready, loaded.config, count)
     claim = _folder.claim(loaded)
-    with claim.lock:
+    with claim.held():
         for note in claim.notes:
             click.echo(note, err=True)
         start = Start(claim.folder, claim.checkpoint, microbatches)
@@ -110,7 +110,9 @@ def _here(loaded: Loaded) -> int:
             return run_rank(loaded, alone(), start, ready)
         method = _setup.start_method(loaded.config.placement)
         worker = partial(_worker, loaded, start, ready if method == "fork" else None)
-        return run_workers(worker, count, method, loaded.config.placement.timeout_s, claim.folder / _folder.LOGS)
+        code = run_workers(worker, count, method, loaded.config.placement.timeout_s, claim.folder / _folder.LOGS)
+        _folder.settle(claim.folder, code)
+        return code
 
 
 def _worker(loaded: Loaded, start: Start, ready: Setup | None, meeting: Meeting) -> int:

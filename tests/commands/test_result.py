@@ -1,0 +1,44 @@
+"""result.json has the exit code of the last start, also of one that failed: scripts go by it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DIGITS
+
+TRAIN = ("train", *DIGITS, "run.dir=run")
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}  # as another launcher has it
+MISSING = "recipe.data={name: folder, root: nowhere}"
+
+
+@pytest.fixture(autouse=True)
+def stopped(tmp_path: Path) -> None:
+    """Let the last start have been stopped and saved."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text('{"event": "stopped", "time": 1.5, "exit_code": 75}')
+
+
+def result(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "run" / "result.json").read_text(encoding="utf-8"))
+    assert found.pop("time") > 1.5
+    return found
+
+
+@pytest.mark.parametrize("env", [{}, ALONE])
+def test_of_a_start_that_is_refused(run, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "run" / "events.jsonl").touch()
+    run(*TRAIN, "run.resume=never", code=2, **env)
+    assert result(tmp_path) == {"event": "failed", "exit_code": 2}
+
+
+def test_of_a_mistake_that_is_found_in_the_claimed_folder(run, tmp_path: Path) -> None:
+    run(*TRAIN, MISSING, code=2, **ALONE)
+    assert result(tmp_path) == {"event": "failed", "exit_code": 2}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_of_a_rank_that_fails_and_gone_before(run, tmp_path: Path, processes: int) -> None:
+    command = run(*TRAIN, 'recipe.loss={name: "ending:looking"}', f"placement.processes={processes}", code=1)
+    assert "ValueError: result.json is there: False" in command.err + command.out
+    assert result(tmp_path) == {"event": "failed", "exit_code": 1}
