@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.runtime import flight, machine
+from lockstep.runtime.doing import Doing, Phase
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
@@ -74,13 +75,14 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     stop = StopRequest()
     device = choose_device(placement.device, info)
     microbatches = recipe.microbatches or info.size
-    meeting.compare(started_with(loaded, microbatches, device))
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
     place = f"{place}  host {meeting.voice.host}  device {device}\n"
     terminal = sys.stdout
-    terminal.write(place)  # at once: ranks share the terminal
-    terminal.flush()
     with ExitStack() as held:
+        held.enter_context(watched(meeting, placement, device))
+        meeting.compare(started_with(loaded, microbatches, device))
+        terminal.write(place)  # at once: ranks share the terminal
+        terminal.flush()
         agreed = start or held.enter_context(_claimed(meeting, loaded, microbatches))
         log = held.enter_context(meeting.voice.logged(agreed.folder / _folder.LOGS / log_name(info.rank)))
         log.write(place)
@@ -91,9 +93,8 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
             meeting.compare(data_facts(ready))
         world = open_world(meeting, device)
         training = _Training(loaded, ready, world, agreed, (terminal, log))
-        tell, record = _on_stall(meeting, placement), partial(_record, agreed.folder, world)
-        with StallWatch(world, training.steps_done, placement.stall_timeout_s, tell, record):
-            code = training.run(stop)
+        meeting.doing = training.doing
+        code = training.run(stop)
         world.close()
     return code
 
@@ -108,19 +109,22 @@ def started_with(loaded: Loaded, microbatches: int, device: torch.device) -> dic
     }
 
 
-def _on_stall(meeting: Meeting, placement: Placement) -> Callable[[str], None]:
-    """Return what is done with the report of a stall."""
+def watched(meeting: Meeting, placement: Placement, device: torch.device) -> StallWatch:
+    """Return what watches this thread for a stall while it is entered, and reports or ends as `placement` says."""
 
     def end(report: str) -> None:
         meeting.end(Failure(meeting.info.rank, meeting.info.size, meeting.voice.host, report, time=time.time()))
 
-    return end if placement.on_stall == "end" else meeting.voice.announce
+    tell = end if placement.on_stall == "end" else meeting.voice.announce
+    on_gpu = device.type == "cuda"
+    return StallWatch(meeting, placement.stall_timeout_s, tell, partial(_record, meeting, on_gpu), hidden=on_gpu)
 
 
-def _record(folder: Path, world: World) -> str:
-    """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none."""
-    path = folder / _folder.LOGS / f"exchanges-rank-{world.rank}.json"
-    return str(path) if flight.write(path, nccl=world.on_gpu) else ""
+def _record(meeting: Meeting, nccl: bool) -> str:
+    """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none of either."""
+    log = meeting.voice.log
+    path = log and log.with_name(f"exchanges-rank-{meeting.info.rank}.json")
+    return str(path) if path and flight.write(path, nccl) else ""
 
 
 @contextmanager
@@ -148,6 +152,7 @@ class _Training:
         self.streams = streams  # the terminal, and this rank's log
         self.began = time.perf_counter()
         self.progress = Progress()
+        self.phase: Phase = "setting up"
         self.weights = ""
         self.numerics = machine.numerics(world.device)
         placement = loaded.config.placement
@@ -158,9 +163,9 @@ class _Training:
         self.saver = Saver(world, start.folder / checkpoint.FOLDER, run.keep, beside=run.save_async)
         world.compare({"first weights": checkpoint.weights_sha256(whole(self.engine.state().model))})
 
-    def steps_done(self) -> int:
-        """Return how many steps are done."""
-        return self.progress.step
+    def doing(self) -> Doing:
+        """Return what this rank does, to any thread."""
+        return Doing(self.phase, self.progress.step)
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""
@@ -176,6 +181,7 @@ class _Training:
                     code = EXIT_CODES[event.reason]
                 if isinstance(event, Stopped | Done):
                     self._conclude(event, code)
+        self.phase = "ending"
         self.world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
         self.saver.close()
         self.engine.close()
@@ -196,6 +202,7 @@ class _Training:
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         yield self._started()
+        self.phase = "training"
         for event in train(
             self.engine,
             self.world,
@@ -206,11 +213,12 @@ class _Training:
             self._save,
             stop,
         ):
-            yield from self.saver.wait() if isinstance(event, Stopped) else self.saver.finished()
+            yield from self._saved() if isinstance(event, Stopped) else self.saver.finished()
             yield event
             if isinstance(event, Stopped):
                 return
-        yield from self.saver.wait()
+        yield from self._saved()
+        self.phase = "ending"
         yield self._done()
 
     def _plan(self) -> Plan:
@@ -248,18 +256,23 @@ class _Training:
         )
 
     def _evaluate(self, progress: Progress) -> Evaluated:
-        recipe = self.loaded.config.recipe
-        return evaluated(
-            self.engine,
-            self.world,
-            self.ready,
-            self.loader,
-            evaluation_batch(recipe, self.start.microbatches),
-            progress,
-        )
+        batch = evaluation_batch(self.loaded.config.recipe, self.start.microbatches)
+        with self._while("evaluating"):
+            return evaluated(self.engine, self.world, self.ready, self.loader, batch, progress)
 
     def _save(self, progress: Progress) -> list[Saved]:
-        return self.saver.save(progress, self._snapshot(self.engine.state(), progress))
+        with self._while("saving"):
+            return self.saver.save(progress, self._snapshot(self.engine.state(), progress))
+
+    def _saved(self) -> list[Saved]:
+        with self._while("saving"):
+            return self.saver.wait()
+
+    @contextmanager
+    def _while(self, phase: Phase) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before  # not after an error, which happened in this phase
 
     def _snapshot(self, state: State, progress: Progress) -> checkpoint.Snapshot:
         kept = {

@@ -15,6 +15,8 @@ from lockstep.launchers import detect
 from lockstep.parent import die_with_launcher
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.commands._setup import Setup
     from lockstep.config.load import Loaded
     from lockstep.core.rank import RankInfo
@@ -92,7 +94,7 @@ def _evaluate_as(
     ready: Setup | None = None,
 ) -> int:
     from lockstep.commands import _setup
-    from lockstep.commands._training import started_with
+    from lockstep.commands._training import started_with, watched
     from lockstep.runtime.memory import keep_freed_memory
     from lockstep.runtime.precision import fix_kernels
     from lockstep.runtime.world import choose_device
@@ -101,11 +103,13 @@ def _evaluate_as(
     opened, loaded = _open(path, overrides, found)
     fix_kernels(loaded.config.recipe.threads)
     keep_freed_memory()
-    facts = started_with(loaded, _microbatches(opened), choose_device(loaded.config.placement.device, meeting.info))
-    meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
-    ready = ready or _setup.setup(loaded.config.recipe, _microbatches(opened))
-    meeting.compare(_setup.data_facts(ready))
-    return _evaluate(loaded, opened, ready, meeting)
+    device = choose_device(loaded.config.placement.device, meeting.info)
+    with watched(meeting, loaded.config.placement, device):
+        facts = started_with(loaded, _microbatches(opened), device)
+        meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
+        ready = ready or _setup.setup(loaded.config.recipe, _microbatches(opened))
+        meeting.compare(_setup.data_facts(ready))
+        return _evaluate(loaded, opened, ready, meeting, device)
 
 
 def _open(path: str, overrides: tuple[str, ...], found: Found | None = None) -> tuple[Found, Loaded]:
@@ -128,21 +132,23 @@ def _microbatches(found: Found) -> int:
     return int(found.snapshot.state["microbatches"])
 
 
-def _evaluate(loaded: Loaded, found: Found, ready: Setup, meeting: Meeting) -> int:
+def _evaluate(loaded: Loaded, found: Found, ready: Setup, meeting: Meeting, device: torch.device) -> int:
     from lockstep.commands._setup import evaluation_batch, start
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
-    from lockstep.runtime.world import choose_device, open_world
+    from lockstep.runtime.doing import Doing
+    from lockstep.runtime.world import open_world
     from lockstep.training import checkpoint
     from lockstep.training.loop import Progress
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    world = open_world(meeting, choose_device(placement.device, meeting.info))
+    world = open_world(meeting, device)
     microbatches = _microbatches(found)
     _, place, engine = start(ready, placement, world, microbatches)
     loader = ready.loader(world, place, microbatches, placement.workers)
     engine.load(engine_state(found.snapshot))
     progress = Progress(**found.snapshot.state["progress"])
+    meeting.doing = lambda: Doing("evaluating", progress.step)
     event = evaluated(engine, world, ready, loader, evaluation_batch(recipe, microbatches), progress)
     if world.rank == 0:
         click.echo(f"{found.path}, after step {progress.step}")

@@ -4,6 +4,10 @@ A thread of each rank looks once a second where the main thread is. A rank that 
 longer than it has patience asks, through the store at which the ranks met; every rank's thread answers with its step,
 its place and its stack. Nobody sends anything before somebody asks, and no clocks of two hosts are compared. A rank
 that does not answer is stopped or gone.
+
+With a GPU it is the device that waits for others, and the main thread for the device, wherever it reads a result or the
+queue of the device is full. From outside this looks like work. So there any place may be a wait, and who is late is
+known only where one has done fewer steps than another.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
-from lockstep.runtime.world import World
+from lockstep.runtime.doing import Doing
+from lockstep.runtime.meeting import Meeting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
@@ -32,6 +37,7 @@ _OURS: Final = "lockstep/"
 _TORCH: Final = "torch/distributed/"
 # Where a main thread of ours is that waits for other ranks.
 _DOORS: Final = (
+    "lockstep/runtime/meeting.py",
     "lockstep/runtime/world.py",
     "lockstep/runtime/canonical.py",
     "lockstep/runtime/lane.py",
@@ -39,56 +45,66 @@ _DOORS: Final = (
 )
 
 
+_Role = Literal["is late", "is behind", "computes or waits", "waits"]
+# What a report ends with, by the first of these that a rank is.
+_ENDINGS: Final[Mapping[_Role, str]] = {
+    "is late": "",
+    "is behind": "",
+    "computes or waits": "  no rank is behind: a GPU computes, or one of these threads, and the others wait for it",
+    "waits": "  no rank is late: they wait for each other, in different places or over a link that is cut",
+}
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where the main thread of a rank is: after how many steps, and its stack, as `file:line function`, innermost last.
+    """Where the main thread of a rank is: what it does, and its stack, as `file:line function`, innermost last.
 
-    `waits`: for other ranks.
+    `waits`: for other ranks; None where that cannot be seen.
     """
 
-    step: int
+    doing: Doing
     stack: tuple[str, ...]
-    waits: bool
+    waits: bool | None
     record: str = ""  # where this rank wrote torch's record of its exchanges
 
     @property
     def words(self) -> str:
-        """The step, and the innermost line of ours that tells most: behind the doors all waits look alike."""
+        """What it does, and the innermost line of ours that tells most: behind the doors all waits look alike."""
         own = [line for line in self.stack if line.startswith(_OURS)]
         telling = [line for line in own if not line.startswith(_DOORS)]
-        return f"in step {self.step + 1}, {(telling or own or self.stack)[-1]}"
+        return f"{self.doing.words}, {(telling or own or self.stack)[-1]}"
 
 
 @final
 class StallWatch:
-    """Enter to watch the thread that enters; all ranks do, once.
+    """Enter to watch the thread that enters; all ranks that have met do, once.
 
-    `step` tells how many steps this rank has done. The rank that asks gives the report to `tell`, on a thread of its
-    own, and asks again for as long as nothing moves. `record` writes torch's record of the exchanges of this rank and
-    returns where; "" where there is none.
+    The rank that asks gives the report to `tell`, on a thread of its own, and asks again for as long as nothing moves.
+    `record` writes torch's record of the exchanges of this rank and returns where; "" where there is none. `hidden`: a
+    device waits for the other ranks in place of this thread, once it is set up.
     """
 
     def __init__(
         self,
-        world: World,
-        step: Callable[[], int],
+        meeting: Meeting,
         patience_s: float,
         tell: Callable[[str], None],
         record: Callable[[], str] = str,
+        hidden: bool = False,
     ) -> None:
-        self._world = world
-        self._step = step
+        self._meeting = meeting
+        self._rank, self._size = meeting.info.rank, meeting.info.size
         self._patience_s = patience_s
         self._tell = tell
         self._record = record
+        self._hidden = hidden
         self._watched = threading.get_ident()
-        self._store = world.part_of_store("stall") if world.size > 1 else None
         self._question = 0  # the first that this rank has not answered
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look_on, self._answer)]
 
     def __enter__(self) -> StallWatch:
-        for thread in self._threads if self._store else []:
+        for thread in self._threads if self._meeting.store else []:
             thread.start()
         return self
 
@@ -105,15 +121,15 @@ class StallWatch:
             place, now = self._place(), time.monotonic()
             if (place, self._question) != (last, answered):
                 last, answered, since = place, self._question, now
-            elif place.waits and now - since >= self._patience_s:
-                asking = threading.Thread(target=self._ask, args=(now - since,), daemon=True)
+            elif place.waits is not False and now - since >= self._patience_s:
+                asking = threading.Thread(target=self._ask, args=(place, now - since), daemon=True)
                 asking.start()
                 asking.join(2 * _ANSWER_S)
                 if asking.is_alive() and not self._over.is_set():
-                    self._tell(_unanswered(self._world.rank, place, now - since))
+                    self._tell(_unanswered(self._rank, place, now - since))
                 since = time.monotonic()
 
-    def _ask(self, seconds: float) -> None:
+    def _ask(self, place: Place, seconds: float) -> None:
         """Ask all ranks where they are and tell what they answer, unless another rank has asked."""
         question, store = self._question, self._connected()
         with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
@@ -121,12 +137,12 @@ class StallWatch:
                 return
             until = time.monotonic() + _ANSWER_S
             found: dict[int, tuple[str, Place]] = {}
-            while len(found) < self._world.size and time.monotonic() < until and not self._over.wait(_PAUSE_S):
-                for rank in range(self._world.size):
+            while len(found) < self._size and time.monotonic() < until and not self._over.wait(_PAUSE_S):
+                for rank in range(self._size):
                     if rank not in found and store.check([_answer_key(question, rank)]):
                         found[rank] = _read(store.get(_answer_key(question, rank)))
             if not self._over.is_set():
-                self._tell(told(found, self._world.rank, self._world.size, seconds))
+                self._tell(told(found, self._size, _first_line(self._rank, place, seconds)))
 
     def _answer(self) -> None:
         """Answer each question, with where the main thread is then."""
@@ -135,8 +151,8 @@ class StallWatch:
             while not self._over.wait(self._pause_s):
                 if store.check([_asked_key(self._question)]):
                     place = self._place()  # first: what comes next takes a while
-                    said = json.dumps({"host": self._world.host, **asdict(place), "record": self._record()})
-                    store.set(_answer_key(self._question, self._world.rank), said)
+                    said = json.dumps({"host": self._meeting.voice.host, **asdict(place), "record": self._record()})
+                    store.set(_answer_key(self._question, self._rank), said)
                     self._question += 1
 
     @property
@@ -145,58 +161,84 @@ class StallWatch:
 
     def _connected(self) -> Store:
         """Return a connection of its own for a thread: whoever waits in one keeps the others from it."""
-        assert self._store is not None
-        return self._store.clone()
+        assert self._meeting.store is not None
+        return self._meeting.store.clone()
 
     def _place(self) -> Place:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
         files = [_short(each.filename) for each in summary]
         ours = next((file for file in files if file.startswith(_OURS)), "")
-        stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))
-        return Place(self._step(), stack[::-1], ours in _DOORS or files[0].startswith(_TORCH))
+        stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
+        doing = self._meeting.doing()
+        if ours in _DOORS or files[0].startswith(_TORCH):
+            return Place(doing, _to_the_door(stack), True)
+        return Place(doing, stack, None if self._hidden and doing.phase != "setting up" else False)
 
 
-def told(answers: Mapping[int, tuple[str, Place]], asker: int, size: int, seconds: float) -> str:
+def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str:
     """Return the report: who is late and where, what the others wait in, and who does not answer."""
-    late = {rank: answer for rank, answer in sorted(answers.items()) if not answer[1].waits}
+    most = max((place.doing.step for _, place in answers.values()), default=0)
+    alike: dict[tuple[_Role, str], list[str]] = {}
+    for rank, (host, place) in sorted(answers.items()):
+        role = _role(place, most)
+        stack = [] if role == "waits" else [f"      {line}" for line in place.stack[-_LINES:]]
+        name = str(rank) if role == "waits" else f"{rank} ({host})"
+        alike.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
-    lines = [f"stalled: rank {asker} has waited {seconds:.0f} s for other ranks"]
+    lines = [first]
     lines += [f"  rank {rank} does not answer: it is stopped, its host is gone, or cut off" for rank in silent]
-    for rank, (host, place) in late.items():
-        lines.append(f"  rank {rank} ({host}) is late: {place.words}")
-        lines += [f"      {line}" for line in place.stack[-_LINES:]]
-    waiting: dict[str, list[str]] = {}
-    for rank, (_, place) in sorted(answers.items()):
-        if place.waits:
-            waiting.setdefault(place.words, []).append(str(rank))
-    lines += [f"  rank {', '.join(ranks)} waits: {where}" for where, ranks in waiting.items()]
-    records = [answer[1].record for answer in answers.values() if answer[1].record]
+    for role in _ENDINGS:
+        lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in alike.items() if its == role]
+    records = [place.record for _, place in answers.values() if place.record]
     if records:
         lines.append(f"  torch's record of their exchanges: {', '.join(sorted(records))}")
-    if not silent and not late:
-        lines.append("  no rank is late: they wait for each other, in different places or over a link that is cut")
-    return "\n".join(lines)
+    if not silent:
+        found = {role for role, _ in alike}
+        lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
+    return "\n".join(line for line in lines if line)
+
+
+def _role(place: Place, most: int) -> _Role:
+    """Return what a rank is for the others, of which one has done `most` steps."""
+    if place.waits is None:
+        return "is behind" if place.doing.step < most else "computes or waits"
+    return "waits" if place.waits else "is late"
+
+
+def _first_line(rank: int, place: Place, seconds: float) -> str:
+    what = (
+        f"has waited {seconds:.0f} s for other ranks" if place.waits else f"has been at one place for {seconds:.0f} s"
+    )
+    return f"stalled: rank {rank} {what}"
 
 
 def _unanswered(rank: int, place: Place, seconds: float) -> str:
     return (
-        f"stalled: rank {rank} has waited {seconds:.0f} s for other ranks: {place.words}\n"
+        f"{_first_line(rank, place, seconds)}: {place.words}\n"
         f"  where the ranks met does not answer: rank 0 or the launcher's agent is stopped, or its host cut off"
     )
 
 
 def _asked_key(question: int) -> str:
-    return f"{question} asked"
+    return f"stall {question} asked"
 
 
 def _answer_key(question: int, rank: int) -> str:
-    return f"{question} answer {rank}"
+    return f"stall {question} answer {rank}"
 
 
 def _read(answer: bytes) -> tuple[str, Place]:
     said = json.loads(answer)
-    return said["host"], Place(said["step"], tuple(said["stack"]), said["waits"], said["record"])
+    return said["host"], Place(Doing(**said["doing"]), tuple(said["stack"]), said["waits"], said["record"])
+
+
+def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a stack without what lies behind the door of a wait, where a wait itself moves from line to line."""
+    own = [at for at, line in enumerate(stack) if line.startswith(_OURS)]
+    inside = max((at for at in own if not stack[at].startswith(_DOORS)), default=-1)
+    door = next((at for at in own if at > inside), len(stack))
+    return stack[: door + 1]
 
 
 def _short(filename: str) -> str:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.peers import naming_lost_peers
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,7 @@ class World:
         device: torch.device,
         groups: tuple[dist.ProcessGroup, ...] = (),
         timeout: timedelta | None = None,
-        store: Store | None = None,
     ) -> None:
-        self._store = store
-        self._parts = 0
         self.rank = info.rank
         self.size = info.size
         self.local_rank = info.local_rank
@@ -180,16 +174,6 @@ class World:
             message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return bytes(self.add_(message).tolist()).decode()
 
-    def part_of_store(self, what: str) -> Store:
-        """Return a part of the store at which the ranks met, another one at each call. All ranks call it alike.
-
-        One that is alone, or was not opened by open_world, has none, and raises RuntimeError.
-        """
-        if self._store is None:
-            raise RuntimeError("this world has no store")
-        self._parts += 1
-        return dist.PrefixStore(f"{what} {self._parts}", self._store)  # type: ignore[attr-defined]
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
@@ -231,7 +215,7 @@ def open_world(meeting: Meeting, device: torch.device) -> World:
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, device, (first, second), timeout, meeting.store)
+    world = World(info, device, (first, second), timeout)
     if world.on_gpu:
         _check_devices(world)
     return world
