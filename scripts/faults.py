@@ -27,6 +27,7 @@ from typing import Any
 SCRIPTS = Path(__file__).parent
 MARK = "LOCKSTEP_FAULTS"  # in the environment of all that a run starts, so that survivors can be found
 PATIENCE_S = 120.0
+_START_S = 6.0  # about as long as a start takes until its first step
 PACE = "0.005"  # seconds of sleep with each micro-batch
 _HASTE = "keep_alive_interval=1,keep_alive_max_attempt=4,"  # of torchrun's agents, which wait for 15 s if not told
 _LOST = r"\[rank \d of 2, \S+\] error: .*|lost another rank.*|failed \(exitcode: .*"
@@ -301,6 +302,22 @@ def mpirun_killed(run: Run, choose: random.Random) -> Seen:
     return _first_process_killed(run, choose, job, f"{name} -n 2")
 
 
+def killed_while_it_starts(run: Run, choose: random.Random) -> Seen:
+    """SIGKILL to Lockstep, torchrun or mpirun at a random moment of its start; what it started ends with it."""
+    name = choose.choice(["lockstep", "mpirun", "torchrun"])
+    after_s = choose.uniform(0.0, _START_S)
+    job = run.start([*_LAUNCHERS[name], *LOCKSTEP, *run.train("placement.processes=2")], **_AS_ROOT)
+    end = time.monotonic() + after_s
+    while time.monotonic() < end and run.done == run.before and not job.ended:
+        time.sleep(0.005)
+    run.fault()
+    job.process.kill()
+    job.wait(-signal.SIGKILL)
+    seen = Seen(f"{name}, after {after_s:.2f} s", run.at, "Killed (by the shell)", time.time() - run.at)
+    seen.survivors = run.survivors()
+    return seen
+
+
 def ctrl_c(run: Run, choose: random.Random) -> Seen:
     """Ctrl-C at the terminal, which the launcher and what it started hear at once."""
     name = choose.choice(sorted(_LAUNCHERS))
@@ -377,15 +394,18 @@ def ranks_by_hand(run: Run, choose: random.Random) -> Seen:
 
 
 def disk_full(run: Run, choose: random.Random) -> Seen:
-    """The disk is full when a checkpoint is to be written; there is room again for the next start."""
+    """The disk, of temporary files too, is full when a checkpoint is to be written; the next start has room again."""
     count = choose.choice([1, 2])
     with _small_disk(run.folder / "run", choose) as fill:
-        job = run.local(count)
+        temporary = run.folder / "run" / "tmp"
+        temporary.mkdir()
+        job = run.local(count, TMPDIR=str(temporary))
         _begin(run, choose, job)
         run.fault()
         fill()
         seen = run.seen(f"{count} processes", job, r"error: .*No space left on device.*")
         job.wait(1)
+        shutil.rmtree(temporary)
     return seen
 
 
@@ -727,6 +747,7 @@ KINDS: dict[str, Fault] = {
     "torchrun-worker-killed": worker_killed_under_torchrun,
     "torchrun-killed": agent_killed,
     "mpirun-killed": mpirun_killed,
+    "killed-at-start": killed_while_it_starts,
     "ctrl-c": ctrl_c,
     "rank-by-hand-killed": ranks_by_hand,
     "rank-asleep": rank_asleep,
