@@ -3,16 +3,22 @@
 What ssh starts on another host goes on when the ssh is gone; but its stdin ends, however the ssh came to its end, and
 so do broken connections. The command has a process group of its own: it is asked to end by SIGTERM, and after a while
 all that is left of the group is killed.
+
+What srun starts hears nothing of the end of srun, if that is killed. `lockstep launch` leaves a listening socket to the
+srun that it becomes: as long as a process of srun is there the kernel keeps connections to it, and nobody need take
+them. A task that has one ends with it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -20,6 +26,9 @@ from lockstep.parent import die_with_parent
 
 _LOOK_S: Final = 0.1
 PATIENCE_S: Final = 60.0  # for a checkpoint to be written after SIGTERM
+SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # for the tasks, beside SLURM_SRUN_COMM_HOST, which srun tells them
+_TASKS: Final = 4096  # the kernel keeps no more connections that nobody takes
+_REACH_S: Final = 10.0
 
 
 def tied(command: Sequence[str], stdin: int, patience_s: float = PATIENCE_S) -> int:
@@ -47,6 +56,41 @@ def tied(command: Sequence[str], stdin: int, patience_s: float = PATIENCE_S) -> 
             code = process.wait(_LOOK_S)
     _kill_group(process.pid)
     return code if code >= 0 else 128 - code
+
+
+def held() -> socket.socket:
+    """Return a socket to which tasks are tied, by its port, until this process ends and what it becomes by exec."""
+    listening = socket.create_server(("", 0), backlog=_TASKS)
+    listening.set_inheritable(True)
+    return listening
+
+
+def tie(env: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
+    """End this process, by SIGTERM and after a while by SIGKILL, when the srun that `lockstep launch` became is gone.
+
+    `env` says where that is; without it, nothing is done. Called by the main thread.
+    """
+    host, port = env.get("SLURM_SRUN_COMM_HOST"), env.get(SRUN_PORT)
+    if not (host and port):
+        return
+    tied_by = threading.get_ident()
+
+    def watch() -> None:
+        try:
+            with socket.create_connection((host, int(port)), _REACH_S) as line, suppress(ConnectionError):
+                line.settimeout(None)
+                line.recv(1)
+        except ConnectionRefusedError:  # gone already
+            pass
+        except OSError as error:
+            if env.get("SLURM_PROCID") == "0":
+                sys.stderr.write(f"srun at {host}:{port}: {error}; should it be killed, end its tasks by scancel\n")
+            return
+        signal.pthread_kill(tied_by, signal.SIGTERM)
+        time.sleep(patience_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _kill_group(group: int) -> None:

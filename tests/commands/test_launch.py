@@ -58,12 +58,13 @@ def test_a_dry_run_prints_the_line_and_nothing_else(folder):
 def test_the_process_becomes_the_launcher(folder, monkeypatch):
     put(folder, "srun", STANDS_IN)
     became = []
-    monkeypatch.setattr(os, "execvp", lambda program, line: became.append((program, line)))
+    monkeypatch.setattr(os, "execvpe", lambda program, line, env: became.append((program, line, env)))
     words = ("--on", "slurm", "--processes-per-node", "3", "--option", "--exclusive", "--", "train", "digits")
     assert launch(*words).exit_code == 0
     line = launch(*words[:2], "--dry-run", *words[2:]).stdout
-    assert became == [("srun", shlex.split(line))]
+    assert became[0][:2] == ("srun", shlex.split(line))
     assert became[0][1][-5:] == [sys.executable, "-m", "lockstep", "train", "digits"]
+    assert became[0][2].keys() - os.environ.keys() == {"LOCKSTEP_SRUN_PORT"}
 
 
 def test_a_port_that_is_used_is_taken(folder):

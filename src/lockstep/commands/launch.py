@@ -20,6 +20,7 @@ import click
 from lockstep.core.job import PORT, Job, checked
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
+from lockstep.tether import SRUN_PORT, held
 
 RESTARTS: Final = 10
 
@@ -104,7 +105,7 @@ def command(
     elif on == "ssh":
         raise SystemExit(_on_hosts(lines, job))
     else:
-        _become(lines[""])
+        _become(lines[""], on)
 
 
 def _hosts(file: Path) -> tuple[str, ...]:
@@ -197,12 +198,15 @@ def _lines(on: str, job: Job) -> dict[str, list[str]]:
     return {one.hosts[one.host]: ssh.command(one, line, str(Path.cwd())) for one, line in zip(each, plain, strict=True)}
 
 
-def _become(line: list[str]) -> None:
+def _become(line: list[str], on: str) -> None:
     """Become the launcher, so that signals go where they should."""
     if shutil.which(line[0]) is None:
         raise UsageError(f"{line[0]} is not found; install it or load its module, or choose another --on")
     sys.stdout.flush()
-    os.execvp(line[0], line)
+    if on != "slurm":
+        os.execvp(line[0], line)
+    with held() as tied_to:
+        os.execvpe(line[0], line, {**os.environ, SRUN_PORT: str(tied_to.getsockname()[1])})
 
 
 def _on_hosts(lines: Mapping[str, list[str]], job: Job) -> int:
