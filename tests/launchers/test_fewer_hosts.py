@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launchers.torchrun import check_hosts
+from lockstep.launchers.torchrun import check_hosts, check_restarts, warning
 
 AGENT = ["python", "-m", "torch.distributed.run"]
 
@@ -55,3 +55,38 @@ def test_the_command_sees_what_started_it(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torchrun: --nnodes asks for 2 hosts, and it began with 1, as GROUP_WORLD_SIZE=1 says" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "asked"),
+    [
+        ([], {"TORCHELASTIC_MAX_RESTARTS": "3"}, "--max-restarts=3"),
+        (["--nnodes=1:3"], {"TORCHELASTIC_MAX_RESTARTS": "0"}, "--nnodes=1:3"),
+    ],
+)
+def test_a_run_that_may_start_again_has_a_folder(words: list[str], env: dict[str, str], asked: str) -> None:
+    with pytest.raises(UsageError, match=rf"run\.dir: left out, but torchrun may start the run again \({asked}\)"):
+        check_restarts([*AGENT, *words], env, None)
+    check_restarts([*AGENT, *words], env, "runs/a")
+    check_restarts(AGENT, {"TORCHELASTIC_MAX_RESTARTS": "0"}, None)
+
+
+def test_who_may_wait_in_vain_is_warned(tmp_path: Path) -> None:
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = ["--nnodes", "1:3"]
+    assert "torchrun --nnodes=1:3 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in warning([*AGENT, *words], shared)
+    assert not warning([*AGENT, *words], {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert not warning([*AGENT, "--nnodes=2"], shared)
+    assert not warning([*AGENT, "--nnodes=2:2"], shared)
+    assert not warning(AGENT, shared)
+
+
+def test_torchrun_says_what_the_check_and_the_warning_go_by(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=0", "--nproc-per-node=1"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1"]
+    words = ["-m", "lockstep", "train", "digits"]
+    env = {key: value for key, value in os.environ.items() if key != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    done = subprocess.run([*torchrun, *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "run.dir: left out, but torchrun may start the run again (--nnodes=1:2)" in done.stderr
+    assert "warning: torchrun --nnodes=1:2 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr

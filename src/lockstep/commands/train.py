@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
     from lockstep.commands._training import Start
     from lockstep.config.load import Loaded
-    from lockstep.config.placement import Placement
+    from lockstep.config.schema import Config
     from lockstep.core.rank import RankInfo
     from lockstep.runtime.meeting import Meeting
 
@@ -69,18 +69,24 @@ def _checked(loaded: Loaded, info: RankInfo) -> Loaded:
     from lockstep.commands import _folder, _setup
 
     loaded = _folder.with_microbatches(loaded)
-    _check_launch(loaded.config.placement, info)
+    _check_launch(loaded.config, info)
     _setup.check_placement(loaded.config, info.size, loaded.config.recipe.microbatches or info.size)
     return loaded
 
 
-def _check_launch(placement: Placement, info: RankInfo) -> None:
+def _check_launch(config: Config, info: RankInfo) -> None:
     """Raise UsageError where the launcher started another run than the one that was asked for."""
     if info.launcher == "torchrun":
-        torchrun.check_hosts(parent_command(), os.environ)
-    if placement.processes not in ("auto", info.size):
+        agent = parent_command()
+        torchrun.check_hosts(agent, os.environ)
+        warning = torchrun.warning(agent, os.environ)
+        if warning and info.rank == 0:
+            click.echo(warning, err=True)
+        torchrun.check_restarts(agent, os.environ, config.run.dir)
+    asked = config.placement.processes
+    if asked not in ("auto", info.size):
         raise UsageError(
-            f"placement.processes: {placement.processes} asked for, but the launcher says WORLD_SIZE={info.size}; "
+            f"placement.processes: {asked} asked for, but the launcher says WORLD_SIZE={info.size}; "
             f"start as many, or leave placement.processes out"
         )
 

@@ -34,7 +34,7 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
     workers how many agents there are, each with as many workers as it likes, and not how many were asked for; a command
     line without --nnodes asks for one.
     """
-    fewest, hosts = _fewest(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
+    (fewest, _), hosts = _hosts(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
         raise UsageError(
             f"torchrun: --nnodes asks for {fewest} hosts, and it began with {hosts}, as "
@@ -42,14 +42,39 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
         )
 
 
-def _fewest(agent: Sequence[str], env: Mapping[str, str]) -> int:
+def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
+    """Raise UsageError where torchrun would start a training again that has no run `folder`, and so cannot go on."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    fewest, most = _hosts(agent, env)
+    if not folder and (restarts != "0" or fewest < most):
+        asked = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
+        raise UsageError(
+            f"run.dir: left out, but torchrun may start the run again ({asked}), and without a folder to go on in each "
+            f"start would begin a run of its own; name one, such as run.dir=runs/a"
+        )
+
+
+def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return what a user of a torchrun whose hosts may go should know, "" where there is nothing."""
+    fewest, most = _hosts(agent, env)
+    if fewest == most or env.get(_AGENT_LISTENS) != "True":
+        return ""
+    return (
+        f"warning: torchrun --nnodes={fewest}:{most} without {_OWN_STORE} in its environment: once the host of rank 0 "
+        f"goes, the next start may wait in vain; set it on all hosts, or start by lockstep launch"
+    )
+
+
+def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the fewest and the most hosts that torchrun was told of."""
     said = [env.get("PET_NNODES", "")]
     for word, following in zip(agent, [*agent[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--nnodes":
             said.append(value or following)
-    number = said[-1].partition(":")[0]
-    return int(number) if number.isdecimal() else 1
+    fewest, _, most = said[-1].partition(":")
+    number = int(fewest) if fewest.isdecimal() else 1
+    return number, int(most) if most.isdecimal() else number
 
 
 def command(job: Job) -> list[str]:
