@@ -1,0 +1,45 @@
+"""Where a firewall swallows what ranks send each other, but not what they say where they met, all are told of it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from component import require_hosts
+
+HOSTS = Path(__file__).parent.parent.parent / "scripts" / "with-hosts"
+# From h1 only what goes to port 29511 comes to h0: the rest goes to a gateway that is not there.
+HINDERED = """
+on h1 ip neigh replace 198.51.100.99 lladdr 02:00:00:00:00:99 dev eth0 nud permanent
+on h1 ip route add default via 198.51.100.99 dev eth0 table 100
+on h1 ip rule add pref 10 ipproto tcp dport 29511 lookup main
+on h1 ip rule add pref 12 to 198.51.100.10 lookup 100
+on h1 "$@" 1 & on h0 "$@" 0 & wait -n
+"""
+RANK = """
+import os, sys
+import torch
+from lockstep.core.rank import RankInfo
+from lockstep.runtime.member import met
+from lockstep.runtime.stall import StallWatch
+from lockstep.runtime.world import open_world
+
+def tell(report):
+    print(report, flush=True)
+    os._exit(7)
+
+meeting = met(RankInfo(int(sys.argv[1]), 2, 0, 1, "test"), "tcp://h0:29511", 30)
+with StallWatch(meeting, 1, tell):
+    open_world(meeting, torch.device("cpu"))
+"""
+
+
+def test_ranks_that_do_not_reach_each_other_say_so() -> None:
+    require_hosts()
+    command = [HOSTS, "2", "bash", "-c", HINDERED, "bash", sys.executable, "-c", RANK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr
+    first, waits, last, *_ = done.stdout.splitlines()
+    assert first.startswith("stalled: rank ")
+    assert waits.startswith("  rank 0, 1 waits: setting up, lockstep/runtime/world.py:")
+    assert waits.endswith(" open_world")
+    assert last == "  no rank is late: they wait for each other, in different places or over a link that is cut"
