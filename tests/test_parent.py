@@ -89,25 +89,37 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "first", "gone"),
+    ("launcher", "first", "read", "gone"),
     [
-        ("torchrun", ["/sbin/init"], True),
-        ("torchrun", [], True),  # not ours to see
-        ("torchrun", ["/usr/bin/python3", "/usr/bin/torchrun", "-m", "lockstep"], False),  # in a container
-        ("hydra", ["/run/podman-init"], False),
-        ("environment", ["/sbin/init"], False),  # by hand, with nohup
+        ("torchrun", ["/sbin/init"], True, True),
+        ("torchrun", [], True, True),  # not ours to see
+        ("torchrun", ["/usr/bin/python3", "/usr/bin/torchrun", "-m", "lockstep"], True, False),  # in a container
+        ("hydra", ["/run/podman-init"], True, False),
+        ("openmpi", ["/sbin/init"], False, True),
+        ("environment", ["/sbin/init"], False, False),  # by hand, with nohup
     ],
 )
-def test_a_child_of_process_1_has_lost_torchrun_unless_it_is_that(
-    monkeypatch: pytest.MonkeyPatch, launcher: str, first: list[str], gone: bool
+def test_a_child_of_process_1_has_lost_its_launcher_unless_it_is_that(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, first: list[str], read: bool, gone: bool
 ) -> None:
     tied = []
     monkeypatch.setattr(parent, "die_with_parent", lambda: tied.append(True))
     monkeypatch.setattr(parent, "parent_command", lambda: first)
+    monkeypatch.setattr(parent, "_nobody_reads", lambda _: not read)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(TrainingError, match="is gone") if gone else nullcontext():
         parent.die_with_launcher(launcher)
     assert bool(tied) == (launcher != "environment")
+
+
+def test_nobody_reads_what_goes_into_a_pipe_or_a_terminal_that_is_closed() -> None:
+    for reader, writer in (os.pipe(), os.openpty()):
+        assert not parent._nobody_reads(writer)
+        os.close(reader)
+        assert parent._nobody_reads(writer)
+        os.close(writer)
+    with open(os.devnull, "w") as nowhere:
+        assert not parent._nobody_reads(nowhere.fileno())
 
 
 @pytest.mark.parametrize("words", [("train", "digits"), ("eval", "run")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 from pathlib import Path
 from typing import Final
@@ -25,16 +26,15 @@ def die_with_parent() -> None:
 
 
 def die_with_launcher(launcher: str) -> None:
-    """Let this process end with the launcher that started it; the first thing to do. Raise where that is gone already.
+    """Let this process end with the launcher that started it; where that is gone already, raise TrainingError.
 
-    It is known only of torchrun that it is gone: under MPI a container for each rank may have an init of its own.
+    It is the first thing to do: only then is it the launcher that is the parent.
     """
     if launcher not in _TIED:
         return
     die_with_parent()
-    # Process 1 takes the children of those that are gone. In a container torchrun itself may be it.
-    if launcher == "torchrun" and os.getppid() == 1 and not any("python" in word for word in parent_command()[:1]):
-        raise TrainingError("torchrun, which started this process, is gone")
+    if os.getppid() == 1 and _left_behind(launcher):
+        raise TrainingError(f"the launcher that started this process ({launcher}) is gone")
 
 
 def parent_command() -> list[str]:
@@ -44,3 +44,20 @@ def parent_command() -> list[str]:
     except OSError:  # no Linux, or not ours to see
         return []
     return os.fsdecode(words).split("\0")[:-1]
+
+
+def _left_behind(launcher: str) -> bool:
+    """Return whether process 1 is the parent of this one because it takes the children of those that are gone.
+
+    In a container torchrun itself may be process 1; under MPI a container for each rank may have an init of its own.
+    """
+    if launcher == "torchrun":
+        return not any("python" in word for word in parent_command()[:1])
+    return _nobody_reads(1)
+
+
+def _nobody_reads(descriptor: int) -> bool:
+    """Return whether what is written there, as by a rank for its mpirun, is lost."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))  # an error or a hang-up: nothing else was asked for
