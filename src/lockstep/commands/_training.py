@@ -104,7 +104,7 @@ def started_with(loaded: Loaded, microbatches: int, device: torch.device) -> dic
     return {
         "recipe": comparable(write.values(loaded.config.recipe)) | {"microbatches": microbatches},
         "placement.strategy": write.values(loaded.config.placement)["strategy"],
-        "versions": {"lockstep": __version__, "python": platform.python_version()},
+        "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device),
     }
 

@@ -1,0 +1,44 @@
+"""A rank that runs another Lockstep is told before anything is made, also where both call it the same version."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lockstep
+
+WORDS = ("-m", "lockstep", "train", "digits", "run.dir=run")
+
+
+def other(folder: Path) -> Path:
+    """Make another checkout, of another version, and return where Python finds it."""
+    there = folder / "other" / "lockstep"
+    shutil.copytree(Path(lockstep.__file__).parent, there)
+    file = there / "__init__.py"
+    file.write_text(file.read_text(encoding="utf-8").replace("0.1.0", "0.1.1"), encoding="utf-8")
+    return there.parent
+
+
+def test_another_lockstep_is_told(tmp_path: Path) -> None:
+    """Its version, and the hash of its code, by which two that are called the same differ too."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    there = other(tmp_path)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = [{"RANK": "0"}, {"RANK": "1", "PYTHONPATH": str(there)}]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *WORDS], env={**os.environ, **env, **each}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        for each in own
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    told = (
+        r"error: versions: rank 1 \(.*its source: [0-9a-f]{12}, not [0-9a-f]{12}; lockstep: 0\.1\.1, not 0\.1\.0; start"
+    )
+    assert all(re.search(told, error) for error in errors), errors
+    assert not (tmp_path / "run").exists()
