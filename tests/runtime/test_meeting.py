@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
+from waiting import until
 
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.runtime import meeting as meeting_module
+from lockstep.runtime.doing import Doing
 from lockstep.runtime.failure import Failure, PeerFailedError, RanksDifferError, failure_of
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.meeting import Meeting, differences
@@ -283,7 +285,7 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
     [
         (RankInfo(1, 2, 0, 1, "environment"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
         (RankInfo(1, 2, 0, 1, "environment", "localhost"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
-        (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "localhost:99999: rank 0 cannot listen there"),
+        (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "ports go from 1 to 65535"),
         (RankInfo(0, 2, 0, 1, "environment"), "tcp://192.0.2.1:29500", "rank 0 cannot listen there: Cannot assign"),
         (RankInfo(1, 2, 0, 1, "environment"), "file:///no/such/folder", "file:///no/such/folder: No such file or dir"),
     ],
@@ -332,7 +334,7 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: f
         try:
             with Heartbeat(meeting, patience_s) as heartbeat:
                 if answer := work(meeting, heartbeat):
-                    return answer
+                    return ends.get(info.rank, answer)
                 assert ended.wait(15)
                 raise Ended(ends[info.rank])  # leaves as a process does that is ended: without a word to the others
         except Ended as error:
@@ -340,6 +342,12 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: f
 
     with ThreadPoolExecutor(len(infos[0])) as pool:
         return list(pool.map(one, infos[0]))
+
+
+def silence(heartbeat: Heartbeat) -> None:
+    """Let a rank that was heard once say nothing more, as if it were stopped."""
+    until(lambda: heartbeat._looks > 0, 10)
+    heartbeat._over.set()
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
@@ -352,19 +360,39 @@ def test_ranks_that_live_are_left_alone(infos: Any) -> None:
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
-def test_a_rank_of_which_nothing_is_heard_is_given_up(infos: Any) -> None:
+@pytest.mark.parametrize(("seen", "words"), [("unknown", "killed, stopped, cut off or hung"), ("gone", "killed")])
+def test_a_rank_of_which_nothing_is_heard_is_given_up(
+    infos: Any, monkeypatch: pytest.MonkeyPatch, seen: str, words: str
+) -> None:
     def work(meeting: Meeting, heartbeat: Heartbeat) -> str | None:
+        meeting.voice.log = Path(f"run/logs/rank-{meeting.info.rank}.log")
+        meeting.doing = lambda: Doing("training", 5)
         if meeting.info.rank == 0:
             return None
         if meeting.info.rank == 1:
-            heartbeat._over.set()  # as if it were stopped
+            silence(heartbeat)
         time.sleep(4)
         return "silent" if meeting.info.rank == 1 else "waited"
 
-    first, silent, _ = beating(infos, work, patience_s=2.0)
+    monkeypatch.setattr("lockstep.runtime.alive.state", lambda _: seen)
+    first, silent, _ = beating(infos, work, patience_s=2.0 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1
-    assert first.text == "error: nothing heard of it for 2 s: killed, stopped or cut off"
+    assert first.text.startswith(f"error: nothing heard of it for 2 s, last in step 6: {words} (it had up to ")
+    assert first.log == "run/logs/rank-1.log"
+
+
+@pytest.mark.parametrize("infos", ["tcp"], indirect=True)
+def test_a_rank_that_is_seen_to_run_is_waited_for(infos: Any) -> None:
+    """Python's threads may stand still for long: one that holds the interpreter's lock keeps them from running."""
+
+    def work(meeting: Meeting, heartbeat: Heartbeat) -> str:
+        if meeting.info.rank == 1:
+            silence(heartbeat)
+        time.sleep(4)
+        return "waited"
+
+    assert beating(infos, work, patience_s=2.0) == ["waited"] * SIZE
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
@@ -372,7 +400,6 @@ def test_a_failure_elsewhere_ends_who_does_not_notice(infos: Any) -> None:
     def work(meeting: Meeting, _: Heartbeat) -> str | None:
         if meeting.info.rank == 2:
             meeting.fail(Failure(2, SIZE, "b", "error: disk full"))
-            time.sleep(4)  # alive, so that it is not given up
             return "failed"
         return None
 

@@ -60,7 +60,7 @@ class Placement(Section):
     ] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits for others before it asks who is late
-    lost_after_s: PositiveFloat = 30.0  # without a sign of life a rank that another launcher started is given up
+    lost_after_s: PositiveFloat = 60.0  # without a sign of life a rank that another launcher started is given up
     on_stall: Literal["report", "end"] = "report"
 
 

@@ -1,23 +1,28 @@
 """Each rank says twice a second that it is alive, and listens for the others: nobody waits for one that is gone.
 
 A process that is killed, stopped or cut off says nothing any more, and one that hangs in an exchange does not hear that
-another rank failed. So a thread of each rank counts up a number at the store where the ranks met. Rank 0 looks at the
-numbers of all, the others at that of rank 0; and who fails leaves there why. All patience is counted in own looks: no
-clocks of two hosts are compared, and a job that is stopped as a whole goes on as a whole.
+another rank failed. So a thread of each rank says at the store where the ranks met how often it has looked there, and
+what it does. Rank 0 looks at what all say, the others at what rank 0 says; and who fails leaves there why. All patience
+is counted in own looks: no clocks of two hosts are compared, and a job that is stopped as a whole goes on as a whole.
+
+A rank may also be silent because other code keeps Python's threads from running. Of a process of this machine the
+kernel knows better: one that runs is waited for, and one that is gone is not.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, final
+from typing import Any, Final, final
 
 from lockstep.core.rank import ranks_in_words
-from lockstep.runtime import oom
+from lockstep.runtime import alive, oom
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting
+from lockstep.runtime.voice import log_name
 
 _BEAT_S: Final = 0.5
 _MISSED: Final = 4  # beats; a rank that runs does not miss as many
@@ -38,10 +43,10 @@ class Heartbeat:
         self._patience = max(_MISSED, round(patience_s / _BEAT_S))
         rank, size = meeting.info.rank, meeting.info.size
         self._watched = range(1, size) if rank == 0 else range(1)
-        self._numbers: dict[int, bytes] = {}  # by rank: the last one heard, and the most bytes of memory it has had
+        self._beats: dict[int, bytes] = {}  # by rank: the last one heard
         self._killed = oom.Killed()
         self._looks = 0  # at the store
-        self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's number last went up
+        self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's last new beat
         self._failed: Failure | None = None
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
@@ -66,31 +71,37 @@ class Heartbeat:
         looks, until = self._looks, time.monotonic() + (_MISSED + more) * _BEAT_S
         while self._failed is None and time.monotonic() < until:
             time.sleep(_BEAT_S / 5)
-            if any(missed >= _MISSED for missed in self._silent.values()):
-                return self._lost(_MISSED)
+            if lost := self._lost(_MISSED):
+                return self._failure_of(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
         return None if self._looks - looks >= _MISSED else self._alone(_MISSED)
 
     def _beat(self) -> None:
-        """Say the next number, read those of the others, and look whether one failed."""
+        """Say the next beat, read those of the others, and look whether one failed."""
         assert self._meeting.store is not None
+        process = alive.identity()
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.wait(_BEAT_S):
-                store.set(_key(self._meeting.info.rank), f"{self._looks} {oom.peak_bytes()}")
-                heard = [rank for rank in self._watched if rank in self._numbers or store.check([_key(rank)])]
+                store.set(_key(self._meeting.info.rank), self._own(process))
+                heard = [rank for rank in self._watched if rank in self._beats or store.check([_key(rank)])]
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
                 found = store.multi_get([_key(rank) for rank in heard]) if heard else []
-                numbers = dict(zip(heard, found, strict=True))
+                beats = dict(zip(heard, found, strict=True))
                 for rank in self._watched:
-                    still = numbers.get(rank) == self._numbers.get(rank) != _LEFT.encode()
+                    still = beats.get(rank) == self._beats.get(rank) != _LEFT.encode()
                     self._silent[rank] = self._silent[rank] + 1 if still else 0
-                self._numbers = numbers
-                if all(numbers.get(rank) == _LEFT.encode() for rank in self._watched):
+                self._beats = beats
+                if all(beats.get(rank) == _LEFT.encode() for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
                 self._failed = self._failed or self._meeting.failed(store)
                 self._looks += 1
+
+    def _own(self, process: str) -> str:
+        """Return what this rank says at a beat: what the others may want to know of it when they hear no more."""
+        doing = self._meeting.doing().words
+        return json.dumps({"look": self._looks, "process": process, "peak": oom.peak_bytes(), "doing": doing})
 
     def _listen(self) -> None:
         """End where nothing more is to be expected."""
@@ -98,23 +109,36 @@ class Heartbeat:
         while not self._over.wait(_BEAT_S):
             stuck = 0 if self._looks != looks else stuck + 1
             looks = self._looks
-            heard = heard + 1 if self._failed else 0
-            if self._failed and heard >= _GRACE:
-                self._meeting.end(replace(self._failed, secondary=True))
+            if self._failed:
+                heard += 1
+                if heard >= _GRACE:
+                    self._meeting.end(replace(self._failed, secondary=True))
             elif stuck >= self._patience:
                 self._meeting.end(self._alone(stuck))
-            elif any(missed >= self._patience for missed in self._silent.values()):
-                self._meeting.end(self._lost(self._patience))
+            elif lost := self._lost(self._patience):
+                self._meeting.end(self._failure_of(lost))
 
-    def _lost(self, looks: int) -> Failure:
-        """Return the failure of the ranks of which nothing was heard for so long."""
-        gone = [rank for rank, missed in self._silent.items() if missed >= looks]
-        _, _, peak_bytes = self._numbers.get(gone[0], b"").partition(b" ")
-        peak = int(peak_bytes or 0)
-        near = self._meeting.hosts[gone[0]] == self._meeting.voice.host
-        memory = self._killed.words(peak) if near else oom.had(peak)
-        why = f"killed, stopped or cut off{f' ({memory})' if memory else ''}"
-        return self._gone(gone, f"nothing heard of it for {looks * _BEAT_S:.0f} s", why)
+    def _lost(self, looks: int) -> list[int]:
+        """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
+        silent = [rank for rank, missed in self._silent.items() if missed >= _MISSED]
+        seen = {rank: alive.state(self._last(rank)["process"]) for rank in silent}
+        enough = {rank for rank in silent if self._silent[rank] >= looks}
+        return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
+
+    def _last(self, rank: int) -> dict[str, Any]:
+        """Return what a rank said last."""
+        said = self._beats.get(rank, b"")
+        return json.loads(said) if said.startswith(b"{") else {"process": "", "peak": 0, "doing": ""}
+
+    def _failure_of(self, lost: list[int]) -> Failure:
+        """Return the failure of ranks that are lost."""
+        rank = lost[0]
+        last, gone = self._last(rank), alive.state(self._last(rank)["process"]) == "gone"
+        near = self._meeting.hosts[rank] == self._meeting.voice.host
+        memory = self._killed.words(last["peak"]) if near else oom.had(last["peak"])
+        doing = f", last {last['doing']}" if last["doing"] else ""
+        why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
+        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * _BEAT_S:.0f} s{doing}", why)
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""
@@ -125,7 +149,9 @@ class Heartbeat:
         hosts = self._meeting.hosts
         others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {what}: {why}{others}"
-        return Failure(ranks[0], self._meeting.info.size, hosts[ranks[0]], text, time=time.time())
+        own = self._meeting.voice.log
+        log = str(own.with_name(log_name(ranks[0]))) if own else ""
+        return Failure(ranks[0], self._meeting.info.size, hosts[ranks[0]], text, log=log, time=time.time())
 
 
 def _key(rank: int) -> str:

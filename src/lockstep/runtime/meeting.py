@@ -159,8 +159,9 @@ class Meeting:
     def _gather(self, base: Store) -> None:
         name = uuid.uuid4().hex
         self.store = dist.PrefixStore(name, base)  # type: ignore[attr-defined]
-        base.set(_START, name)
         here = {0: self._self()}
+        self.store.set("here 0", json.dumps(here[0]))
+        base.set(_START, name)
         for _ in self._looks(lambda: self._missing("here"), _SAY_S):
             for rank in set(range(1, self.info.size)) - here.keys():
                 if self.store.check([f"here {rank}"]):
@@ -175,7 +176,7 @@ class Meeting:
         """Find the part of the store that is this start's, where rank 0 may come so long after this one."""
         old: set[str] = set()
         name, doubted_until, over = "", 0.0, False
-        for _ in self._looks(lambda: [0], _SAY_S):
+        for _ in self._looks(lambda: self._missing("here") if self.store else [0], _SAY_S):
             if base.check([_START]) and (found := base.get(_START).decode()) not in {name, *old}:
                 part = dist.PrefixStore(found, base)  # type: ignore[attr-defined]
                 over = part.check([_BEGIN]) or self.failed(part) is not None  # without this rank

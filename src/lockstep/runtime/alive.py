@@ -1,0 +1,46 @@
+"""Whether a process of this machine lives: who hears nothing of one may look, where it is near enough."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal
+
+State = Literal["runs", "gone", "unknown"]
+
+_STATE: Final = 0  # of the fields of /proc/PID/stat that follow the name, which may have spaces and brackets
+_STARTED: Final = 19
+_STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": "gone", "X": "gone"}  # T is stopped
+
+
+def identity() -> str:
+    """Return what tells this process from all others of the world; "" where that is not to be known."""
+    with suppress(OSError):
+        return f"{_numbers_of()} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
+    return ""
+
+
+def state(process: str) -> State:
+    """Return what became of a process that once said its `identity`; unknown where it is stopped, or not in sight."""
+    try:
+        numbers, pid, started = process.rsplit(" ", 2)
+        if numbers != _numbers_of():
+            return "unknown"
+    except (OSError, ValueError):
+        return "unknown"
+    try:
+        found = _stat(int(pid))
+    except OSError:
+        return "gone"
+    return _STATES.get(found[_STATE], "unknown") if found[_STARTED] == started else "gone"
+
+
+def _numbers_of() -> str:
+    """Return what is the same for processes that have numbers of one kind: the kernel's start, and their name space."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
