@@ -51,7 +51,10 @@ from torch.nn import functional
 FOLDER = Path(__file__).parent
 kept = []
 def said(name):
-    return (FOLDER / name).read_text() if (FOLDER / name).exists() else ""
+    try:
+        return (FOLDER / name).read_text()
+    except FileNotFoundError:  # it may be taken away at any time
+        return ""
 class Paced(nn.Module):
     def forward(self, inputs):
         time.sleep(float(said("pace") or 0))
@@ -318,6 +321,26 @@ def killed_while_it_starts(run: Run, choose: random.Random) -> Seen:
     return seen
 
 
+def srun_killed(run: Run, choose: random.Random) -> Seen:
+    """SIGKILL to both processes of the srun that `lockstep launch` has become; its tasks save and end."""
+    line = shlex.join([*LOCKSTEP, "launch", "--on", "slurm", "--nodes=2", "--", *run.train()])
+    job = run.start([str(SCRIPTS / "with-slurm"), "sh", "-c", f"{line}; until [ -e enough ]; do sleep 0.05; done"])
+    _begin(run, choose, job)
+    run.fault()
+    for pid in _marked(run.mark):
+        if Path(f"/proc/{pid}/comm").read_text() == "srun\n":
+            os.kill(pid, signal.SIGKILL)
+    seen = run.seen("2 tasks", job, "Killed")
+    end = time.monotonic() + 20
+    while (tasks := _called(run, "small.yaml")) and time.monotonic() < end:
+        time.sleep(0.05)
+    seen.survivors = tasks
+    run.tell("enough", "")
+    job.wait(0)
+    (run.folder / "enough").unlink()
+    return seen
+
+
 def ctrl_c(run: Run, choose: random.Random) -> Seen:
     """Ctrl-C at the terminal, which the launcher and what it started hear at once."""
     name = choose.choice(sorted(_LAUNCHERS))
@@ -365,7 +388,7 @@ def rank_stopped(run: Run, choose: random.Random) -> Seen:
     """SIGSTOP to a worker, with placement.on_stall=end."""
     count = choose.choice([2, 3])
     rank = choose.randrange(count)
-    job = run.local(count, "placement.stall_timeout_s=2", "placement.on_stall=end")
+    job = run.local(count, "placement.stall_timeout_s=5", "placement.on_stall=end")
     _begin(run, choose, job)
     run.fault()
     os.kill(job.workers()[rank], signal.SIGSTOP)
@@ -732,6 +755,16 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
+def _called(run: Run, word: str) -> list[int]:
+    """Return the processes of a run with a word in their command line, but for shells."""
+    found = []
+    for pid in _marked(run.mark):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            found += [pid] if word in words else []
+    return found
+
+
 def _environment(pid: int | str) -> dict[str, str]:
     try:
         words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -747,6 +780,7 @@ KINDS: dict[str, Fault] = {
     "torchrun-worker-killed": worker_killed_under_torchrun,
     "torchrun-killed": agent_killed,
     "mpirun-killed": mpirun_killed,
+    "srun-killed": srun_killed,
     "killed-at-start": killed_while_it_starts,
     "ctrl-c": ctrl_c,
     "rank-by-hand-killed": ranks_by_hand,
@@ -780,6 +814,7 @@ SLOW = (  # they take ten seconds to half a minute, and are rarer in a soak
     "etcd-gone",
     "slurm-warned",
     "slurm-requeued",
+    "srun-killed",
     "ctrl-c",
 )
 LONG = ("rank-asleep-60-s",)  # once in a soak, and left out of the tests, where a shorter one of the kind is
