@@ -17,7 +17,7 @@ import worlds
 from lockstep.core.rank import RankInfo
 from lockstep.runtime.doing import Doing
 from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.member import met
+from lockstep.runtime.member import alone, met
 from lockstep.runtime.stall import Place, StallWatch, told
 from lockstep.runtime.world import World
 
@@ -193,6 +193,17 @@ def computing(world: World, doing: Doing, hidden: bool, folder: Path) -> list[st
 @pytest.mark.parametrize(("doing", "hidden"), [(Doing("training", 6), False), (Doing("setting up"), True)])
 def test_long_work_is_no_stall(doing: Doing, hidden: bool, tmp_path: Path) -> None:
     assert worlds.run(2, computing, doing, hidden, tmp_path) == [[], []]
+
+
+def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
+    class Gone:
+        def clone(self) -> None:
+            raise RuntimeError("Connection was likely closed")
+
+    ranks = alone()
+    ranks.store = Gone()
+    with StallWatch(ranks, PATIENCE_S, pytest.fail) as watch:
+        watch._threads[1].join()  # an error of a thread fails a test
 
 
 def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:

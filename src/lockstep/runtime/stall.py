@@ -131,8 +131,9 @@ class StallWatch:
 
     def _ask(self, place: Place, seconds: float) -> None:
         """Ask all ranks where they are and tell what they answer, unless another rank has asked."""
-        question, store = self._question, self._connected()
+        question = self._question
         with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
+            store = self._connected()
             if store.add(_asked_key(question), 1) > 1:
                 return
             until = time.monotonic() + _ANSWER_S
@@ -146,8 +147,8 @@ class StallWatch:
 
     def _answer(self) -> None:
         """Answer each question, with where the main thread is then."""
-        store = self._connected()
         with suppress(RuntimeError):
+            store = self._connected()
             while not self._over.wait(self._pause_s):
                 if store.check([_asked_key(self._question)]):
                     place = self._place()  # first: what comes next takes a while
