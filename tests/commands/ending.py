@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +13,7 @@ def crashing(outputs: Tensor, targets: Tensor) -> Tensor:
     """The last rank crashes in native code once training has begun."""
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if os.environ.get("RANK", "0") == str(last) and outputs.requires_grad:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         ctypes.string_at(0)
     return functional.cross_entropy(outputs, targets, reduction="sum")
 
