@@ -341,6 +341,26 @@ def srun_killed(run: Run, choose: random.Random) -> Seen:
     return seen
 
 
+def launch_by_ssh_ended(run: Run, choose: random.Random) -> Seen:
+    """SIGKILL or SIGUSR1 to `lockstep launch --on ssh`; the ranks on two hosts save and end."""
+    number = choose.choice([signal.SIGKILL, signal.SIGUSR1])
+    with _two_sshd(run) as options:
+        (run.folder / "hosts").write_text("h0\nh1\n", encoding="utf-8")
+        words = [*(f"--option={word}" for word in options), f"--port={free_port()}", "--", *run.train()]
+        job = run.start([*LOCKSTEP, "launch", "--on", "ssh", "--hosts", "hosts", *words])
+        _begin(run, choose, job)
+        run.fault()
+        job.process.send_signal(number)
+        job.wait(75, -signal.SIGKILL)
+        how = f"{number.name}, 2 hosts"
+        if number == signal.SIGKILL:
+            seen = Seen(how, run.at, "Killed (by the shell)", time.time() - run.at)
+        else:
+            seen = run.seen(how, job, "SIGUSR1; ending h0, h1")
+        seen.survivors = run.survivors()
+    return seen
+
+
 def ctrl_c(run: Run, choose: random.Random) -> Seen:
     """Ctrl-C at the terminal, which the launcher and what it started hear at once."""
     name = choose.choice(sorted(_LAUNCHERS))
@@ -677,6 +697,38 @@ def _torchrun(*words: str, count: int = 2) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *words, "-m", "lockstep"]
 
 
+@contextmanager
+def _two_sshd(run: Run) -> Iterator[list[str]]:
+    """Start an sshd on each of two hosts for the time of the block, and yield the options for an ssh to enter there."""
+    Path("/run/sshd").mkdir(exist_ok=True)  # its empty folder; /run is that of scripts/with-hosts
+    key = run.folder / "key"
+    if not key.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    words = [f"HostKey={key}", f"AuthorizedKeysFile={key}.pub", "StrictModes=no", "UsePAM=no", "PidFile=none"]
+    line = [shutil.which("sshd") or "sshd", "-D", "-f", "/dev/null", f"-oAcceptEnv={MARK}"]
+    line += [f"-o{word}" for word in words]
+    with (run.folder / "sshd.log").open("ab") as log:
+        started = [subprocess.Popen(["on", f"h{host}", *line], stderr=log, process_group=0) for host in range(2)]
+    try:
+        for host in range(2):
+            _until_listening(f"h{host}", 22)
+        known = ["-oStrictHostKeyChecking=no", "-oUserKnownHostsFile=/dev/null", "-oLogLevel=ERROR"]
+        yield [f"-i{key}", *known, f"-oSendEnv={MARK}"]
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+def _until_listening(host: str, port: int) -> None:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection((host, port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise SystemExit(f"{host}: nobody listens at port {port}")
+
+
 def _last_start(run: Run) -> int:
     return max(index for index, event in enumerate(run.events()) if event["event"] == "started")
 
@@ -781,6 +833,7 @@ KINDS: dict[str, Fault] = {
     "torchrun-killed": agent_killed,
     "mpirun-killed": mpirun_killed,
     "srun-killed": srun_killed,
+    "launch-by-ssh-ended": launch_by_ssh_ended,
     "killed-at-start": killed_while_it_starts,
     "ctrl-c": ctrl_c,
     "rank-by-hand-killed": ranks_by_hand,
@@ -815,6 +868,7 @@ SLOW = (  # they take ten seconds to half a minute, and are rarer in a soak
     "slurm-warned",
     "slurm-requeued",
     "srun-killed",
+    "launch-by-ssh-ended",
     "ctrl-c",
 )
 LONG = ("rank-asleep-60-s",)  # once in a soak, and left out of the tests, where a shorter one of the kind is

@@ -27,6 +27,7 @@ def require_all() -> None:
     require_etcd()
     require_slurm()
     require("faketime", "faketime", "faketime")
+    require("hosts", "openssh-server openssh-client", "sshd", "ssh", "ssh-keygen")
 
 
 def proved(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]], str]:
