@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,15 @@ def test_other_weights_and_launchers_that_are_not_there_are_found(tmp_path: Path
     assert first.endswith(f" DIFFERS {departed['sha256']}")
     assert second.endswith(" NONE: not found: mpiexec.hydra of MPICH")
     assert last.startswith("0 of 2 with the weights of one process")
+
+
+def test_a_rank_without_a_log_of_its_own_is_found(tmp_path: Path) -> None:
+    unlogged = runpy.run_path(str(SCRIPT))["unlogged"]
+    assert unlogged(tmp_path, 2) == "no log of its own has rank 0, 1"
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").write_text(f"rank {rank} of 2  local rank {rank}  host a\nmore\n")
+    assert unlogged(tmp_path, 2) == ""
+    (tmp_path / "rank-1.log").write_text("rank 0 of 2  local rank 0  host a\n")
+    assert unlogged(tmp_path, 2) == "no log of its own has rank 1"
+    (tmp_path / "rank-1.log").write_text("")
+    assert unlogged(tmp_path, 2) == "no log of its own has rank 1"
