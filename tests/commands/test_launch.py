@@ -101,7 +101,7 @@ def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
 
 def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
-    words = ("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:3", "--dry-run", "--", "train", "digits")
+    words = ("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:3", "--dry-run", "--", "train", "digits", "run.dir=a")
     lines = launch(*words).stdout.splitlines()
     assert len(lines) == 2
     names = {re.search("--rdzv-id=([0-9a-f]{12}) ", line).group(1) for line in lines}
@@ -116,7 +116,7 @@ def test_a_host_that_may_go_does_not_end_the_others(folder):
     after_b = 'until [ -s b ] && ! kill -0 "$(cat b)" 2> /dev/null; do sleep 0.01; done'
     put(folder, "ssh", f'#!/bin/sh\ncase "$*" in *" a "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
-    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits")
+    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits", "run.dir=a")
     assert (found.exit_code, found.stderr) == (0, "b ended with exit code 7; going on with a\n")
 
 
@@ -137,6 +137,12 @@ def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
             ("--on", "local", "--", "train", "placement.processes=3"),
             "placement.processes: 3 asked for, but --nodes and --processes-per-node make 1; leave placement.processes",
         ),
+        (
+            ("--on", "torchrun", "--restarts", "3", "--", "train"),
+            "run.dir: left out, but with --restarts or --nodes MIN",
+        ),
+        (("--on", "torchrun", "--nodes", "1:2", "--endpoint", "a:1", "--", "train", "digits"), "name one, such as run"),
+        (("--on", "torchrun", "--restarts", "3", "--", "train", "run.dirr=a"), "run.dirr: unknown key"),
         (("--on", "local", "--port", "5", "--", "train"), "--port: 5, but with --on local the processes meet in files"),
         (("--on", "slurm", "--port", "5", "--", "train"), "it follows from the numbers of job and step, or is MASTER"),
         (("--on", "openmpi", "--port", "5", "--", "train"), "or is mpirun's -x MASTER_PORT=PORT; leave --port out"),

@@ -98,6 +98,7 @@ def command(
     _check_port(on, job, port)
     job = _with_id(on, job)
     _check_node_rank(on, job, node_rank)
+    _check_restarts(job)
     lines = _lines(on, job)
     if dry_run:
         for line in lines.values():
@@ -181,6 +182,22 @@ def _check_node_rank(on: str, job: Job, node_rank: int | None) -> None:
         )
 
 
+def _check_restarts(job: Job) -> None:
+    """Raise UsageError where a training is to be started again that would not go on."""
+    if (job.restarts or job.fewest) and job.words[0] == "train" and not _run_folder(job.words):
+        raise UsageError(
+            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
+            "would begin a run of its own; name one, such as run.dir=runs/a"
+        )
+
+
+def _run_folder(words: tuple[str, ...]) -> str | None:
+    """Return the run folder that a training names, None where it names none; ConfigError where its words are wrong."""
+    from lockstep.config.load import load, split
+
+    return load(*split(words[1:])).config.run.dir
+
+
 def _lines(on: str, job: Job) -> dict[str, list[str]]:
     """Return the lines to run, by the names of their hosts; the name is empty where one line starts all."""
     if on != "ssh":
@@ -234,12 +251,11 @@ def _say(text: str) -> None:
 def _result(job: Job) -> dict[str, Any]:
     """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
     from lockstep.commands._runs import RESULT
-    from lockstep.config.load import load, split
 
     if job.words[0] != "train":
         return {}
     with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
-        folder = load(*split(job.words[1:])).config.run.dir
+        folder = _run_folder(job.words)
         found = json.loads(Path(folder, RESULT).read_bytes()) if folder else {}
         return found if isinstance(found, dict) else {}
     return {}
