@@ -1,5 +1,6 @@
 """The same command under other launchers: the same bits, the same endings, and mistakes told before ranks meet."""
 
+import re
 import shutil
 import signal
 import socket
@@ -234,8 +235,9 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     began = time.monotonic()
     assert [command.wait() for command in commands] == [1, 1, -signal.SIGKILL]
     assert time.monotonic() - began < 30  # of 8 on a free machine; without a heartbeat it is minutes
-    told = [command.err.splitlines()[-1] for command in commands[:2]]
-    assert all("[rank 2 of 3, " in line and "nothing heard of it for 2 s" in line for line in told)
+    told = r"\[rank 2 of 3, \S+\] error: nothing heard of it for \d s, last .*: killed \(it had up to \d+ MiB\)\n"
+    assert re.search(rf"{told}  its log: run/logs/rank-2.log\n", commands[0].err)
+    assert re.search(told, commands[1].err)
     goes_on = run("train", *DIGITS, "run.dir=run")
     assert goes_on.sha256 == reference
     assert "goes on after step 5 from run/checkpoints/step-00000005\n2 steps done since then, " in goes_on.out

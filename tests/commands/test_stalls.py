@@ -61,6 +61,6 @@ def test_a_stopped_rank_is_named(start, run, finished):
     command.until(lambda: len(command.workers()) < 3)
     os.kill(stopped, signal.SIGCONT)
     assert command.wait() == 1
-    assert "  rank 1 does not answer: it is stopped, its host is gone, or cut off" in command.err.splitlines()
+    assert "  rank 1 does not answer: it is stopped or hung, its host is gone, or cut off" in command.err.splitlines()
     assert command.left() == []
     assert_goes_on(run, finished, 2)

@@ -123,7 +123,7 @@ def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int, tmp_path: P
 def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
     answers = worlds.run(2, kept_waiting, 0, "stopped", tmp_path)
     assert answers[0] == []
-    assert "  rank 0 does not answer: it is stopped, its host is gone, or cut off" in answers[1][0].splitlines()
+    assert "  rank 0 does not answer: it is stopped or hung, its host is gone, or cut off" in answers[1][0].splitlines()
     assert "  rank 1 waits: in step 7, lockstep/runtime/world.py:" in answers[1][0]
 
 

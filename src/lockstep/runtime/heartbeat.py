@@ -83,7 +83,7 @@ class Heartbeat:
         process = alive.identity()
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
-            while not self._over.wait(_BEAT_S):
+            while not self._over.is_set():
                 store.set(_key(self._meeting.info.rank), self._own(process))
                 heard = [rank for rank in self._watched if rank in self._beats or store.check([_key(rank)])]
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
@@ -95,8 +95,11 @@ class Heartbeat:
                 self._beats = beats
                 if all(beats.get(rank) == _LEFT.encode() for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
+                if self._failed is None and all(missed < _MISSED for missed in self._silent.values()):
+                    self._killed.look()
                 self._failed = self._failed or self._meeting.failed(store)
                 self._looks += 1
+                self._over.wait(_BEAT_S)
 
     def _own(self, process: str) -> str:
         """Return what this rank says at a beat: what the others may want to know of it when they hear no more."""

@@ -3,7 +3,7 @@
 A thread of each rank looks once a second where the main thread is. A rank that has waited for others at one place for
 longer than it has patience asks, through the store at which the ranks met; every rank's thread answers with its step,
 its place and its stack. Nobody sends anything before somebody asks, and no clocks of two hosts are compared. A rank
-that does not answer is stopped or gone.
+that does not answer is stopped, hung or gone.
 
 With a GPU it is the device that waits for others, and the main thread for the device, wherever it reads a result or the
 queue of the device is full. From outside this looks like work. So there any place may be a wait, and who is late is
@@ -188,7 +188,7 @@ def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str
         alike.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
     lines = [first]
-    lines += [f"  rank {rank} does not answer: it is stopped, its host is gone, or cut off" for rank in silent]
+    lines += [f"  rank {rank} does not answer: it is stopped or hung, its host is gone, or cut off" for rank in silent]
     for role in _ENDINGS:
         lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in alike.items() if its == role]
     records = [place.record for _, place in answers.values() if place.record]
