@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 sys.path += [str(SCRIPTS), str(SCRIPTS.parent / "tests" / "launchers")]
@@ -79,6 +80,7 @@ def test_other_losses_and_processes_that_stay_are_found(tmp_path: Path, monkeypa
     """The proof itself: a loss that is not that of the undisturbed run, and a process that does not end."""
     run = faults.Run(tmp_path / "run", 8)
     job = run.start(["sleep", "1000"])
+    until(lambda: faults._marked(run.mark), 10)  # a process has its environment a moment after it has begun
     assert run.survivors(patience_s=0.2) == [job.process.pid]
     job.wait()
     (run.folder / "run").mkdir()
