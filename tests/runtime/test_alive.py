@@ -31,6 +31,12 @@ def test_who_has_the_number_of_a_process_that_ended_is_another() -> None:
     assert alive.state(f"{numbers} 1") == "gone"
 
 
+def test_a_process_of_a_host_beside_this_one_is_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = alive.identity()
+    monkeypatch.setattr("socket.gethostname", lambda: "beside")
+    assert alive.state(said) == "unknown"
+
+
 @pytest.mark.parametrize("said", ["", "nonsense", f"another machine {os.getpid()} 1"])
 def test_a_process_of_elsewhere_is_out_of_sight(said: str) -> None:
     assert alive.state(said) == "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -37,9 +38,12 @@ def state(process: str) -> State:
 
 
 def _numbers_of() -> str:
-    """Return what is the same for processes that have numbers of one kind: the kernel's start, and their name space."""
+    """Return what is the same for processes that see each other: the kernel's start, their name space, their host.
+
+    Hosts may be several on one machine, with a network each: who is cut off there is not to be waited for.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"
 
 
 def _stat(pid: int) -> list[str]:
