@@ -136,7 +136,8 @@ class Heartbeat:
     def _failure_of(self, lost: list[int]) -> Failure:
         """Return the failure of ranks that are lost."""
         rank = lost[0]
-        last, gone = self._last(rank), alive.state(self._last(rank)["process"]) == "gone"
+        last = self._last(rank)
+        gone = alive.state(last["process"]) == "gone"
         near = self._meeting.hosts[rank] == self._meeting.voice.host
         memory = self._killed.words(last["peak"]) if near else oom.had(last["peak"])
         doing = f", last {last['doing']}" if last["doing"] else ""
