@@ -97,7 +97,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
     kind, _, schedule = name.partition("-")
     strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(schedule))
     engine = strategy.start(
-        Classification(work.build, sample_shape=SAMPLE),
+        Classification(work.build, sample=torch.empty(SAMPLE, device="meta")),
         lambda trained, _: make_optimizer(trained, name=work.optimizer, lr=LR, options=work.options),
         world,
         Numerics(microbatches=work.microbatches),

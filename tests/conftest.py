@@ -1,5 +1,6 @@
 """One thread for each process, and a warm pool of worlds that ends with the session."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import worlds
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what the tests start
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

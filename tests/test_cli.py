@@ -73,6 +73,11 @@ def test_an_error_for_the_user_ends_with_its_text_and_code(monkeypatch, error, c
     assert (result.exit_code, result.stderr, result.stdout) == (code, "error: reason\n", "")
 
 
+def test_an_error_moves_no_cursor_whoever_wrote_its_words(monkeypatch):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(UsageError("\x1b[2Ja: \x9b31mx\r\u202e\nb\ty")))
+    assert run("show").stderr == "error: \\x1b[2Ja: \\x9b31mx\\r\\u202e\nb\ty\n"
+
+
 def test_several_problems_are_counted(monkeypatch):
     monkeypatch.setattr("lockstep.commands.show.command", raising(ConfigError(["a: x", "b: y"])))
     assert run("show").stderr == "error: 2 problems\na: x\nb: y\n"
@@ -84,8 +89,18 @@ def test_ctrl_c_ends_a_command_as_shells_count(monkeypatch):
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr("lockstep.commands.show.command", raising(ZeroDivisionError()))
-    assert isinstance(run("show").exception, ZeroDivisionError)
+    monkeypatch.setattr("lockstep.commands.show.command", 7)
+    assert isinstance(run("show").exception, AttributeError)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such thing"), SystemExit(0)])
+def test_what_the_users_code_raises_is_told_with_its_place(monkeypatch, error):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(error))
+    found = run("show")
+    assert found.exit_code == 2
+    assert re.fullmatch(
+        rf"error: {type(error).__name__}: {error} \(\S*test_cli\.py:\d+\); mend it there\n", found.stderr
+    )
 
 
 def test_python_m_lockstep_is_the_same_command():

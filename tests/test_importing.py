@@ -56,7 +56,7 @@ def test_names_the_module_that_is_missing_in_a_package(here: Path) -> None:
 
 def test_a_dependency_missing_inside_is_the_modules_own_failure(here: Path) -> None:
     (here / "needs_here.py").write_text("import absent_dependency\n")
-    message = r"module needs_here fails on import: ModuleNotFoundError: No module named 'absent_dependency'; see"
+    message = r"fails on import: ModuleNotFoundError: No module named 'absent_dependency' \(needs_here\.py:1\); see it"
     with pytest.raises(UsageError, match=message):
         import_object("needs_here:f", "model")
 

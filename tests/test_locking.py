@@ -1,13 +1,49 @@
 """The lock keeps others out while it is held, and a killed holder leaves nothing behind."""
 
 import fcntl
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from lockstep.locking import exclusive
+from lockstep.errors import UsageError
+from lockstep.locking import exclusive, private_folder
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "lock").symlink_to("victim")
+    with pytest.raises(OSError, match="symbolic link"), exclusive(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_the_private_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = private_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert private_folder() == folder
+
+
+@pytest.mark.parametrize("planted", ["link", "file", "open"])
+def test_what_another_user_planted_in_its_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"lockstep-{os.getuid()}"
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to("elsewhere")
+    elif planted == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(UsageError, match="only you can use"):
+        private_folder()
 
 
 def _is_free(path: Path) -> bool:

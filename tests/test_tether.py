@@ -48,6 +48,30 @@ def test_its_exit_code_is_that_of_the_command() -> None:
             assert process.wait(20) == code
 
 
+def test_the_command_gets_the_secret_that_is_the_first_line_of_stdin() -> None:
+    command = [sys.executable, "-m", "lockstep.tether", "--secret", "sh", "-c", 'test "$LOCKSTEP_JOB_SECRET" = "a b"']
+    for line, code in ((b"a b\n", 0), (b"other\n", 1)):
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert process.wait(20) == code
+    done = subprocess.run(command, input=b"no line", capture_output=True, timeout=20)
+    assert done.returncode == 1
+    assert b"--secret: expected a line with the secret of the job on stdin" in done.stderr
+
+
+def test_a_host_whose_name_is_not_known_ends_it_in_a_line() -> None:
+    for host, code in (("localhost", 7), ("no.such.host.invalid", 2)):
+        command = [sys.executable, "-m", "lockstep.tether", "--knows", host, "sh", "-c", "exit 7"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.wait(30) == code
+            assert process.stderr is not None
+            said = process.stderr.read()
+        assert said.count("\n") == (code == 2)
+        assert (f" does not know the host {host}, where the agents of torchrun are to meet (" in said) == (code == 2)
+
+
 def test_the_command_is_asked_to_end_when_stdin_does(start: Start, tmp_path: Path) -> None:
     process = start(SAVES)
     assert process.stdin is not None

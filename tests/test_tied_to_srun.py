@@ -29,8 +29,8 @@ if sys.argv[1] == "saves":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 elif sys.argv[1] == "stays":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("began", flush=True)  # before a thread can end it at once, where srun is gone
 tie(os.environ, patience_s=0.2)
-print("began", flush=True)
 while True:
     time.sleep(100)
 """

@@ -11,14 +11,44 @@ import importlib
 import os
 import pkgutil
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import click
+from click.shell_completion import BashComplete, add_completion_class
 
 from lockstep import __version__
+from lockstep.core.text import printable
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError
+from lockstep.own_code import own_error
 
+# click's own, but for two things: it leaves the cursor after `key=` and `folder/`, and offers files beside other words.
+_BASH: Final = """\
+%(complete_func)s() {
+    local IFS=$'\\n' response completion type value
+    response=$(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD %(complete_var)s=bash_complete $1)
+    for completion in $response; do
+        IFS=',' read -r type value <<< "$completion"
+        if [[ $type == plain ]]; then
+            COMPREPLY+=("$value")
+            [[ $value == *[=/] ]] && compopt -o nospace
+        else
+            COMPREPLY+=($(compgen -f -- "${COMP_WORDS[COMP_CWORD]}"))
+            compopt -o filenames
+        fi
+    done
+    return 0
+}
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
 _COMMANDS: Final = Path(__file__).parent / "commands"
+
+
+@final
+@add_completion_class
+class Bash(BashComplete):
+    """Completion for bash."""
+
+    source_template: ClassVar[str] = _BASH
 
 
 @final
@@ -58,15 +88,21 @@ class Shell(click.Group):
         try:
             return super().invoke(ctx)
         except LockstepError as error:
-            click.echo(error.told, err=True)
+            click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
+        except (Exception, SystemExit) as error:
+            own = own_error(error)
+            if own is None:
+                raise
+            click.echo(printable(own.told), err=True)
+            ctx.exit(own.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=Shell, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="lockstep")
+@click.version_option(__version__, "-V", "--version", prog_name="lockstep")
 # torch.distributed.launch without --use_env says before the command what LOCAL_RANK says too.
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def main() -> None:

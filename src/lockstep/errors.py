@@ -2,7 +2,8 @@
 
 LockstepError
 ├── UsageError            2  what the user typed: a recipe, an override, a folder, a device
-│   └── ConfigError       2  every problem of a configuration at once, each with its place
+│   ├── ConfigError       2  every problem of a configuration at once, each with its place
+│   └── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
 ├── TrainingError         1  what went wrong while training: a loss that is not finite, a corrupt image
 ├── VerificationError     3  two runs that should agree do not
 └── PreflightError        4  the machine cannot do what the placement asks of it
@@ -21,6 +22,8 @@ EXIT_PREFLIGHT: Final = 4
 EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 
+_MOST_LINES: Final = 11  # of problems; with the line that counts them, 12
+
 
 class LockstepError(Exception):
     """Any error that Lockstep raises on purpose; its text is meant for the user."""
@@ -34,22 +37,31 @@ class LockstepError(Exception):
 
 
 class UsageError(LockstepError):
-    """The user's mistake, found before a process group or a device exists."""
+    """The user's mistake, found before a process group or a device exists; in code and data also while training."""
 
     exit_code = EXIT_USAGE
 
 
 class ConfigError(UsageError):
-    """All problems of one configuration, each a line `place  key: what was wrong; what to do`."""
+    """All problems of one configuration, each a line `place  key: what was wrong; what to do`.
+
+    The text has the first of them, where there are more than a screen has room for.
+    """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
+        listed = problems if len(problems) <= _MOST_LINES else [*problems[: _MOST_LINES - 1]]
+        rest = [f"{len(problems) - len(listed):,} more"] if len(listed) < len(problems) else []
+        super().__init__("\n".join([*listed, *rest]))
         self.problems = tuple(problems)
 
     @property
     def told(self) -> str:
         """All problems, after their number where there are several."""
-        return f"error: {len(self.problems)} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
+        return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
+
+
+class OwnCodeError(UsageError):
+    """What the user's own model, loss or data raised, in a check or while training."""
 
 
 class TrainingError(LockstepError):

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.core.names import suggestion
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.own_code import OwnCode, described
 
 
 def import_object(path: str, what: str) -> Any:
@@ -22,14 +23,15 @@ def import_object(path: str, what: str) -> Any:
     if not _dotted(name) or not attribute.isidentifier():
         raise UsageError(f"{what} {path}: not an import path; write package.module:function")
     module = _import(name, f"{what} {path}")
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        public = [each for each in vars(module) if not each.startswith("_")]
-        found = module.__file__ or "a folder without __init__.py"
-        raise UsageError(
-            f"{what} {path}: module {name} ({found}) has no '{attribute}'{suggestion(attribute, public)}"
-        ) from None
+    with OwnCode(f"{what} {path}"):  # a module may answer for names itself, or put anything in its own place
+        try:
+            return getattr(module, attribute)
+        except AttributeError:
+            pass
+    names = [str(each) for each in getattr(module, "__dict__", ())]
+    public = [each for each in names if not each.startswith("_")]
+    file = getattr(module, "__file__", None) or "a folder without __init__.py"
+    raise UsageError(f"{what} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
 
 
 def _dotted(name: str) -> bool:
@@ -40,13 +42,13 @@ def _import(name: str, label: str) -> ModuleType:
     _search_current_directory()
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a script without a main guard may even exit
+    except (LockstepError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a script without a main guard may even exit
         if isinstance(error, ModuleNotFoundError) and _leads_to(name, error.name):
             raise UsageError(_not_found(label, str(error.name))) from None
-        raise UsageError(
-            f"{label}: module {name} fails on import: {type(error).__name__}: {error}; "
-            f'see it with: python -c "import {name}"'
-        ) from error
+        told = described(error, f'see it with: python -c "import {name}"')
+        raise OwnCodeError(f"{label}: module {name} fails on import: {told}") from error
 
 
 def _search_current_directory() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lockstep import plainfile
+from lockstep.errors import UsageError
 
 
 @contextmanager
@@ -16,9 +22,26 @@ def exclusive(path: Path) -> Iterator[None]:
     file stays, because removing it would let a waiting and a new process hold two locks of one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+    opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def private_folder() -> Path:
+    """Return a folder of this user's alone in the node's folder for temporary files, made if missing.
+
+    Everybody may write there, and knows the name: what another user has put in its place is refused.
+    """
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"{folder}: must be a folder that only you can use (mode 0700), for locks between your processes; "
+            f"remove it, or set TMPDIR to a folder of your own"
+        )
+    return folder

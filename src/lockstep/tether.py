@@ -2,7 +2,9 @@
 
 What ssh starts on another host goes on when the ssh is gone; but its stdin ends, however the ssh came to its end, and
 so do broken connections. The command has a process group of its own: it is asked to end by SIGTERM, and after a while
-all that is left of the group is killed.
+all that is left of the group is killed. After `--secret` the first line of stdin is the secret of the job, which the
+command gets in its environment: command lines can be read by everybody on a host. `--knows HOST` ends it at once where
+that name stands for no address: torchrun would look for one for minutes.
 
 What srun starts hears nothing of the end of srun, if that is killed. `lockstep launch` leaves a listening socket to the
 srun that it becomes: as long as a process of srun is there the kernel keeps connections to it, and nobody need take
@@ -22,9 +24,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
+from lockstep.core.job import KNOWS, READS_SECRET, SECRET
+from lockstep.errors import EXIT_USAGE
 from lockstep.parent import die_with_parent
 
 _LOOK_S: Final = 0.1
+_KNOWN_S: Final = 5.0  # that a name may take to be known
+_LONGEST: Final = 8192  # bytes of a secret
 PATIENCE_S: Final = 60.0  # for a checkpoint to be written after SIGTERM
 SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # for the tasks, beside SLURM_SRUN_COMM_HOST, which srun tells them
 _TASKS: Final = 4096  # the kernel keeps no more connections that nobody takes
@@ -98,5 +104,44 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def problem_of(host: str, patience_s: float = _KNOWN_S) -> str:
+    """Return the problem of a name that stands for no address on this host for so long; "" where there is none."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            if time.monotonic() < until:
+                time.sleep(_LOOK_S)
+                continue
+            return (
+                f"{socket.gethostname()} does not know the host {host}, where the agents of torchrun are to meet "
+                f"({error.strerror}); give an address of it in --endpoint ADDRESS:PORT"
+            )
+        return ""
+
+
+def _take_secret(stdin: int) -> None:
+    """Put the first line of stdin into the environment. Read byte by byte: what follows it is for `tied`."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(stdin, 1)
+        if not byte or len(line) > _LONGEST:
+            sys.exit(
+                f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it by lockstep launch"
+            )
+        line += byte
+    os.environb[SECRET.encode()] = line[:-1]
+
+
 if __name__ == "__main__":
-    sys.exit(tied(sys.argv[1:], sys.stdin.fileno()))
+    words = sys.argv[1:]
+    if words[:1] == [READS_SECRET]:
+        _take_secret(sys.stdin.fileno())
+        words = words[1:]
+    if words[:1] == [KNOWS]:
+        if problem := problem_of(words[1]):
+            sys.stderr.write(f"error: {problem}\n")
+            sys.exit(EXIT_USAGE)
+        words = words[2:]
+    sys.exit(tied(words, sys.stdin.fileno()))

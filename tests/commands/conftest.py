@@ -16,6 +16,7 @@ DIGITS = (
     'recipe.loss={name: "held:cross_entropy"}',
     "run.log_every=1",
     "run.tensorboard=false",
+    "run.probe=off",
 )
 
 # The pictures of the fixture `images`: three steps.

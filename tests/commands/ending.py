@@ -23,3 +23,10 @@ def looking(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.requires_grad:
         raise ValueError(f"result.json is there: {Path('run', 'result.json').exists()}")
     return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def leaving(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Every rank leaves, as if all were well, once training has begun."""
+    if outputs.requires_grad:
+        os._exit(0)
+    return functional.cross_entropy(outputs, targets, reduction="sum")

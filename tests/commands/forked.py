@@ -224,17 +224,16 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _import_what_commands_import() -> None:
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.summary.writer.record_writer  # noqa: F401
     import torch
-    import torch.distributed.elastic.multiprocessing.errors
-    import torch.distributed.launcher.api
-    import torch.utils.tensorboard
 
     from lockstep.commands import _training  # noqa: F401
     from lockstep.commands._setup import setup
     from lockstep.config.load import load
 
     torch.set_num_threads(1)
-    setup(load("digits").config.recipe, 4)
+    setup(load("digits").config.recipe)
 
 
 def _run(request: dict[str, Any]) -> NoReturn:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,9 +69,57 @@ class _FailingOnRank1(nn.Module):
         return inputs
 
 
+def leaving_in_backward(num_classes: int) -> nn.Module:
+    """A model whose code leaves the program as if all were done, on one rank, in the backward pass."""
+    return nn.Sequential(linear(num_classes), _LeavingInBackward())
+
+
+class _LeavingInBackward(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "1" and inputs.requires_grad:
+            inputs.register_hook(lambda _: sys.exit(0))
+        return inputs
+
+
+def leaving_data() -> tuple[Any, Any]:
+    """Digits, whose samples leave the program as if all were done."""
+    return _Leaving(), _Leaving()
+
+
+class _Leaving:
+    classes = tuple(range(10))
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 7:
+            sys.exit(0)
+        return torch.zeros(64), index % 10
+
+
 def _is_held() -> bool:
     try:
         run, step = json.loads(HOLD.read_text(encoding="utf-8"))
         return any(event["event"] == "step" and event["step"] == step for event in jsonl.read(Path(run) / jsonl.EVENTS))
     except (FileNotFoundError, jsonl.UsageError):  # not held, or nothing logged so far
         return False
+
+
+def flipping_on_rank_1(num_classes: int) -> nn.Module:
+    """A model whose 29th input in training has one bit flipped on rank 1."""
+    return nn.Sequential(_FlippingOnRank1(), linear(num_classes))
+
+
+class _FlippingOnRank1(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._forwards = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._forwards += os.environ.get("RANK") == "1" and self.training
+        if self._forwards != 29:
+            return inputs
+        flipped = inputs.clone()
+        flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)
+        return flipped

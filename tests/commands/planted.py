@@ -1,20 +1,25 @@
 """Models, losses and data sets with a fault each, such as users bring along: what `lockstep verify` has to find."""
 
+import itertools
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lockstep.data.base import DataSet
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 _COUNTED = [0]
+_NUMBERS = itertools.count()
 
 
 def linear(num_classes: int) -> nn.Module:
@@ -105,6 +110,8 @@ class TwoHeads(nn.Module):
 
 
 class _Noise(nn.Module):
+    forwards = 0
+
     def __init__(self, source: str) -> None:
         super().__init__()
         self.source = source
@@ -117,9 +124,20 @@ class _Noise(nn.Module):
                 return inputs * (1 + 0.1 * random.random())
             case "numpy":
                 return inputs * (1 + 0.1 * float(np.random.rand()))
+            case "clock":
+                return inputs * (1 + 0.1 * (time.perf_counter() % 1))
             case "global":
                 _COUNTED[0] += 1
                 return inputs * (1 + 0.01 * _COUNTED[0])
+            case "iterator":
+                return inputs * (1 + 0.01 * next(_NUMBERS))
+            case "class":
+                _Noise.forwards += 1
+                return inputs * (1 + 0.01 * _Noise.forwards)
+            case "rank":
+                return inputs * (1 + 0.1 * (dist.get_rank() if dist.is_initialized() else 0))
+            case "variable":
+                return inputs * (1 + 0.1 * int(os.environ.get("RANK", "0")))
             case _:
                 return inputs * (1 + 0.1 * os.urandom(1)[0] / 256)
 
@@ -247,3 +265,93 @@ class Seeded(Jittering):
 def seeded() -> tuple[Seeded, Seeded]:
     """Both parts of a data set that augments by the usual generators."""
     return Seeded(40, 0.0), Seeded(12, 0.0)
+
+
+def spectral_by_hook(num_classes: int) -> nn.Module:
+    """A layer whose weight torch's older spectral_norm divides by an estimate that each forward moves."""
+    return nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(64, 32)), nn.Linear(32, num_classes))
+
+
+def spectral_by_parametrization(num_classes: int) -> nn.Module:
+    """The same by torch's newer spectral_norm."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 32))
+    return nn.Sequential(nn.Flatten(), layer, nn.Linear(32, num_classes))
+
+
+class _Sharded(Jittering):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return super().__getitem__((index + int(os.environ.get("RANK", "0"))) % len(self))
+
+
+def sharded() -> tuple[_Sharded, _Sharded]:
+    """Data that each rank has its own part of, as scripts for other frameworks may have it."""
+    return _Sharded(40, 0.0), _Sharded(12, 0.0)
+
+
+def counted_loss() -> Loss:
+    """A loss that counts its calls in a closure."""
+    calls = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return functional.cross_entropy(outputs, targets, reduction="sum") * (1 + 0.01 * calls)
+
+    return loss
+
+
+counting_loss = counted_loss()
+
+
+class InPlace(nn.Module):
+    """Changes its inputs in place."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs.mul_(0.5).add_(1.0).flatten(1))
+        return outputs
+
+
+def started_by_rank(num_classes: int) -> nn.Module:
+    """Seeds its first weights by the rank, as scripts for other frameworks may."""
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
+    return linear(num_classes)
+
+
+class Capped(nn.Module):
+    """Keeps the norm of its weight below a bound by shrinking it in each forward."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.linear.weight.data.mul_(0.99)
+        outputs: Tensor = self.linear(inputs.flatten(1))
+        return outputs
+
+
+class Dropping(nn.Module):
+    """Drops features in evaluation too, or counts what it evaluated."""
+
+    def __init__(self, num_classes: int, counts: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+        self.evaluated = 0
+        self.counts = counts
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        if self.training:
+            flat = functional.dropout(flat)
+        elif self.counts:
+            self.evaluated += 1
+            flat = flat * self.evaluated
+        else:
+            flat = functional.dropout(flat, 0.1)
+        outputs: Tensor = self.linear(flat)
+        return outputs

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from conftest import FOLDER
 
 from lockstep.cli import main
 
@@ -134,3 +135,26 @@ def test_torch_is_not_imported_where_no_device_is_asked_for():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=env
     )
     assert found.stdout.splitlines()[-1] == "False"
+
+
+class TestData:
+    """`lockstep doctor data`: every sample is read once, before a run."""
+
+    def test_damaged_files_are_named(self, run, images):
+        whole = (images / "train/dog/5.jpg").read_bytes()
+        (images / "train/cat/3.jpg").write_bytes(b"no picture")
+        (images / "train/dog/5.jpg").write_bytes(whole[: len(whole) // 2])
+        (images / "val/dog/0.jpg").write_bytes(b"")
+        found = run("doctor", "data", *FOLDER, "recipe.data.on_error=skip", code=1)
+        *damaged, last = found.out.splitlines()
+        assert [line.partition(": cannot be read as an image: ")[0] for line in damaged] == [
+            "images/train/cat/3.jpg",
+            "images/train/dog/5.jpg",
+            "images/val/dog/0.jpg",
+        ]
+        assert last == "3 of 20 samples cannot be read"
+        assert found.err.splitlines()[-1] == "20 of 20 samples read"
+
+    def test_data_that_is_whole(self, run, images):
+        assert run("doctor", "data", *FOLDER).out == "0 of 20 samples cannot be read\n"
+        assert run("doctor", "data").out == "0 of 1,797 samples cannot be read\n"  # digits

@@ -1,5 +1,7 @@
 """What a user gets wrong, or the data or the model does: one message, the right exit code, and no process left."""
 
+import re
+
 import pytest
 from conftest import DIGITS, FOLDER
 from forked import events
@@ -42,7 +44,18 @@ def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_pa
             ("placement.strategy=single", "placement.processes=2"),
             "strategy single: 2 processes; use 1, or strategy ddp",
         ),
-        (("recipe.microbatches=", "recipe.batch=2", "placement.processes=3"), "use at most 2 processes"),
+        (
+            ("recipe.microbatches=", "recipe.batch=2", "placement.processes=3"),
+            "use at most 2 processes, or set recipe.microbatches=3, which is another recipe",
+        ),
+        (
+            ("recipe.compile=true", "placement.strategy=zero3", "placement.processes=2"),
+            "recipe.compile: strategy zero3 calls the model in parts",
+        ),
+        (
+            ("recipe.compile=true", "placement.recompute=full"),
+            "recipe.compile: with placement.recompute torch.compile",
+        ),
         (("run.dir=held.txt",), "run.dir held.txt: cannot be used: File exists; choose another run.dir"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value[0],
@@ -78,19 +91,42 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_by_choice(run):
     ("words", "told"),
     [
         ('recipe.model={name: "held:failing_on_rank_1"}', "ZeroDivisionError: no such layer"),
+        ('recipe.model={name: "held:leaving_in_backward"}', "SystemExit: 0"),
         ("recipe.loss.name=held:failing", "ValueError: no such loss"),
     ],
 )
 def test_an_exception_of_one_worker_is_shown_once_and_ends_all(run, words, told):
-    failed = run(*TRAIN, words, "placement.processes=3", code=1)
-    assert failed.err.startswith("[rank 1 of 3, ")
-    assert failed.err.count("Traceback") == 1
-    assert failed.err.splitlines()[-2:] == [told, "  its log: run/logs/rank-1.log"]
+    failed = run(*TRAIN, words, "placement.processes=3", code=2)
+    name = re.search(r"held:\w+", words)[0]
+    place = r"\(\S+held\.py:\d+\); mend it there"
+    message = rf"\[rank 1 of 3, \S+\] error: \w+ {name}: {told} {place}\n  its log: run/logs/rank-1\.log\n"
+    assert re.fullmatch(message, failed.err)
+    assert failed.left() == []
+
+
+def test_a_buffer_that_each_rank_moves_by_its_own_micro_batches_is_named_at_the_save(run):
+    failed = run(*TRAIN, 'recipe.model={name: "planted:Centered"}', "placement.processes=2", code=1)
+    assert "error: after step 23 a buffer differs between ranks: center: two ranks disagree" in failed.err
+    assert "the forward pass changes them" in failed.err
+    assert failed.left() == []
+
+
+def test_first_weights_that_depend_on_the_rank_are_refused(run):
+    refused = run(*TRAIN, 'recipe.model={name: "planted:started_by_rank"}', "placement.processes=3", code=2)
+    assert "error: first weights: 1.bias, 1.weight: as many ranks as others disagree" in refused.err
+    assert "let the model's function start from what is the same on all ranks" in refused.err
+
+
+def test_a_sample_that_exits_in_a_loader_process_is_no_success(run):
+    words = ("recipe.data=", "recipe.data.name=held:leaving_data", "recipe.model=", "recipe.model.name=held:linear")
+    failed = run(*TRAIN, *words, "placement={processes: 1, workers: 1}", code=2)
+    told = r"error: data set held:leaving_data: training sample 7: SystemExit: 0 \(\S+held\.py:\d+\); mend it there\n"
+    assert re.fullmatch(told, failed.err)
     assert failed.left() == []
 
 
 def test_a_failure_leaves_the_folder_to_a_run_that_goes_on(run):
-    run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=2", code=1)
+    run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=2", code=2)
     assert run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=1").left() == []
 
 
@@ -126,3 +162,39 @@ def test_corrupt_images_are_skipped_and_counted_by_choice(run, images):
     assert alone.sha256 == shared.sha256
     assert events(shared.folder / "shared", "done")[0]["skipped_samples"] == 2
     assert "skipped samples  2\n" in shared.out
+
+
+def test_each_file_that_is_skipped_is_named_once_whoever_met_it(run, images):
+    for name in ("train/cat/3.jpg", "train/dog/5.jpg", "val/dog/0.jpg"):
+        (images / name).write_bytes(b"no picture")
+    placement = "placement={processes: 2, workers: 1}"
+    words = (*TRAIN, *FOLDER, "recipe.data.on_error=skip", "recipe.epochs=2", placement)
+    trained = run(*words)
+    named = [f"images/{name}" for name in ("train/cat/3.jpg", "train/dog/5.jpg", "val/dog/0.jpg")]
+    folder = trained.folder / "run"
+    assert [file for each in events(folder, "skipped") for file in each["files"]] == named
+    assert (folder / "skipped.txt").read_text().splitlines() == named
+    for text in (trained.out, (folder / "logs/rank-0.log").read_text()):
+        assert [line for line in text.splitlines() if line.startswith("skipped ") and "/" in line] == [
+            f"skipped {name}: cannot be read as an image" for name in named
+        ]
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "rank"])
+def test_a_mistake_in_options_names_the_line_of_the_file(run, tmp_path, env):
+    (tmp_path / "mine.yaml").write_text(
+        "recipe:\n"
+        "  model:\n"
+        "    name: digits_convnet\n"
+        "    options:\n"
+        "      widht: 8\n"
+        "  data: digits\n"
+        "  batch: 64\n"
+        "  epochs: 1\n"
+        "  optimizer: {lr: 0.1}\n"
+    )
+    refused = run("train", "mine.yaml", "run.dir=run", code=2, **env)
+    first, line = [line for line in refused.err.splitlines() if "run/logs" not in line]
+    assert first.startswith("error: model digits_convnet: it cannot be built with ")
+    assert line == "mine.yaml:5:7  recipe.model.options.widht"
+    assert not (tmp_path / "run").exists()

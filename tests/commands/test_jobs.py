@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from lockstep.cli import main
 from lockstep.commands import _submitted, jobs
 from lockstep.commands._submitted import Submitted
+from lockstep.config.load import load, to_yaml
 
 STARTED = {"event": "started", "time": 100.0, "step": 0, "samples": 0, "steps": 50, "steps_per_epoch": 10, "epochs": 5}
 STEP = {"event": "step", "time": 110.0, "step": 10, "samples": 640, "loss": 0.25}
@@ -103,6 +104,8 @@ def test_figures_as_json(folder: Path) -> None:
         "top1": 0.5,
         "job": None,
         "slurm": None,
+        "failure": None,
+        "differs": {},
     }
 
 
@@ -112,6 +115,43 @@ def test_a_table_for_people(folder: Path) -> None:
     assert head.split() == ["run", "state", "step", "epoch", "images/s", "left", "loss", "last", "job"]
     assert line.split()[:7] == ["runs/a", "saved", "10/50", "1/5", "64", "0:40", "0.2500"]
     assert line.endswith("d ago  12")
+
+
+def config(run: Path, *overrides: str) -> None:
+    (run / "config.yaml").write_text(to_yaml(load("digits", overrides)), encoding="utf-8")
+
+
+def test_what_differs_between_runs(folder: Path) -> None:
+    config(run_folder(folder, "a", {**STARTED, "time": 50.0}), "recipe.data.root=/elsewhere")
+    config(run_folder(folder, "b", STARTED), "recipe.optimizer.lr=0.2", "recipe.model=resnet18")
+    run_folder(folder, "c", STARTED)
+    head, b, c, a = show().stdout.splitlines()
+    assert head.split()[:6] == ["run", "state", "model", "source", "lr", "dropout"]
+    assert (b.split()[2:5], a.split()[2:6]) == (
+        ["resnet18", "auto", "0.2"],
+        ["digits_convnet", "lockstep", "0.1", "0.1"],
+    )
+    assert c.split()[:2] == ["runs/c", "died"]
+    assert json.loads(show("--json").stdout)[0]["differs"]["optimizer.lr.value"] == "0.2"
+    assert "lr" not in show("runs/a", "runs/c").stdout.split()
+
+
+def test_a_recipe_that_cannot_be_read_is_not_compared(folder: Path) -> None:
+    config(run_folder(folder, "a", STARTED))
+    for name, text in (("b", "recipe: 1"), ("c", "recipe: {seed: *x"), ("d", "recipe: {'\x9b': 1}")):
+        (run_folder(folder, name, STARTED) / "config.yaml").write_text(text, encoding="utf-8")
+    found = show()
+    assert "\x9b" not in found.stdout
+
+
+def test_why_a_run_failed(folder: Path) -> None:
+    failed = {"event": "failed", "time": 1.0, "exit_code": 1, "reason": "loss is nan at step 2\x1b[2J"}
+    for name, events in (("bad", [STARTED]), ("done", [STARTED, DONE])):
+        (run_folder(folder, name, *events) / "result.json").write_text(json.dumps(failed), encoding="utf-8")
+    (run_folder(folder, "odd", STARTED) / "result.json").write_text('{"event": "failed", "reason": [1]}')
+    assert show().stdout.splitlines()[-1] == "runs/bad failed: loss is nan at step 2\\x1b[2J"
+    failures = {each["run"]: each["failure"] for each in json.loads(show("--json").stdout)}
+    assert failures == {"runs/bad": "loss is nan at step 2\\x1b[2J", "runs/done": None, "runs/odd": None}
 
 
 def test_half_a_last_line_is_not_there_yet(folder: Path) -> None:
@@ -127,6 +167,8 @@ def test_half_a_last_line_is_not_there_yet(folder: Path) -> None:
         ("[1]\n", "warning: runs/bad/events.jsonl:2: not an event"),
         ('{"event": "step"}\n', "warning: runs/bad/events.jsonl: not a log of this version (KeyError('loss'))"),
         ("\xff\n", "warning: runs/bad/events.jsonl:2: not JSON"),
+        ("[" * 100_000 + "\n", "warning: runs/bad/events.jsonl:2: not JSON"),
+        ("1" * 2_000_000, "warning: runs/bad/events.jsonl:2: a line of more than 1,048,576 bytes"),
     ],
 )
 def test_a_damaged_log_is_said_and_the_others_are_shown(folder: Path, tail: str, problem: str) -> None:
@@ -134,6 +176,57 @@ def test_a_damaged_log_is_said_and_the_others_are_shown(folder: Path, tail: str,
     run_folder(folder, "good", STARTED, DONE)
     assert states() == {"runs/good": "done", "runs/bad": "unreadable"}
     assert show().stderr.startswith(problem)
+
+
+FORGED = [
+    {**base, key: value}
+    for base in (STARTED, STEP, STOPPED, DONE, {"event": "evaluated", "time": 1.0, "step": 1, "top1": 0.5})
+    for key in base
+    for value in ("text", [1], {"a": 1}, True, -1, 10**400, float("nan"), float("inf"), 1e300, None)
+]
+
+
+def test_a_log_of_wrong_types_is_one_line(folder: Path) -> None:
+    """Each figure of each event as each wrong thing: either it is none of those that are shown, or the log is refused.
+
+    31 of these 250 logs ended in a traceback once.
+    """
+    for number, event in enumerate(FORGED):
+        run_folder(folder, f"{number}", STARTED, event)
+    run_folder(folder, "good", STARTED, DONE)
+    assert states()["runs/good"] == "done"
+    found = show()
+    assert len(found.stdout.splitlines()) == len(FORGED) + 2
+    assert len(found.stderr.splitlines()) == found.stdout.count("unreadable")
+    assert found.stderr.count("not a log of this version") > 100
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "job.json", "lock"])
+@pytest.mark.parametrize("planted", ["link", "pipe", "device", "folder"])
+def test_what_is_no_plain_file_is_not_read(folder: Path, name: str, planted: str) -> None:
+    path = run_folder(folder, "odd", STARTED) / name
+    path.unlink(missing_ok=True)
+    if planted == "pipe":
+        os.mkfifo(path)
+    elif planted == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if planted == "device" else "nowhere")
+    run_folder(folder, "good", STARTED, DONE)
+    found = states()
+    assert found == {"runs/odd": "died" if name == "lock" else "unreadable", "runs/good": "done"}
+
+
+def test_names_and_reasons_of_others_move_no_cursor(folder: Path) -> None:
+    run_folder(folder, "\x1b[2Jname\r", {**STARTED, "event": "\x1b[31mlast"})
+    died = run_folder(folder, "b", STARTED)
+    (died / "result.json").write_text(json.dumps({"event": "failed", "reason": "\x1b[2J\nso"}), encoding="utf-8")
+    run_folder(folder, "c\x1b]0;title\x07", tail="{]\n")
+    found = show()
+    text = found.stdout + found.stderr
+    assert not set(text) & set(map(chr, [*range(10), *range(11, 32), *range(127, 160)]))
+    assert "runs/\\x1b[2Jname\\r" in text
+    assert r"warning: runs/c\x1b]0;title\x07/events.jsonl:1: not JSON" in text
 
 
 def test_a_damaged_record_of_a_job_is_said(folder: Path) -> None:

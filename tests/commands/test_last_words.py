@@ -24,18 +24,15 @@ def test_a_crash_of_the_only_process_is_on_the_terminal(run) -> None:
     assert "ending.py" in command.err
 
 
-def test_what_ranks_meet_in_is_in_memory_and_goes_with_the_run(start) -> None:
-    """No disk that is full is in their way; nor is anything left there, not even by a second Ctrl-C."""
+def test_ranks_meet_in_a_file_that_nobody_can_remove(start) -> None:
+    """It is in memory, where no disk is full, and has no name; a second Ctrl-C leaves nothing behind."""
     hold("run", 3)
     command = start(*TRAIN, "placement.processes=2")
-
-    def folders() -> list[Path]:
-        return list(Path("/dev/shm").glob(f"lockstep-{command.pid}-*"))
-
     command.until_step(3)
-    assert len(folders()) == 1
+    opened = [str(each.readlink()) for each in Path(f"/proc/{command.pid}/fd").iterdir() if each.is_symlink()]
+    assert [name for name in opened if "lockstep" in name] == ["/memfd:lockstep (deleted)"]
+    assert list(Path("/dev/shm").glob(f"*{command.pid}*")) == []
     command.signal(signal.SIGINT)
     command.until_heard()
     command.signal(signal.SIGINT)
     assert command.wait() == 130
-    assert folders() == []

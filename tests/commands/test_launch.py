@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lockstep import tether
 from lockstep.cli import main
 
 # Stands in for a launcher on this machine: what follows its options is run as if the launcher had started it once.
@@ -64,7 +65,75 @@ def test_the_process_becomes_the_launcher(folder, monkeypatch):
     line = launch(*words[:2], "--dry-run", *words[2:]).stdout
     assert became[0][:2] == ("srun", shlex.split(line))
     assert became[0][1][-5:] == [sys.executable, "-m", "lockstep", "train", "digits"]
-    assert became[0][2].keys() - os.environ.keys() == {"LOCKSTEP_SRUN_PORT"}
+    assert became[0][2].keys() - os.environ.keys() == {"LOCKSTEP_SRUN_PORT", "LOCKSTEP_JOB_SECRET"}
+
+
+@pytest.mark.parametrize(
+    ("words", "drawn"),
+    [
+        (("--on", "torchrun"), True),
+        (("--on", "openmpi"), True),
+        (("--on", "slurm", "--nodes", "2"), True),
+        (("--on", "local"), False),  # nobody else reaches where its processes meet
+        (
+            ("--on", "torchrun", "--nodes", "2", "--node-rank", "0", "--endpoint", "localhost:1"),
+            False,
+        ),  # other lines do not know it
+        (("--on", "torchrun", "--nodes", "1:2", "--endpoint", "localhost:1", "--id", "a"), False),
+    ],
+)
+def test_ranks_get_a_secret_in_their_environment_and_nowhere_else(folder, monkeypatch, words, drawn):
+    for name in ("srun", "mpirun"):
+        put(folder, name, STANDS_IN)
+    became = []
+    monkeypatch.setattr(os, "execvpe", lambda program, line, env: became.append((line, env)))
+    for _ in range(2):
+        assert launch(*words, "--", "train", "digits", "run.dir=a").exit_code == 0
+    secrets = [env.get("LOCKSTEP_JOB_SECRET") for _, env in became]
+    assert all(re.fullmatch("[0-9a-f]{64}", each) for each in secrets) if drawn else secrets == [None, None]
+    assert not drawn or secrets[0] != secrets[1]
+    assert not any(str(secret) in word for secret, (line, _) in zip(secrets, became, strict=True) for word in line)
+    monkeypatch.setenv("LOCKSTEP_JOB_SECRET", "of my own choosing")
+    launch(*words, "--", "train", "digits", "run.dir=a")
+    assert became[-1][1]["LOCKSTEP_JOB_SECRET"] == "of my own choosing"
+    monkeypatch.setenv("LOCKSTEP_JOB_SECRET", "short")
+    found = launch(*words, "--", "train", "digits", "run.dir=a")
+    assert (found.exit_code, "a secret has 16 to 4096 bytes, this one 5" in found.stderr) == (2, True)
+
+
+def test_ssh_brings_the_secret_by_stdin(folder):
+    put(folder, "ssh", '#!/bin/sh\necho "$*" >> lines; head -n 1 >> secrets\n')
+    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    assert launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits").exit_code == 0
+    one, other = (folder / "secrets").read_text(encoding="utf-8").splitlines()
+    assert one == other
+    assert re.fullmatch("[0-9a-f]{64}", one)
+    lines = (folder / "lines").read_text(encoding="utf-8")
+    assert one not in lines
+    assert lines.count("-m lockstep.tether --secret ") == 2
+
+
+def test_a_name_that_stands_for_no_address_ends_it_in_seconds(folder, monkeypatch):
+    """torchrun would look for it for ten minutes."""
+    monkeypatch.setattr("lockstep.commands.launch.problem_of", lambda host: tether.problem_of(host, 0.1))
+    words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
+    found = launch("--on", "torchrun", *words)
+    assert found.exit_code == 2
+    assert " does not know the host no.such.host.invalid, where the agents of torchrun are to meet (" in found.stderr
+    assert "); give an address of it in --endpoint ADDRESS:PORT" in found.stderr
+
+
+def test_what_only_slurm_can_do_is_asked_of_slurm(folder):
+    asked = ("--partition", "gpu", "--account", "physics", "--gpus-per-node", "4", "--cpus-per-task", "8")
+    words = (*asked, "--dry-run", "--python", "py", "--", "train", "digits")
+    shown = " --partition=gpu --account=physics --gpus-per-node=4 --cpus-per-task=8 py -m lockstep train digits\n"
+    assert launch("--on", "slurm", *words).stdout.endswith(shown)
+    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    for on in (("local",), ("torchrun",), ("openmpi",), ("ssh", "--hosts", "hosts.txt")):
+        found = launch("--on", *on, *words)
+        assert found.exit_code == 2
+        told = f"--partition, --account, --gpus-per-node, --cpus-per-task: not with --on {on[0]}; they are for Slurm"
+        assert told in found.stderr
 
 
 def test_a_port_that_is_used_is_taken(folder):
@@ -78,22 +147,23 @@ def test_a_port_that_is_used_is_taken(folder):
 def test_ssh_starts_a_torchrun_on_each_host(folder):
     put(folder, "ssh", SSH)
     put(folder, "python", '#!/bin/sh\necho "$*" >> calls\n')
-    (folder / "hosts.txt").write_text("# the two\na  gpus=8\n\nb\n", encoding="utf-8")
+    (folder / "hosts.txt").write_text("# the two\nlocalhost  gpus=8\n\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--python", f"{folder}/bin/python", "--", "train", "digits")
     assert (found.exit_code, found.stdout, found.stderr) == (0, "", "")
-    assert sorted((folder / "hosts").read_text(encoding="utf-8").split()) == ["a", "b"]
+    assert sorted((folder / "hosts").read_text(encoding="utf-8").split()) == ["b", "localhost"]
     calls = sorted((folder / "calls").read_text(encoding="utf-8").splitlines())
     assert len(calls) == 2
     for number, call in enumerate(calls):
         assert call == (
-            f"-m lockstep.tether {folder}/bin/python -m torch.distributed.run --nnodes=2 --node-rank={number} "
-            f"--master-addr=a --master-port=29513 --nproc-per-node=1 {SIGNALS} -m lockstep train digits "
+            f"-m lockstep.tether --secret --knows localhost {folder}/bin/python -m torch.distributed.run --nnodes=2 "
+            f"--node-rank={number} "
+            f"--master-addr=localhost --master-port=29513 --nproc-per-node=1 {SIGNALS} -m lockstep train digits "
             f"placement.processes=2"
         )
 
 
 def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
-    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a "*) cat; exit 0;; *) exit 7;; esac\n')
+    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a cd "*) cat; exit 0;; *) exit 7;; esac\n')
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits")
     assert (found.exit_code, found.stderr) == (7, "b ended with exit code 7; ending a\n")
@@ -114,7 +184,7 @@ def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
 
 def test_a_host_that_may_go_does_not_end_the_others(folder):
     after_b = 'until [ -s b ] && ! kill -0 "$(cat b)" 2> /dev/null; do sleep 0.01; done'
-    put(folder, "ssh", f'#!/bin/sh\ncase "$*" in *" a "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
+    put(folder, "ssh", f'#!/bin/sh\ncase "$*" in *" a cd "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits", "run.dir=a")
     assert (found.exit_code, found.stderr) == (0, "b ended with exit code 7; going on with a\n")

@@ -23,5 +23,5 @@ def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(local, "around_forward", note)
     config = load("digits", words).config
-    start(setup(config.recipe, 4), config.placement, World(ALONE, torch.device("cpu")), 4)
+    start(setup(config.recipe), config.placement, World(ALONE, torch.device("cpu")))
     assert told == [bool(words)]

@@ -1,5 +1,6 @@
 """`lockstep recipes`: a plain table when piped, a drawn one on a terminal."""
 
+import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
@@ -25,3 +26,15 @@ def test_on_a_terminal_the_table_holds_the_same_names(capsys):
     recipes.draw([recipes.row(name, file) for name, file in shipped().items()])
     printed = capsys.readouterr().out
     assert all(name in printed for name in shipped())
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 140])
+def test_a_narrow_terminal_gets_whole_words(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    recipes.draw([recipes.row(name, file) for name, file in shipped().items()])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    said = " ".join(" ".join(lines).split())
+    assert all(f"{name} " in said for name in shipped())
+    assert "ResNet-18 on ImageNet." in said
+    assert columns == 140 or "resnet18, folder, batch 256, 100 epochs" in said

@@ -29,16 +29,30 @@ def result(folder: Path) -> dict[str, Any]:
 def test_of_a_start_that_is_refused(run, tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "run" / "events.jsonl").touch()
     run(*TRAIN, "run.resume=never", code=2, **env)
-    assert result(tmp_path) == {"event": "failed", "exit_code": 2}
+    reason = "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto to go on with it"
+    assert result(tmp_path) == {"event": "failed", "exit_code": 2, "reason": reason}
 
 
 def test_of_a_mistake_that_is_found_in_the_claimed_folder(run, tmp_path: Path) -> None:
     run(*TRAIN, MISSING, code=2, **ALONE)
-    assert result(tmp_path) == {"event": "failed", "exit_code": 2}
+    found = result(tmp_path)
+    assert "nowhere" in found.pop("reason")
+    assert found == {"event": "failed", "exit_code": 2}
+
+
+def test_a_refused_start_leaves_no_folder_that_it_made(run, tmp_path: Path) -> None:
+    run("train", *DIGITS, "run.dir=runs/deep/a", MISSING, code=2, **ALONE)
+    run("train", *DIGITS, MISSING, code=2, **ALONE)
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").mkdir()
+    run("train", *DIGITS, "run.dir=runs/deep/a", MISSING, code=2, **ALONE)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_of_a_rank_that_fails_and_gone_before(run, tmp_path: Path, processes: int) -> None:
-    command = run(*TRAIN, 'recipe.loss={name: "ending:looking"}', f"placement.processes={processes}", code=1)
+    command = run(*TRAIN, 'recipe.loss={name: "ending:looking"}', f"placement.processes={processes}", code=2)
     assert "ValueError: result.json is there: False" in command.err + command.out
-    assert result(tmp_path) == {"event": "failed", "exit_code": 1}
+    found = result(tmp_path)
+    assert "ValueError: result.json is there: False (" in found.pop("reason")
+    assert found == {"event": "failed", "exit_code": 2}

@@ -1,9 +1,15 @@
 """A run that goes on: at its step, on any number of processes, to the same bits; or is refused, with the reason."""
 
+import json
+import shutil
 import signal
+from pathlib import Path
 
+import forging
 import pytest
-from conftest import DIGITS
+import safetensors.torch
+import torch
+from conftest import DIGITS, FOLDER
 from forked import Command, events
 from held import HOLD, hold
 from test_train import FP16
@@ -63,9 +69,17 @@ def test_loss_scale_and_average_go_on_too(start, run, finished):
 
 def test_a_finished_run_says_its_hash_again_and_trains_nothing(run):
     first = run(*TRAIN, "placement.processes=2")
-    again = run(*TRAIN, "placement.processes=3")
-    assert again.sha256 == first.sha256
-    assert len(events(first.folder / "run", "step")) == 23
+    log = (first.folder / "run/events.jsonl").read_bytes()
+    result = (first.folder / "run/result.json").read_bytes()
+    for env in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        again = run(*TRAIN, **env)
+        assert again.sha256 == first.sha256
+        assert "run: already done, 23 steps; to train again choose another run.dir\n" in again.out
+        assert again.err == ""
+    assert (first.folder / "run/events.jsonl").read_bytes() == log
+    assert (first.folder / "run/result.json").read_bytes() == result
+    refused = run(*TRAIN, "recipe.seed=1", code=2)
+    assert "run: holds a run of another recipe" in refused.err
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(start, run, finished):
@@ -133,6 +147,74 @@ def test_another_recipe_is_refused_with_what_differs(start, run):
     assert "seed: 0 in the run, 1 now" in elsewhere.err
 
 
+def test_a_checkpoint_of_another_run_in_the_folder_is_refused(start, run):
+    """Nothing is damaged or forged: somebody copied it there, or two runs wrote to one place."""
+    folder = stop(start).folder
+    run(*TRAIN, "run.dir=other", "recipe.seed=1", "recipe.steps=12", "recipe.epochs=")
+    shutil.copytree(
+        folder / "other" / "checkpoints" / "step-00000012", folder / "run" / "checkpoints" / "step-00000099"
+    )
+    refused = run(*TRAIN, code=2)
+    assert refused.err.startswith("error: run/checkpoints/step-00000099: the folder is named after step 99")
+    (folder / "run" / "checkpoints" / "step-00000099").rename(folder / "run" / "checkpoints" / "step-00000022")
+    forging.change(folder / "run" / "checkpoints" / "step-00000022", lambda state: state["progress"].update(step=22))
+    refused = run(*TRAIN, code=2)
+    assert refused.err.startswith("error: run/checkpoints/step-00000022: holds a run of another recipe")
+    assert "seed: 1 in the run, 0 now" in refused.err
+
+
+def test_a_checkpoint_that_cannot_be_of_this_run_is_refused_before_it_trains(start, run):
+    folder = stop(start, "placement.processes=2").folder / "run"
+    newest = (folder / "checkpoints" / "latest").resolve()
+    forging.change(newest, lambda state: state["progress"].update(samples=7))
+    forging.write(newest, "optimizer.safetensors", safetensors.torch.save({"0.weight/other": torch.ones(2)}))
+    log = (folder / "events.jsonl").read_bytes()
+    for processes in (1, 2):
+        refused = run(*TRAIN, f"placement.processes={processes}", code=2)
+        assert "not a checkpoint of this run, though its hashes are right:" in refused.err
+        assert "and 7 samples; after step" in refused.err
+    assert (folder / "events.jsonl").read_bytes() == log
+
+
+def test_a_run_with_a_key_goes_on_from_what_it_signed_alone(start, run, finished):
+    key = Path("key")
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    newest = (stop(start, "run.key_file=key").folder / "run" / "checkpoints" / "latest").resolve()
+    assert "hmac_sha256" in json.loads((newest / "manifest.json").read_bytes())
+    forging.change(newest, lambda state: state["progress"].update(best_loss=0.5))  # nothing else would tell
+    refused = run(*TRAIN, "run.key_file=key", code=2)
+    assert "signed with another key than that of run.key_file, or changed since; do not use it" in refused.err
+    assert run("eval", "run", "--trust", "run.key_file=key", code=2).err == refused.err
+    shutil.rmtree(newest)
+    assert run(*TRAIN, "run.key_file=key").sha256 == undisturbed(finished).sha256
+    assert "evaluated 360 of 360" in run("eval", "run", "--trust", "run.key_file=key").out
+    key.chmod(0o644)
+    assert "others may use it (mode 0644" in run(*TRAIN, "run.key_file=key", code=2).err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lock", "events.jsonl", "result.json", "config.yaml", "logs/rank-0.log", "logs", "checkpoints", "tensorboard"],
+)
+def test_a_link_that_leads_out_of_the_run_folder_is_refused(run, tmp_path, name):
+    """Who could write there made a run truncate or append to any file of the user's."""
+    victim, link = tmp_path / "victim", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    victim.mkdir() if "." not in name and name != "lock" else victim.write_text("mine\n")
+    link.symlink_to(victim)
+    refused = run(*TRAIN, code=2)
+    assert refused.err.startswith(f"error: run/{name}: a link that leads out of the run folder, to {victim}")
+    assert [*victim.iterdir()] == [] if victim.is_dir() else victim.read_text() == "mine\n"
+
+
+def test_the_run_folder_itself_may_be_a_link(run, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    run(*TRAIN, "recipe.steps=2", "recipe.epochs=")
+    assert (tmp_path / "disk" / "checkpoints" / "latest").is_symlink()
+
+
 def test_another_placement_and_another_rhythm_of_reports_are_fine(start, run, finished):
     stop(start)
     words = ("placement={processes: 2, strategy: {name: ddp, bucket_mib: 0.1}}", "run.log_every=7", "run.keep=1")
@@ -152,27 +234,40 @@ def test_a_folder_in_use_names_who_uses_it(start, run):
 
 
 class TestMicrobatchesLeftOut:
-    """They become the number of processes of the first start, and stay that."""
+    """Their number follows from the recipe alone, whoever trains it."""
 
     WORDS = (*TRAIN, "recipe.microbatches=")
 
-    def test_they_are_kept_on_fewer_processes(self, start, run, finished):
+    def test_a_run_that_began_on_two_processes_resumes_on_three(self, start, run, finished):
         stopped = stop(start, "recipe.microbatches=", "placement.processes=2")
-        assert load(str(stopped.folder / "run/config.yaml")).config.recipe.microbatches == 2
-        resumed = run(*self.WORDS, "placement.processes=1")
-        assert resumed.sha256 == finished("recipe.microbatches=2", "placement.processes=1").sha256
+        assert load(str(stopped.folder / "run/config.yaml")).config.recipe.microbatches == 8
+        resumed = run(*self.WORDS, "placement.processes=3")
+        assert resumed.sha256 == finished("recipe.microbatches=8", "placement.processes=1").sha256
 
-    def test_more_processes_than_that_are_refused(self, start, run):
-        stop(start, "recipe.microbatches=", "placement.processes=2")
-        refused = run(*self.WORDS, "placement.processes=3", code=2)
-        assert "placement.processes: 3 processes but only 2 micro-batches; use at most 2" in refused.err
+    def test_a_run_that_took_another_number_says_how_it_resumes(self, start, run):
+        stop(start, "recipe.microbatches=2", "placement.processes=2")  # as 0.1 took it from the processes
+        refused = run(*self.WORDS, code=2)
+        assert "recipe.microbatches is not set; recipe.microbatches=2 resumes this run" in refused.err
 
-    def test_auto_starts_no_more_processes_than_that(self, start, run):
-        stop(start, "recipe.microbatches=", "placement.processes=1")
-        resumed = run(*self.WORDS)
-        assert events(resumed.folder / "run", "started")[-1]["processes"] == 1
 
-    def test_a_checkpoint_of_another_run_says_them_too(self, start, run, finished):
-        stop(start, "recipe.microbatches=", "placement.processes=2")
-        resumed = run(*self.WORDS, "run.dir=other", "run.resume=run", "placement.processes=1")
-        assert resumed.sha256 == finished("recipe.microbatches=2", "placement.processes=1").sha256
+class TestTheDataOfACheckpoint:
+    """What whoever uses the model needs to know of its data stands beside the weights, and is compared."""
+
+    def test_it_has_class_names_shape_and_normalisation(self, run, images):
+        folder = run(*TRAIN, *FOLDER, "recipe.epochs=1", "recipe.data.std=[0.5, 0.5, 0.25]").folder / "run"
+        state = json.loads((folder / "checkpoints/latest/state.json").read_text())
+        assert state["data"] == {
+            "classes": ["cat", "dog"],
+            "shape": [3, 8, 8],
+            "mean": [0.485, 0.456, 0.406],
+            "std": [0.5, 0.5, 0.25],
+        }
+
+    def test_data_of_other_classes_is_refused(self, run, images):
+        run(*TRAIN, *FOLDER, "recipe.epochs=1")
+        for split in ("train", "val"):
+            (images / split / "cat").rename(images / split / "zebra")  # sorted, dog comes first now
+        said = "of other classes: class 0 is 'cat', and in the data here 'dog'; give the data it was trained on"
+        resumed = (*TRAIN, *FOLDER, "recipe.epochs=1", "run.dir=other", "run.resume=run")
+        for words in (("eval", "run", "--trust"), resumed):
+            assert said in run(*words, code=2).err

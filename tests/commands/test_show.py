@@ -23,6 +23,14 @@ def test_it_prints_origins_and_consequences():
     assert ["global", "batch", "32", "samples"] in lines
 
 
+def test_it_says_what_another_name_drops():
+    result = CliRunner().invoke(main, ["show", "digits", "recipe.loss=mine:loss"])
+    assert result.stderr == (
+        "note: recipe.loss is mine:loss instead of cross_entropy; dropped what was set for that: "
+        "label_smoothing=0.05 (digits.yaml:10:10)\n"
+    )
+
+
 def test_digits():
     found = follows("digits", "recipe.epochs=20", "recipe.schedule.warmup_epochs=2")
     assert found == {
@@ -46,8 +54,8 @@ def test_a_batch_that_its_micro_batches_do_not_divide():
 
 def test_micro_batches_left_out():
     found = follows("digits", "recipe.microbatches=")
-    assert found["micro-batches"] == "as many as data-parallel processes at the first start"
-    assert found["last step"] == "of an epoch: 29 samples"
+    assert found["micro-batches"] == "8 of 8 samples"
+    assert found["last step"] == "of an epoch: 29 samples, micro-batches 5 of 4, 3 of 3 samples"
 
 
 def test_dropped_samples_are_told():

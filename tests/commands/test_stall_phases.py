@@ -31,7 +31,7 @@ def test_an_evaluation_is_watched(start, run):
         Path(phase).touch()
     run("train", *DIGITS, *LATE, "placement.processes=1", "run.dir=run", "recipe.microbatches=2")
     Path("evaluating").unlink()
-    command = start("eval", "run", *SOON)
+    command = start("eval", "--trust", "run", *SOON)
     reported(command, "evaluating", 1, "evaluating after step 23")
     assert command.wait() == 0
     assert [each.name for each in (Path("run") / "logs").iterdir()] == ["rank-0.log"]

@@ -113,6 +113,65 @@ def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temp
     assert_goes_on(run, finished, 2)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [("zero2", 0), ("zero2", 1), ("zero3", 0), ("zero3", 1), ("hsdp", 0), ("hsdp", 1), ("pipeline", 1)],
+)
+def test_whatever_a_strategy_exchanges_the_killed_rank_is_named_and_no_other(start, strategy, rank):
+    """`scripts/prove-kills --named` has more of it. The survivors fail too, in exchanges that torch makes by itself."""
+    processes = 4 if strategy == "hsdp" else 2
+    words = ("recipe.epochs=20", f"placement.processes={processes}", f"placement.strategy={strategy}")
+    command = start(*TRAIN, *words)
+    command.until_step(2)
+    os.kill(command.workers()[rank], signal.SIGKILL)
+    assert command.wait() == 1
+    line, log = command.err.splitlines()
+    assert line.startswith(f"[rank {rank} of {processes}, ")
+    assert "] error: was killed by SIGKILL" in line
+    assert log == f"  its log: run/logs/rank-{rank}.log"
+    survivor = (command.folder / "run" / "logs" / f"rank-{1 - rank}.log").read_text(encoding="utf-8")
+    assert "Traceback" in survivor
+
+
+def test_a_worker_that_exits_with_0_has_not_trained(run):
+    command = run(*TRAIN, 'recipe.loss={name: "ending:leaving"}', "placement.processes=2", code=1)
+    line, _ = command.err.splitlines()
+    assert "] error: exited with code 0 before its work was done; the other ranks were stopped." in line
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_closed_terminal_stops_a_run_and_it_is_saved(start, run, finished, processes):
+    """It sends SIGHUP, and nothing can be written to it any more."""
+    master, terminal = pty.openpty()
+    command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", tty=os.ttyname(terminal))
+    os.close(terminal)
+    os.close(master)
+    command.until_heard()
+    HOLD.unlink()
+    assert command.wait() == 75
+    assert command.left() == []
+    (stopped,) = events(command.folder / "run", "stopped")
+    assert stopped["reason"] == "SIGHUP"
+    log = (command.folder / "run" / "logs" / "rank-0.log").read_text(encoding="utf-8")
+    assert log.endswith(f"stopped by SIGHUP after step {stopped['step']}; start again with run.dir=run to go on\n")
+    assert_goes_on(run, finished, 3 - processes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_terminal_that_takes_nothing_ends_no_run(start, finished, processes):
+    command = start(*TRAIN, f"placement.processes={processes}", tty="/dev/full")
+    assert command.wait() == 0
+    log = (command.folder / "run" / "logs" / "rank-0.log").read_text(encoding="utf-8")
+    assert log.splitlines()[-1].split()[-1] == finished("recipe.microbatches=4", "placement.processes=1").sha256
+
+
+def test_sigquit_ends_all_at_once(start):
+    command = held_at(start, 7, *TRAIN, "placement.processes=2")
+    command.signal(signal.SIGQUIT)
+    assert command.wait() == -signal.SIGQUIT
+    assert (command.err, command.left()) == ("", [])
+
+
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp_path, processes):
     command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(tmp_path))
@@ -127,7 +186,7 @@ def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp
 def test_an_evaluation_has_nothing_to_save_and_ends_at_once(start, run, temporary, number, code):
     run(*TRAIN, "placement.processes=2")
     hold("run", 23)
-    command = start("eval", "run", "placement.processes=2", TMPDIR=str(temporary))
+    command = start("eval", "--trust", "run", "placement.processes=2", TMPDIR=str(temporary))
     command.until(HELD.exists)
     command.signal(number)
     assert command.wait() == code

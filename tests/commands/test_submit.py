@@ -69,12 +69,20 @@ def test_a_dry_run_prints_the_script_and_nothing_else(folder: Path) -> None:
     assert not (folder / "runs" / "b").exists()
 
 
+def test_what_slurm_is_asked_for_stands_in_the_script(folder: Path) -> None:
+    asked = ["--partition=gpu", "--account=physics", "--gpus-per-node=a100:4", "--cpus-per-task=8"]
+    text = submit(*asked, "--dry-run", "--", "train", "digits", "run.dir=runs/a").stdout
+    assert [line for line in text.splitlines() if line.removeprefix("#SBATCH ") in asked] == [
+        f"#SBATCH {word}" for word in asked
+    ]
+
+
 def test_a_run_without_a_folder_gets_one_for_all_its_starts(folder: Path) -> None:
     for _ in range(2):
         submit("--", "train", "digits")
     first, second = sorted((folder / "runs").iterdir())
     for run in (first, second):
-        assert run.name.startswith("digits-2")
+        assert run.name.startswith("digits-convnet-2")
         assert f" train digits run.dir=runs/{run.name} placement.processes=1\n" in (run / "job.sh").read_text()
 
 

@@ -38,8 +38,28 @@ def test_the_bits_do_not_depend_on_the_number_of_processes(finished, processes, 
     shared = finished(f"recipe.microbatches={microbatches}", f"placement.processes={processes}")
     assert_same_run(alone, shared)
     assert len(events(shared.folder / "run", "step")) == 23
-    assert shared.err == ""
+    assert shared.err == alone.err  # of 8 micro-batches the last step's are warned of, on any number of processes
     assert shared.left() == []
+
+
+def test_the_first_recipe_of_the_docs_is_one_model_on_any_number_of_processes(run, tmp_path):
+    """It leaves micro-batches out: they once were the number of processes, and so another model on each."""
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    (tmp_path / "my.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    placements = [f"placement.processes={processes}" for processes in (1, 2, 3)]
+    runs = [run("train", "my.yaml", f"run.dir=run-{each[-1]}", each) for each in placements]
+    assert len({each.sha256 for each in runs}) == 1
+    assert load(str(runs[0].folder / "run-1/config.yaml")).config.recipe.microbatches == 8
+
+
+def test_batchnorm_over_few_samples_is_warned_of_with_their_number(finished):
+    few = finished("recipe.microbatches=8", "placement.processes=1")  # 29 samples are left for the last step
+    assert few.err == (
+        "warning: recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with 8 micro-batches in "
+        "the last step of an epoch of 29 samples it sees only 3 of them; use fewer micro-batches or a larger batch, "
+        "or last_batch: drop\n"
+    )
+    assert finished("recipe.microbatches=4", "placement.processes=1").err == ""
 
 
 def test_another_number_of_microbatches_is_another_recipe(finished):
@@ -151,7 +171,7 @@ def test_without_words_it_is_digits_in_a_new_folder_each_time(run):
     first, second = run("train", *words), run("train", *words)
     folders = sorted(path.name for path in (first.folder / "runs").iterdir())
     assert len(folders) == 2
-    assert all(name.startswith("digits-2") for name in folders)
+    assert all(name.startswith("digits-convnet-2") for name in folders)
     assert first.sha256 == second.sha256
 
 
@@ -165,3 +185,10 @@ def test_as_a_program_it_trains_the_same_and_leaves_no_temporary_files(tmp_path,
     assert command.left() == []
     # torch makes the folder of its compiler's cache as soon as that is imported, one for each user.
     assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
+
+
+def test_another_model_of_a_shipped_recipe_is_a_word(run):
+    words = ("recipe.model=test_resnet", "recipe.loss=cross_entropy", "recipe.epochs=", "recipe.steps=1")
+    trained = run("train", *DIGITS, *words, "run.dir=run")
+    assert trained.err.startswith("note: recipe.model is test_resnet instead of digits_convnet; dropped what was set")
+    assert load(str(trained.folder / "run/config.yaml")).config.recipe.model.options == {}

@@ -50,9 +50,26 @@ def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs
     assert words in cause(suspicion(trace.GRADIENT, "a", facts))
 
 
-def test_harmless_attributes_are_no_cause():
+def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_else_is():
     facts = Facts(attributes={"steps": "0 -> 1"})
-    assert "nothing in the recipe's own code" in cause(suspicion(compare.OWN_LOSS, "2", facts))
+    assert cause(suspicion(compare.OWN_LOSS, "2", facts)).startswith("perhaps what was noted, which may matter after")
+    assert "steps (0 -> 1)" in cause(suspicion(compare.OWN_LOSS, "2", facts))
+    assert "draws from NumPy's" in cause(suspicion(compare.OWN_LOSS, "2", Facts(streams=["NumPy's"], alone="loss")))
+    assert "please report it" in cause(suspicion(compare.EVALUATION, "loss", facts))
+
+
+def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs():
+    facts = Facts(evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
+    told = cause(suspicion(compare.EVALUATION, "loss", facts))
+    assert "depend on what was evaluated before: forward draws from torch's random generator (net.py:3)" in told
+    assert "please report it" in cause(suspicion(compare.OWN_LOSS, "2", facts))
+
+
+def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
+    (finding,) = causes.findings(Facts(by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"}))
+    assert "the code reads the rank or the number of ranks (net.py:3); make it a function" in finding.text
+    (finding,) = causes.findings(Facts(by_rank="loss", places={"model": "net.py:1"}))
+    assert "the model (net.py:1) or the loss depends on the rank; make it" in finding.text
 
 
 def test_other_data_is_the_data_sets_doing_whatever_else_is_wrong():

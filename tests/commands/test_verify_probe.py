@@ -1,19 +1,21 @@
 """What verify's probes see: every culprit that is planted, and nothing in code without a fault."""
 
+import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import planted
 import pytest
 import torch
 
+from lockstep.commands import _probe, _verify_probe
 from lockstep.commands import _verify_causes as causes
-from lockstep.commands import _verify_probe
 from lockstep.commands._verify_causes import Facts, findings
 from lockstep.commands._verify_run import prepared
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.runtime.member import alone
-from lockstep.runtime.world import open_world
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
@@ -28,8 +30,16 @@ def _deterministic() -> Iterator[None]:
 
 def look(*overrides: str) -> Facts:
     """Return the facts about digits with these overrides."""
-    ready = prepared(load("digits", ["recipe.batch=16", *overrides]), 4)
-    return _verify_probe.facts_of(ready, open_world(alone(), torch.device("cpu")), 4)
+    ready = prepared(load("digits", ["recipe.batch=16", *overrides]))
+    return _probe.facts_of(ready, torch.device("cpu"))
+
+
+def placed(text: str, above: int = 0) -> str:
+    """Return where a text stands first in the planted code, or so many lines above."""
+    path = Path(planted.__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    line = next(number for number, line in enumerate(lines, 1) if text in line.partition("#")[0]) + above
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
 def faults(facts: Facts) -> dict[str, str]:
@@ -49,6 +59,7 @@ def test_a_model_that_keeps_state_in_plain_attributes():
     assert facts.attributes == {"forwards": "0 -> 2", "center": "a tensor"}
     assert facts.alone == "loss"
     assert list(faults(facts)) == [causes.ATTRIBUTES]
+    assert f"forwards (0 -> 2, {placed('self.forwards += 1')})" in faults(facts)[causes.ATTRIBUTES]
 
 
 def test_attributes_without_consequence_are_a_note():
@@ -62,6 +73,7 @@ def test_buffers_outside_batchnorm():
     assert facts.changed_buffers == {"center": "Centered"}
     assert facts.counting_buffers == ["center"]
     assert list(faults(facts)) == [causes.BUFFERS]
+    assert f"center ({placed('self.center.lerp_')})" in faults(facts)[causes.BUFFERS]
 
 
 def test_a_buffer_that_becomes_the_same_whatever_goes_by_is_a_note():
@@ -74,6 +86,7 @@ def test_a_custom_batchnorm():
     assert list(faults(facts)) == [causes.CUSTOM_BATCHNORM]
     assert "MyNorm" in faults(facts)[causes.CUSTOM_BATCHNORM]
     assert "2.running_mean, 2.running_var" in faults(facts)[causes.CUSTOM_BATCHNORM]
+    assert f"MyNorm ({placed('self.running_mean.lerp_')})" in faults(facts)[causes.CUSTOM_BATCHNORM]
 
 
 def test_unused_parameters_are_named_in_a_note():
@@ -87,14 +100,76 @@ def test_randomness_outside_torchs_generators(source, stream):
     facts = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
     assert facts.streams == [stream]
     assert list(faults(facts)) == [causes.FOREIGN_RANDOMNESS]
-    assert stream in faults(facts)[causes.FOREIGN_RANDOMNESS]
+    line = {"python": "random.random()", "numpy": "np.random.rand()"}[source]
+    assert f"{stream} random generator ({placed(line)})" in faults(facts)[causes.FOREIGN_RANDOMNESS]
 
 
-@pytest.mark.parametrize("source", ["system", "global"])
-def test_a_forward_pass_that_cannot_be_repeated(source):
+@pytest.mark.parametrize(
+    ("source", "reads", "line"),
+    [("clock", "the clock", "time.perf_counter"), ("system", "the system's randomness", "os.urandom")],
+)
+def test_a_forward_pass_that_cannot_be_repeated(source, reads, line):
     facts = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
     assert facts.repeated == "loss"
     assert list(faults(facts)) == [causes.UNREPEATABLE]
+    assert f"reads {reads} ({placed(line)})" in faults(facts)[causes.UNREPEATABLE]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "line"),
+    [
+        ("global", "planted._COUNTED (list [1] -> list [3]", "_COUNTED[0] += 1"),
+        ("iterator", "planted._NUMBERS (count(1) -> count(3)", "next(_NUMBERS)"),
+        ("class", "planted._Noise.forwards (1 -> 3", "_Noise.forwards += 1"),
+    ],
+)
+def test_state_in_globals_is_named_with_the_line_that_changes_it(source, name, line, monkeypatch):
+    monkeypatch.setattr(planted, "_COUNTED", [0])
+    monkeypatch.setattr(planted, "_NUMBERS", itertools.count())
+    monkeypatch.setattr(planted._Noise, "forwards", 0)
+    found = faults(look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}'))
+    assert list(found) == [causes.GLOBALS]
+    assert f"{name}, {placed(line)})" in found[causes.GLOBALS]
+
+
+def test_a_loss_that_counts_in_a_closure_is_named():
+    found = findings(look(LINEAR, 'recipe.loss={name: "planted:counting_loss"}'))
+    assert [(finding.culprit, finding.fault) for finding in found] == [(causes.GLOBALS, True)]
+    assert f"planted.counting_loss (a function, {placed('def loss(')})" in found[0].text
+
+
+@pytest.mark.parametrize(("source", "line"), [("rank", "dist.get_rank()"), ("variable", 'os.environ.get("RANK"')])
+def test_a_forward_pass_that_depends_on_the_rank(source, line):
+    before = dict(os.environ)
+    facts = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
+    assert (facts.by_rank, facts.repeated, facts.alone) == ("loss", "", "")
+    assert list(faults(facts)) == [causes.RANKED]
+    assert f"reads the rank or the number of ranks ({placed(line)})" in faults(facts)[causes.RANKED]
+    assert dict(os.environ) == before
+
+
+def test_what_fails_for_want_of_other_ranks_is_no_finding():
+    assert findings(look('recipe.model={name: "held:failing_on_rank_1"}')) == []
+
+
+@pytest.mark.parametrize("model", ["spectral_by_hook", "spectral_by_parametrization"])
+def test_torchs_spectral_norm(model):
+    facts = look(f'recipe.model={{name: "planted:{model}"}}')
+    assert list(faults(facts)) == [causes.SPECTRAL_NORM]
+    assert f"spectral_norm ({placed(f'def {model}')})" in faults(facts)[causes.SPECTRAL_NORM]
+
+
+def test_weights_that_the_forward_pass_changes():
+    found = faults(look('recipe.model={name: "planted:Capped"}'))
+    assert list(found) == [causes.WEIGHTS]
+    assert f"linear.weight ({placed('weight.data.mul_')})" in found[causes.WEIGHTS]
+
+
+@pytest.mark.parametrize(("counts", "why"), [("false", "torch's random generator ({})"), ("true", "keeps state")])
+def test_an_evaluation_that_depends_on_what_was_evaluated_before(counts, why):
+    found = faults(look(f'recipe.model={{name: "planted:Dropping", options: {{counts: {counts}}}}}'))
+    assert list(found) == [causes.UNREPEATABLE_EVALUATION]
+    assert why.format(placed("functional.dropout(flat, 0.1)")) in found[causes.UNREPEATABLE_EVALUATION]
 
 
 def test_a_generator_of_the_models_own_is_state():
@@ -106,12 +181,13 @@ def test_a_generator_of_the_models_own_is_state():
 def test_an_operation_without_a_deterministic_kernel():
     facts = look('recipe.model={name: "planted:without_kernel"}')
     assert list(faults(facts)) == [causes.NOT_DETERMINISTIC]
-    assert "put_" in faults(facts)[causes.NOT_DETERMINISTIC]
+    assert f"loss ({placed('.put_(')}) has no deterministic kernel: put_ " in faults(facts)[causes.NOT_DETERMINISTIC]
 
 
 def test_a_loss_that_is_a_mean_and_hides_it():
     facts = look(LINEAR, 'recipe.loss={name: "planted:mean_of_parts"}')
     assert list(faults(facts)) == [causes.MEAN_LOSS]
+    assert f"loss ({placed('def mean_of_parts')}): " in faults(facts)[causes.MEAN_LOSS]
 
 
 def test_a_loss_that_is_a_mean_and_shows_it_is_refused_before():
@@ -137,6 +213,12 @@ def test_a_data_set_that_is_random_for_each_call(data, what):
     assert (
         f"sample {facts.random_samples[0].number}, fetched twice, has other {what}" in faults(facts)[causes.RANDOM_DATA]
     )
+
+
+def test_a_data_set_that_each_rank_has_its_own_part_of():
+    facts = look(LINEAR, 'recipe.data={name: "planted:sharded"}')
+    assert list(faults(facts)) == [causes.RANKED_DATA]
+    assert f"training data set ({placed('class _Sharded', 1)}) depends" in faults(facts)[causes.RANKED_DATA]
 
 
 def test_a_data_set_that_draws_from_seeded_generators_is_not_random():

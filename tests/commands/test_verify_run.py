@@ -1,5 +1,9 @@
 """What a contestant of a verification puts together of tensors that are cut, and the samples it evaluates."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import worlds
@@ -7,10 +11,15 @@ from torch import Tensor
 
 from lockstep.commands import _verify_run
 from lockstep.commands._verify_run import FirstSamples, wholes
+from lockstep.config.load import load
 from lockstep.core.order import part
+from lockstep.core.rank import ALONE
 from lockstep.core.shard import Held, Shard
 from lockstep.data.tensors import TensorSplit
+from lockstep.parallel.engine import Engine
 from lockstep.runtime.world import World
+from lockstep.training.events import Event
+from lockstep.training.loop import train
 
 
 def tensors() -> dict[str, Tensor]:
@@ -73,3 +82,26 @@ def test_only_the_first_samples_are_there():
     assert len(split) == 3
     assert split.in_memory
     assert split.fetch(torch.arange(3).numpy(), None)[1].tolist() == [0, 1, 2]
+
+
+def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
+    """Also over steps that do not follow each other; the checkpoint is the one half way, whatever its number."""
+    driven = []
+
+    def watched(engine: Engine, *rest: Any) -> Iterator[Event]:
+        for event in train(engine, *rest):
+            driven.append(event)
+            yield event
+
+    monkeypatch.setattr(_verify_run, "train", watched)
+    loaded = load("digits", ['recipe.model={name: "planted:linear"}'])
+    job = _verify_run.Job(loaded, (0, 1, 5), 40, tmp_path, save_after=1)
+    contestant = _verify_run._Contestant(job, _verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu")))
+    seen = contestant.run()
+    assert [event.step for event in driven] == [1, 2, 6]
+    assert [step.number for step in seen.steps] == [0, 1, 5]
+    assert seen.evaluation["counted"] == 40
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
+    resumed = replace(job, first=1, resume=tmp_path / "checkpoints/step-00000001", save_after=None)
+    again = _verify_run._Contestant(resumed, _verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu"))).run()
+    assert again.steps == seen.steps[1:]

@@ -1,6 +1,7 @@
 """YAML as plain values with places."""
 
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -144,3 +145,15 @@ def test_a_problem_of_an_override_has_no_line():
 def test_any_text_is_read_or_told(text):
     document = parse(text, "r.yaml")
     assert all(str(each).startswith("r.yaml:") for each in document.problems)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["topk: [" + "*a, " * 60_000 + "]", "topk: [" + "x, " * 80_000 + "]", "".join(f"k{i}: 1\n" for i in range(20_000))],
+    ids=["aliases", "items", "keys"],
+)
+def test_what_is_far_too_much_is_not_read_to_its_end(text):
+    began = time.process_time()
+    document = parse(text, "x.yaml")
+    assert time.process_time() - began < 5
+    assert document.problems[-1].text == "not valid YAML: more than 10,000 keys and values"

@@ -28,7 +28,6 @@ def problems(*overrides):
     [
         ("1e-3", 0.001),
         ("7", 7),
-        ("", None),
         ("null", None),
         ("off", "off"),
         ("'7'", "7"),
@@ -65,6 +64,21 @@ def test_a_bare_value_that_stands_for_a_mapping_is_kept_in_it():
     assert document.values["placement"]["strategy"] == {"name": "hsdp", "replicate": 2}
     assert str(document.places["recipe", "optimizer", "lr", "value"]) == "r.yaml:5:15"
     assert str(document.places["recipe", "optimizer", "lr", "per_samples"]) == "override"
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_value_unsets_a_key_or_a_whole_section(text):
+    values = applied(f"recipe.optimizer.momentum={text}", f"placement={text}").values
+    assert values == {"recipe": {"batch": 64, "ema": None, "optimizer": {"lr": 0.1}}}
+
+
+def test_to_unset_what_is_not_set_makes_nothing():
+    assert applied("recipe.ema.decay=", "run.save_every.steps=", "recipe.model.options.x.y=") == parse(TEXT, "r.yaml")
+
+
+def test_a_bare_value_is_unset_by_the_key_that_it_stands_for():
+    assert applied("placement.strategy.name=").values["placement"] == {}
+    assert applied("placement.strategy.replicate=").values["placement"] == {"strategy": "hsdp"}
 
 
 def test_a_key_below_a_number_is_refused():

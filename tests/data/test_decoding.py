@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from lockstep.data.decoding import decode
 
@@ -28,7 +28,7 @@ def test_jpegs_have_pillows_bits(options: dict[str, object]) -> None:
     for seed, (height, width) in enumerate([(375, 500), (61, 83), (1, 9)]):
         content = _saved(_picture(seed, height, width), "JPEG", **options)
         expected = torch.from_numpy(np.array(Image.open(io.BytesIO(content)))).permute(2, 0, 1)
-        assert torch.equal(decode(content), expected)
+        assert torch.equal(decode(content, upright=True), expected)
 
 
 def _palette(picture: Image.Image) -> Image.Image:
@@ -56,7 +56,7 @@ def _palette(picture: Image.Image) -> Image.Image:
 )
 def test_every_kind_becomes_red_green_and_blue(form: str, change: Callable[[Image.Image], Image.Image]) -> None:
     content = _saved(change(_picture(3)), form)
-    pixels = decode(content)
+    pixels = decode(content, upright=True)
     assert pixels.shape == (3, 60, 80)
     assert pixels.dtype == torch.uint8
     image = Image.open(io.BytesIO(content))
@@ -65,22 +65,46 @@ def test_every_kind_becomes_red_green_and_blue(form: str, change: Callable[[Imag
 
 
 def test_grey_is_equal_in_all_channels() -> None:
-    pixels = decode(_saved(_picture(3).convert("L"), "JPEG"))
+    pixels = decode(_saved(_picture(3).convert("L"), "JPEG"), upright=True)
     assert torch.equal(pixels[0], pixels[1])
     assert torch.equal(pixels[0], pixels[2])
 
 
-def test_rotations_in_exif_are_not_applied() -> None:
+def _noted(orientation: object) -> Image.Exif:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by a quarter
-    assert decode(_saved(_picture(3), "JPEG", exif=exif)).shape == (3, 60, 80)
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(10))  # 0 and 9 mean nothing
+def test_images_are_turned_upright_as_exif_says(form: str, orientation: int) -> None:
+    content = _saved(_picture(3), form, exif=_noted(orientation))
+    stored = Image.open(io.BytesIO(content)).convert("RGB")
+    # The upper left corner of what is to be seen is, in the stored rows: 1 upper left, 2 upper right, 3 lower right,
+    # 4 lower left; from 5 on rows and columns change places (EXIF 2.32, table 6).
+    rows = torch.from_numpy(np.array(stored)).permute(2, 0, 1)
+    mirrored = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (1,), 7: (1, 2), 8: (2,)}.get(orientation, ())
+    expected = rows.flip(mirrored) if mirrored else rows
+    expected = expected.transpose(1, 2) if orientation in (5, 6, 7, 8) else expected
+    seen = decode(content, upright=True)
+    assert torch.equal(seen, expected)
+    assert seen.permute(1, 2, 0).is_contiguous()  # the resize counts differently on another layout
+    assert torch.equal(decode(content, upright=False), rows)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # Pillow says so when it opens the file
+def test_damaged_exif_does_not_spoil_an_image() -> None:
+    plain = _saved(_picture(3), "JPEG")
+    content = _saved(_picture(3), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
+    assert torch.equal(decode(content, upright=True), decode(plain, upright=True))
 
 
 def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     content = _saved(_picture(3), "JPEG")
-    fast = decode(content)
+    fast = decode(content, upright=True)
     monkeypatch.setattr(torch.ops, "image", object())
-    slow = decode(content)
+    slow = decode(content, upright=True)
     assert torch.equal(fast, slow)
     assert fast.stride() == slow.stride()  # the resize counts differently on another layout
 
@@ -89,4 +113,4 @@ def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: p
 def test_values_beyond_8_bits_are_refused_and_not_cut_off(dtype: type) -> None:
     content = _saved(Image.fromarray(np.full((4, 4), 40_000, dtype)), "TIFF")
     with pytest.raises(ValueError, match="do not fit into 8 bits"):
-        decode(content)
+        decode(content, upright=True)

@@ -1,7 +1,9 @@
 """Images from folders: torchvision's pixels, random numbers that follow from the sample, and broken files."""
 
 import io
+import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -37,8 +39,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _open(root: Path, scale: tuple[float, float] | None = None, skips: bool = False) -> DataSet:
-    return folder(str(root), image_size=SIZE, resize_size=40, scale=scale, on_error="skip" if skips else "raise")
+def _open(root: Path, scale: tuple[float, float] | None = None, skips: bool = False, exif: bool = True) -> DataSet:
+    on_error: Literal["raise", "skip"] = "skip" if skips else "raise"
+    return folder(str(root), image_size=SIZE, resize_size=40, scale=scale, exif=exif, on_error=on_error)
 
 
 def _pixels(file: Path) -> Tensor:
@@ -136,6 +139,24 @@ def test_a_broken_file_is_skipped_as_zeros_without_a_target(root: Path, kind: st
     others = [0, 1, 2, 3, 4, 6, 7]
     assert torch.equal(images[others], whole[others])
     assert torch.equal(targets[others], labels[others])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_an_image_that_may_never_end_is_not_read(root: Path, kind: str) -> None:
+    file = root / "train" / "cat" / "0.jpg"
+    if kind == "link":  # to an image, as many data sets are made
+        file.rename(root / "elsewhere")
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else root / "elsewhere")
+    data = _open(root, skips=True).train
+    if kind == "link":
+        assert len(data.fetch(np.array([0]), None)[0]) == 1
+    else:
+        with pytest.raises(TrainingError, match=r"cat/0\.jpg: cannot be read: it is not a regular file; remove it"):
+            data.fetch(np.array([0]), None)
 
 
 def test_a_file_that_has_gone_is_never_skipped(root: Path) -> None:

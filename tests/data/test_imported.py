@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep.data.base import DataSet
 from lockstep.data.digits import digits
 from lockstep.data.imported import imported, tensor
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import OwnCodeError, UsageError
 
 Open = Callable[..., DataSet]
 
@@ -94,9 +94,15 @@ def test_other_data_is_left_as_it_is(open_with: Open) -> None:
     assert torch.equal(data.validation.fetch(np.arange(5), None)[0], part.tensors[0])
 
 
-def test_a_whole_data_set_is_returned_as_it_is(open_with: Open) -> None:
+def test_a_whole_data_set_is_taken_as_it_is(open_with: Open) -> None:
     whole = digits()
-    assert open_with(lambda: whole) is whole
+    found = open_with(lambda: whole)
+    assert (found.classes, found.shape, found.mean, found.std) == (whole.classes, whole.shape, whole.mean, whole.std)
+    assert (len(found.train), len(found.validation)) == (len(whole.train), len(whole.validation))
+    assert found.train.in_memory
+    indices = np.array([7, 3])
+    for one, other in zip(found.train.fetch(indices, None), whole.train.fetch(indices, None), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_samples_keep_their_shape(open_with: Open) -> None:
@@ -168,7 +174,11 @@ def _fails() -> Any:
             {"sise": 3, "size": 1},
             r"unexpected keyword argument 'sise'; it takes .* gives sise, size$",
         ),
-        (_fails, {}, r"ZeroDivisionError: integer division or modulo by zero \(.*test_imported\.py:\d+\)$"),
+        (
+            _fails,
+            {},
+            r"ZeroDivisionError: integer division or modulo by zero \(.*test_imported\.py:\d+\); mend it there$",
+        ),
         (lambda: None, {}, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
         (lambda: _part(), {}, r"got an object of type Listed$"),
         (lambda: (_part(), _part(), _part()), {}, r"got a tuple of 3$"),
@@ -179,10 +189,26 @@ def _fails() -> Any:
         (lambda: (_part(), _part()), {}, r"has neither classes nor targets; say how many .*options\.classes$"),
         (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
         (lambda: (_part(), _part()), {"classes": True}, r"options\.classes: expected a number or a list of names"),
-        (lambda: (Listed([_bytes(0)]), _part()), {}, r"training sample 0: expected \(input, target\), got an object"),
-        (lambda: (Listed([("text", 0)]), _part()), {}, r"sample 0: its input is an object of type str; expected a pic"),
-        (lambda: (Listed([(_bytes(0), None)]), _part()), {}, r"training sample 0: its target is None; expected"),
-        (lambda: (Listed([_fails]), _part()), {}, r"training sample 0: ZeroDivisionError: .*test_imported\.py:\d+\)"),
+        (
+            lambda: (Listed([_bytes(0)], classes=1), _part()),
+            {},
+            r"training sample 0: expected \(input, target\), got an object",
+        ),
+        (
+            lambda: (Listed([("text", 0)], classes=1), _part()),
+            {},
+            r"sample 0: its input is an object of type str; expected a pic",
+        ),
+        (
+            lambda: (Listed([(_bytes(0), None)], classes=1), _part()),
+            {},
+            r"training sample 0: its target is None; expected",
+        ),
+        (
+            lambda: (Listed([_fails], classes=1), _part()),
+            {},
+            r"training sample 0: ZeroDivisionError: .*test_imported\.py:\d+\)",
+        ),
     ],
 )
 def test_says_what_came_instead(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:
@@ -193,10 +219,10 @@ def test_says_what_came_instead(open_with: Open, function: Any, options: dict[st
 def test_errors_while_training_name_the_sample(open_with: Open) -> None:
     part = Listed([(_bytes(0), 0), _fails, (_bytes(1)[:, :2], 1)], classes=2)
     split = open_with(lambda: (part, part)).train
-    with pytest.raises(TrainingError, match=r"^data set mine:data: training sample 1: ZeroDivisionError: "):
+    with pytest.raises(OwnCodeError, match=r"^data set mine:data: training sample 1: ZeroDivisionError: "):
         split.fetch(np.array([0, 1]), None)
     message = r"inputs differ: \[3, 4, 5\] of torch\.uint8 \(sample 0\), \[3, 2, 5\] of torch\.uint8 \(sample 2\); give"
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(UsageError, match=message):
         split.fetch(np.array([0, 2]), None)
 
 

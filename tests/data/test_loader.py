@@ -1,8 +1,10 @@
+import errno
 import multiprocessing
 import os
 import signal
 import time
 from itertools import chain
+from multiprocessing import synchronize
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from lockstep.core.order import Step, Steps, permutation
 from lockstep.data.base import DataSet, Split
 from lockstep.data.loader import Finish, Loader
 from lockstep.data.tensors import TensorSplit
-from lockstep.errors import TrainingError
+from lockstep.errors import PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import SKIPPED, MicroBatch
 
 Update = tuple[Step, list[MicroBatch]]
@@ -77,6 +79,28 @@ def test_ranks_share_what_one_process_would_compute(length: int, batch: int, mic
         (step, [each for updates in ranks for each in updates[number][1]]) for number, (step, _) in enumerate(alone)
     ]
     assert all(_same(one, other) for one, other in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers: int) -> None:
+    split = Decoded(23, skipped=4)
+    data = DataSet(split, split, ["only"], (3, 4, 4))
+    steps = Steps(23, 8, epochs=2)
+
+    def beside(step: Step) -> int | None:
+        return 1 if step.number % 2 else None
+
+    alone = list(_loader(split, 8, 4).training(0))
+    loader = Loader(data, steps, 4, _finish(), Place(1, 2), workers, beside)
+    for (step, every), (_, own) in zip(alone, loader.training(0), strict=True):
+        expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
+        assert _same((step, own), (step, expected))
+        assert [each.shadow for each in own] == [step.number % 2 == 1] * (len(own) - 2) + [False, False]
+        anywhere = loader.microbatch(step, 0)
+        assert _same((step, [anywhere]), (step, every[:1]))
+        assert anywhere.shadow
+    own_targets = [each.targets for _, every in alone for each in every[2:]]
+    assert loader.skipped == sum(int((targets == SKIPPED).sum()) for targets in own_targets)
 
 
 def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
@@ -219,3 +243,48 @@ def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest
         for _ in range(3):
             next(updates)
             assert made == list(range(epoch + 1))
+
+
+@pytest.mark.parametrize(
+    ("finish", "shape", "told"),
+    [
+        (
+            {"crop_padding": 8},
+            (1, 8, 8),
+            "8 around images of 8x8 gives crops without a pixel of the image; use at most 7",
+        ),
+        ({"mean": (0.5,), "std": (0.5, 0.5)}, (1, 8, 8), "recipe.data.std: 2 values, but samples have 1 channels"),
+        ({"mean": (0.5,)}, (1, 8, 8), "recipe.data.mean: given without std"),
+        ({"mean": (0.5,), "std": (0.5,)}, (7,), "recipe.data.mean: 1 values, but samples have shape (7,), no channels"),
+        ({"flip": True}, (7,), "recipe.data.augment: samples of shape (7,) are no images"),
+    ],
+)
+def test_what_does_not_fit_the_samples_is_refused(finish, shape, told) -> None:
+    with pytest.raises(UsageError) as caught:
+        Finish(torch.device("cpu"), 10, **finish).check(shape)
+    assert told in str(caught.value)
+
+
+def test_what_fits_is_not_refused() -> None:
+    Finish(torch.device("cpu"), 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
+    Finish(torch.device("cpu"), 10).check((7,))
+
+
+def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synchronize._multiprocessing, "SemLock", full)  # type: ignore[attr-defined]
+    with pytest.raises(PreflightError, match=r"cannot be started: .*; they need room in /dev/shm"):
+        list(_loader(Decoded(8), 4, 1, workers=1).training(0))
+
+
+def test_a_batch_without_room_in_shared_memory_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sends batches in a thread of the loader process: what fails there leaves the trainer waiting."""
+
+    def full(_: Tensor) -> Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(Tensor, "share_memory_", full)
+    with pytest.raises(TrainingError, match=r"^placement.workers: a batch finds no room in /dev/shm: unable to alloc"):
+        list(_loader(Decoded(8), 4, 1, workers=1).training(0))

@@ -54,6 +54,38 @@ def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
     assert training_samples("folder", root, {}) == 1
 
 
+def test_links_that_lead_back_add_nothing(tmp_path: Path) -> None:
+    """Linux follows 40 links one after the other: a loop in each of two classes made 492 samples of 12."""
+    root = _touch(tmp_path, *(f"{split}/{kind}/{n}.jpg" for split in ("train", "val") for kind in "ab" for n in "123"))
+    for split in ("train", "val"):
+        (tmp_path / split / "a" / "self").symlink_to(".")
+        (tmp_path / split / "a" / "up").symlink_to("../..")
+        (tmp_path / split / "b" / "deep").mkdir()
+        (tmp_path / split / "b" / "deep" / "back").symlink_to("../../b")
+    found = scan(root)
+    assert [file.removeprefix(f"{root}/train/") for file, _ in found.train] == [
+        f"{k}/{n}.jpg" for k in "ab" for n in "123"
+    ]
+    assert len(found.validation) == 6
+    assert training_samples("folder", root, {}) == 6
+
+
+def test_a_folder_elsewhere_is_followed_once(tmp_path: Path) -> None:
+    _touch(tmp_path, "disk/1.jpg", "disk/2.jpg", "train/a/own.jpg", "val/a/3.jpg")
+    for name in ("first", "second"):
+        (tmp_path / "train" / "a" / name).symlink_to("../../disk")
+    names = [file.removeprefix(f"{tmp_path}/train/a/") for file, _ in scan(str(tmp_path)).train]
+    assert names == ["own.jpg", "first/1.jpg", "first/2.jpg"]
+
+
+def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path) -> None:
+    root = _touch(tmp_path, "train/a/1.jpg", "val/a/1.jpg")
+    for split in ("train", "val"):
+        (tmp_path / split / "b").symlink_to(".")
+    with pytest.raises(UsageError, match="no images in class 'b'"):
+        scan(root)
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

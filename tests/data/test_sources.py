@@ -1,6 +1,5 @@
 """Data sets by name: each is found, and what does not fit it is refused by name."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,12 @@ from PIL import Image
 
 from lockstep.data.base import DataSet
 from lockstep.data.sizes import KNOWN, SYNTHETIC, training_samples
-from lockstep.data.sources import NAMES, check, open_data
+from lockstep.data.sources import NAMES, open_data
 from lockstep.errors import UsageError
 
 
 def _open(name: str, **changed: Any) -> DataSet:
     return open_data(**{**_defaults(name), "download": False, **changed})
-
-
-def _check(name: str, **changed: Any) -> None:
-    check(**{**_defaults(name), **changed})
 
 
 def _defaults(name: str) -> dict[str, Any]:
@@ -29,6 +24,7 @@ def _defaults(name: str) -> dict[str, Any]:
         "resize_size": None,
         "resized_crop": False,
         "resized_crop_scale": (0.08, 1.0),
+        "exif": True,
         "on_error": "raise",
         "options": {},
     }
@@ -77,7 +73,6 @@ def test_every_known_size_is_of_a_known_name() -> None:
     assert KNOWN.keys() <= set(NAMES)
 
 
-@pytest.mark.parametrize("opened", [_open, _check])
 @pytest.mark.parametrize(
     ("name", "changed", "said"),
     [
@@ -91,6 +86,7 @@ def test_every_known_size_is_of_a_known_name() -> None:
         ("cifar10", {"image_size": 64}, r"image_size: 64 cannot be had, its images are 32x32; remove it$"),
         ("a:b", {"image_size": 64}, r"image_size: 64 cannot be had, its function decides the size; remove it$"),
         ("mnist", {"resize_size": 64}, r"resize_size: 64 is only for data set folder; remove it$"),
+        ("cifar10", {"exif": False}, r"exif: false is only for data set folder; remove it$"),
         ("digits", {"resized_crop": True}, r"resized_crop: true is only for data set folder; remove it$"),
         ("a:b", {"on_error": "skip"}, r"on_error: skip is only for data set folder; catch the error in your own"),
         ("folder", {"resize_size": 200}, r"resize_size: 200 is less than the image_size 224 .* at least 224$"),
@@ -99,14 +95,12 @@ def test_every_known_size_is_of_a_known_name() -> None:
         ("folder", {}, r"there is no folder nowhere/train"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    opened: Callable[..., Any], name: str, changed: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_fit_is_refused(name: str, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        opened(name, **changed)
+        _open(name, **changed)
 
 
 def test_all_that_does_not_fit_is_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        _check("digits", image_size=9, resize_size=9, resized_crop=True, options={"a": 1, "b": 2})
+        _open("digits", image_size=9, resize_size=9, resized_crop=True, options={"a": 1, "b": 2})
     assert len(str(caught.value).splitlines()) == 5

@@ -1,6 +1,7 @@
 """The batch script for Slurm: what it says, and what it decides when srun ends."""
 
 import os
+import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from component import require
 
-from lockstep.core.job import Job
+from lockstep.core.job import Job, Resources
 from lockstep.errors import UsageError
 from lockstep.launchers import slurm
 from lockstep.launchers.slurm import Batch, checked, script
@@ -40,6 +41,33 @@ def test_what_slurm_is_told() -> None:
         "--partition=gpu",
         "--comment=it's a b",
     ]
+
+
+def test_what_is_asked_for_stands_in_the_header_for_all_starts_and_not_in_the_step() -> None:
+    """Slurm keeps the header of a job that goes back into the queue."""
+    job = replace(JOB, resources=Resources("gpu", "physics", "a100:4", 8), options=())
+    text = script(checked(replace(BATCH, job=job)))
+    asked = ["--partition=gpu", "--account=physics", "--gpus-per-node=a100:4", "--cpus-per-task=8"]
+    assert [word for word in directives(text) if word in asked] == asked
+    assert f"\n{shlex.join(slurm.command(replace(JOB, options=())))}\ncode=$?\n" in text
+
+
+def test_what_slurm_cannot_be_asked_for_is_told() -> None:
+    for resources, problem in (
+        (Resources(gpus_per_node="0"), "--gpus-per-node: expected a number such as 4, or a100:4, got 0"),
+        (Resources(partition="gpu"), "--partition: said in --option too; leave one of them out"),
+        (Resources(account="a\nb"), "--account: a line of a batch script has no place for a line break"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            checked(replace(BATCH, job=replace(JOB, resources=resources)))
+
+
+def test_each_start_draws_a_secret_that_only_the_ranks_see(tmp_path: Path) -> None:
+    said = [run(tmp_path, script(BATCH), srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1] for _ in range(2)]
+    assert all(re.fullmatch("[0-9a-f]{64}", each) for each in said)
+    assert said[0] != said[1]
+    own = f"export LOCKSTEP_JOB_SECRET=of-my-own-choosing\n{script(BATCH)}"
+    assert run(tmp_path, own, srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1] == "of-my-own-choosing"
 
 
 def test_the_line_it_runs_is_that_of_srun() -> None:

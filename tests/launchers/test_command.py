@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.core.job import Job, checked
+from lockstep.core.job import Job, Resources, checked
 from lockstep.errors import UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
 
@@ -79,6 +79,17 @@ MODULE = f"{SIGNALS} {LOCKSTEP.removeprefix('/opt/python ')}"
             f"{LOCKSTEP}",
         ),
         (
+            slurm.command,
+            replace(HERE, resources=Resources("gpu", "physics", "a100:4", 8), options=("--exclusive",)),
+            f"srun --nodes=1 --ntasks=4 --ntasks-per-node=4 --kill-on-bad-exit=1 --partition=gpu --account=physics "
+            f"--gpus-per-node=a100:4 --cpus-per-task=8 --exclusive {LOCKSTEP}",
+        ),
+        (
+            openmpi.command,
+            replace(HERE, signed=True),
+            f"mpirun -n 4 --map-by ppr:4:node --bind-to none --host localhost:4 -x LOCKSTEP_JOB_SECRET {LOCKSTEP}",
+        ),
+        (
             openmpi.command,
             HERE,
             f"mpirun -n 4 --map-by ppr:4:node --bind-to none --host localhost:4 {LOCKSTEP}",
@@ -107,7 +118,13 @@ def test_ssh_ties_what_it_starts_to_itself():
     assert words[-4:-1] == ["-p", "2222", "b"]
     folder, _, there = words[-1].partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/data/it's here"]
-    assert shlex.split(there) == ["/opt/python", "-m", "lockstep.tether", *torchrun.command(replace(job, options=()))]
+    line = torchrun.command(replace(job, options=()))
+    assert shlex.split(there) == ["/opt/python", "-m", "lockstep.tether", "--knows", "a", *line]
+    *_, there = ssh.command(replace(job, signed=True), line, "/data")
+    assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.tether", "--secret", "--knows", "a", *line]
+    alone = replace(HERE, hosts=("a",), options=())
+    *_, there = ssh.command(alone, torchrun.command(alone), "/data")
+    assert "--knows" not in there
 
 
 @pytest.mark.parametrize(
@@ -135,7 +152,16 @@ def test_what_a_launcher_cannot_do(command, job, problem):
 def test_a_job_that_contradicts_itself_is_told_all_at_once():
     with pytest.raises(UsageError) as caught:
         checked(
-            replace(JOB, words=(), nodes=4, hosts=("a", "a", "-oProxyCommand=x"), endpoint="a", rendezvous="etcd-v2")
+            replace(
+                JOB,
+                words=(),
+                nodes=4,
+                hosts=("a", "a", "-oProxyCommand=x"),
+                endpoint="a",
+                rendezvous="etcd-v2",
+                resources=Resources(partition="gpu", gpus_per_node="many"),
+                options=("--partition=cpu",),
+            )
         )
     assert str(caught.value).splitlines() == [
         "nothing to start; say what after --, such as -- train digits",
@@ -143,6 +169,8 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
         "--endpoint: expected HOST:PORT, got a",
         "--hosts: named more than once: a; use --processes-per-node",
         "--hosts: -oProxyCommand=x cannot be the name of a host",
+        "--gpus-per-node: expected a number such as 4, or a100:4, got many",
+        "--partition: said in --option too; leave one of them out",
     ]
     assert checked(JOB) is JOB
 

@@ -1,11 +1,15 @@
 """A model that does not fit the data is refused with what to do."""
 
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.check import Summary, check_model
+from lockstep.models.check import Summary, check_model, check_weights
 from lockstep.models.digits_convnet import digits_convnet
 
 
@@ -25,13 +29,42 @@ class _Two(nn.Linear):
         return (outputs, outputs) if self.training else outputs
 
 
-def test_summary_counts_parameters() -> None:
-    summary = check_model(digits_convnet, name="digits_convnet", shape=(1, 8, 8), classes=10)
-    assert summary == Summary(parameters=151_274, dims=(1, 2, 4))
+def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest: int = 2) -> Summary:
+    """Check a model `m` on two samples like the first of `inputs` in evaluation, and on `smallest` in training."""
+    rows = torch.arange(max(2, smallest)) % len(inputs)
+    return check_model(build, name="m", evaluation=inputs[rows[:2]], training=inputs[rows[:smallest]], classes=classes)
+
+
+def test_summary_counts_parameters_and_names_buffers() -> None:
+    summary = check(digits_convnet, torch.zeros(1, 1, 8, 8), 10)
+    assert (summary.parameters, summary.dims, summary.batchnorm) == (151_274, (1, 2, 4), True)
+    assert len(summary.buffers) == 24
+    assert "4.shortcut.1.running_mean" in summary.buffers
+
+
+def test_summary_has_the_form_of_each_tensor() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.frozen = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3).requires_grad_(False)
+            self.again = self.into
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.frozen(self.into(x.double()).float())
+            return outputs
+
+    summary = check(Tied, torch.zeros(1, 4), 3)
+    assert {name: str(form) for name, form in summary.trained.items()} == {
+        "into.weight": "float64 of shape [4, 4]",
+        "into.bias": "float64 of shape [4]",
+    }
+    assert {*summary.tensors} == {
+        f"{each}.{kind}" for each in ("into", "again", "frozen") for kind in ("weight", "bias")
+    }
 
 
 def test_values_are_read_on_the_cpu() -> None:
-    assert check_model(lambda: _ReadsValues(4, 3), name="m", shape=(4,), classes=3).parameters == 15
+    assert check(lambda: _ReadsValues(4, 3), torch.zeros(1, 4), 3).parameters == 15
 
 
 def test_nothing_is_computed_where_meta_will_do() -> None:
@@ -39,39 +72,88 @@ def test_nothing_is_computed_where_meta_will_do() -> None:
         assert torch.empty(0).device.type == "meta"
         return nn.Linear(4, 3)
 
-    assert check_model(build, name="m", shape=(4,), classes=3).parameters == 15
+    assert check(build, torch.zeros(1, 4), 3).parameters == 15
 
 
 def test_other_number_of_classes() -> None:
     with pytest.raises(UsageError, match=r"m gives outputs of shape \(2, 1000\).*10 classes; set.* to 10"):
-        check_model(lambda: nn.Linear(4, 1000), name="m", shape=(4,), classes=10)
+        check(lambda: nn.Linear(4, 1000), torch.zeros(1, 4), 10)
 
 
 def test_several_outputs_in_training_only() -> None:
     with pytest.raises(UsageError, match="type tuple, not one tensor"):
-        check_model(lambda: _Two(4, 3), name="m", shape=(4,), classes=3)
+        check(lambda: _Two(4, 3), torch.zeros(1, 4), 3)
 
 
 def test_inputs_that_do_not_fit() -> None:
-    with pytest.raises(UsageError, match=r"cannot take inputs of shape \(2, 5\): RuntimeError"):
-        check_model(lambda: nn.Linear(4, 3), name="m", shape=(5,), classes=3)
+    with pytest.raises(UsageError, match=r"cannot take inputs of shape \(2, 5\) and torch.float32: RuntimeError"):
+        check(lambda: nn.Linear(4, 3), torch.zeros(1, 5), 3)
 
 
 def test_single_sample_and_batchnorm() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
-    check_model(build, name="m", shape=(4,), classes=3, smallest=2)
+    check(build, torch.zeros(1, 4), 3, smallest=2)
     with pytest.raises(UsageError, match=r"1 sample, too few for BatchNorm; choose batch and microbatches"):
-        check_model(build, name="m", shape=(4,), classes=3, smallest=1)
+        check(build, torch.zeros(1, 4), 3, smallest=1)
 
 
 def test_single_sample_is_enough_with_more_than_one_position() -> None:
-    check_model(digits_convnet, name="digits_convnet", shape=(1, 8, 8), classes=10, smallest=1)
+    check(digits_convnet, torch.zeros(1, 1, 8, 8), 10, smallest=1)
 
 
 def test_whole_numbers_as_inputs() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
 
-    check_model(build, name="m", shape=(5,), classes=3, dtype=torch.int64)
+    check(build, torch.zeros(1, 5, dtype=torch.int64), 3)
+
+
+class _Tokens(nn.Module):
+    """Looks tokens up, and at one of them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(tokens, 4), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.max().item() == 8
+        outputs: Tensor = self.head(self.embed(x).flatten(1))
+        return outputs
+
+
+def test_inputs_have_the_values_of_the_data_on_the_cpu() -> None:
+    check(lambda: _Tokens(9), torch.tensor([[0, 3, 8, 1, 2]]), 3)
+    with pytest.raises(UsageError, match=r"IndexError: index out of range in self \(.*test_check\.py:\d+\)"):
+        check(lambda: _Tokens(8), torch.tensor([[0, 3, 8, 1, 2]]), 3)
+
+
+def test_own_weights_are_loaded_without_warnings_of_the_trial(tmp_path: Path) -> None:
+    """On the meta device torch warns of each of them. What the function itself warns of is for the real build."""
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "weights.pt")
+
+    def build() -> nn.Module:
+        warnings.warn("weights of an old version", stacklevel=1)
+        model = nn.Linear(4, 3)
+        model.load_state_dict(torch.load(tmp_path / "weights.pt", map_location="cpu", weights_only=True))
+        return model
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check(build, torch.zeros(1, 4), 3)
+        assert not told
+        build()
+    assert [str(each.message) for each in told] == ["weights of an old version"]
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"max_norm": 1.5}, "inner.embed has max_norm=1.5, by which each forward changes"), ({"sparse": True}, "sparse=")],
+)
+def test_embeddings_that_no_two_processes_could_agree_on_are_refused(layer, options, told) -> None:  # type: ignore[no-untyped-def]
+    model = nn.ModuleDict({"inner": nn.ModuleDict({"embed": layer(4, 2, **options)})})
+    with pytest.raises(UsageError, match=f"model m: .*{told}"):
+        check_weights("m", model)
+    check_weights("m", layer(4, 2))

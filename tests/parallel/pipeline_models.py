@@ -142,7 +142,9 @@ def engine(world: World, case: Case, options: dict[str, Any] | None) -> Engine:
         return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **settings)
 
     task = Classification(
-        partial(build, case), topk=(1,), sample_shape=(3, case.size, case.size) if case.measured else None
+        partial(build, case),
+        topk=(1,),
+        sample=torch.empty(3, case.size, case.size, device="meta") if case.measured else None,
     )
     numerics = Numerics(
         microbatches=case.microbatches,

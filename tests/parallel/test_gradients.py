@@ -33,7 +33,8 @@ class Noted:
 
 
 def _gradients(parameters: Sequence[Parameter], lane: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
-    return Gradients(parameters, CanonicalSum(0, [Place()], None), lane, alone, bucket_bytes)
+    trained = [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
+    return Gradients(trained, CanonicalSum(0, [Place()], None), lane, alone, bucket_bytes)
 
 
 def microbatches(count: int) -> list[MicroBatch]:

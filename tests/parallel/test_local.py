@@ -20,7 +20,6 @@ from toys import Case, Trace, whole_trace
 from lockstep.core import random
 from lockstep.core.order import Step
 from lockstep.core.rank import ALONE
-from lockstep.parallel.engine import State
 from lockstep.runtime.world import World
 
 SIZES = (1, 2, 3, 4)
@@ -91,22 +90,15 @@ def steps_of(world: World, case: Case) -> list[str]:
     return list(toys.trained(world, case)[1].values())
 
 
-def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
-    engine, trace = toys.trained(world, case, first, state)
-    state = toys.whole_state(world, engine)
-    engine.close()
-    return toys.as_from_disk(state), {**trace, **toys.fingerprint(state)}
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", ["channels last, lamb", "adamw", "fp16, skipping", "six micro-batches, clipped"])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (3, 2), (2, 4)])
 def test_going_on_elsewhere_gives_the_same_bits(name: str, sizes: tuple[int, int]) -> None:
     whole = Case(**{**vars(CASES[name]), "samples": (12, 12, 7, 3, 12, 12)})
     half = replace(whole, samples=whole.samples[:3])
-    [(_, uninterrupted)] = worlds.run(1, states, whole, 0, None)
-    before = worlds.run(sizes[0], states, half, 0, None)[0]
-    for _, trace in worlds.run(sizes[1], states, whole, 3, before[0]):
+    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
+    before = worlds.run(sizes[0], toys.states, half, 0, None)[0]
+    for _, trace in worlds.run(sizes[1], toys.states, whole, 3, before[0]):
         assert {**before[1], **trace} == uninterrupted
 
 
@@ -189,8 +181,8 @@ def by_ddp(world: World, case: Case) -> tuple[dict[str, Tensor], dict[str, Tenso
     model = toys.build(case)
     replicated = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
-    for step, images, targets in toys.steps(case):
-        [mine] = toys.share(world, case, step, images, targets)
+    for step, _, _ in toys.steps(case):
+        [mine] = toys.share(world, case, step)
         torch.manual_seed(random.torch_seed(random.key(random.FORWARD, 7, step.number, mine.index)))
         optimizer.zero_grad()
         F.cross_entropy(replicated(mine.inputs), mine.targets).backward()  # type: ignore[no-untyped-call]

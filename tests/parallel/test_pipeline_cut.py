@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline_cut import Cut, find_cut, owners, stage_module
 from lockstep.parallel.pipeline_part import keep_only, part_of
 
-SHAPE = (3, 6, 6)
+SAMPLE = torch.empty(3, 6, 6, device="meta")
 
 
 def costs(model: nn.Module, cut: Cut, shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -43,7 +43,7 @@ def test_shipped_models_are_cut_into_four_stages_of_like_cost(name: str, size: i
 
     with torch.device("meta"):
         blank = timm.create_model(name, num_classes=5)
-    cut = find_cut(blank, 4, (3, size, size))
+    cut = find_cut(blank, 4, torch.empty(3, size, size, device="meta"))
     assert len(cut.begins) == 3
     model = timm.create_model(name, num_classes=5)
     found = costs(model, cut, (3, size, size))
@@ -58,7 +58,7 @@ def test_stages_one_after_the_other_are_the_model(name: str, training: bool) -> 
     """For any number of samples, in both modes: outputs, drawn numbers and BatchNorm's buffers."""
     model = pipeline_models.build(pipeline_models.Case(name)).train(training)
     size = 32 if name == "resnet18" else 6
-    cut = find_cut(model, 3, (3, size, size))
+    cut = find_cut(model, 3, torch.empty(3, size, size, device="meta"))
     stages = [stage_module(model, cut, number) for number in range(3)]
     for samples in (2, 3):
         images = torch.randn(samples, 3, size, size)
@@ -81,7 +81,7 @@ def test_a_model_is_left_as_it_was() -> None:
     model.twice.train()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    find_cut(model, 2, SHAPE)
+    find_cut(model, 2, SAMPLE)
     assert not model.training
     assert model.twice.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
@@ -90,7 +90,7 @@ def test_a_model_is_left_as_it_was() -> None:
 
 def test_a_cut_by_hand_begins_where_it_says() -> None:
     model = pipeline_models.mlp()
-    cut = find_cut(model, 3, SHAPE, ("4", "10"))
+    cut = find_cut(model, 3, SAMPLE, ("4", "10"))
     assert {name: stage for name, stage in owners(model, cut).items() if name.endswith("weight")} == {
         "1.weight": 0, "4.weight": 1, "7.weight": 1, "10.weight": 2, "13.weight": 2, "16.weight": 2, "19.weight": 2,
         "21.weight": 2,
@@ -111,9 +111,9 @@ class Wrapped(nn.Module):
 
 def test_modules_are_entered_where_they_must_be() -> None:
     model = Wrapped(Wrapped(pipeline_models.Skipping()))
-    cut = find_cut(model, 3, SHAPE)
+    cut = find_cut(model, 3, SAMPLE)
     assert {"inner", "inner.inner"} <= cut.entered
-    by_hand = find_cut(model, 2, SHAPE, ("inner.inner.mix",))
+    by_hand = find_cut(model, 2, SAMPLE, ("inner.inner.mix",))
     assert by_hand.entered == {"inner", "inner.inner"}
     assert owners(model, by_hand)["inner.inner.norm.weight"] == 0
     assert owners(model, by_hand)["inner.inner.mix.weight"] == 1
@@ -182,7 +182,7 @@ def splitting(model: nn.Module, x: Tensor) -> Tensor:
 )
 def test_a_model_that_cannot_be_cut_says_why(between: Callable[[nn.Module, Tensor], Tensor], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        find_cut(Straight(between), 3, SHAPE)
+        find_cut(Straight(between), 3, SAMPLE)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +198,12 @@ def test_a_model_that_cannot_be_cut_says_why(between: Callable[[nn.Module, Tenso
 )
 def test_a_cut_by_hand_that_cannot_be_says_why(stages: int, names: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        find_cut(pipeline_models.Skipping(), stages, SHAPE, names)
+        find_cut(pipeline_models.Skipping(), stages, SAMPLE, names)
 
 
 def test_too_many_stages_say_how_many_modules_there_are() -> None:
     with pytest.raises(UsageError, match=r"cannot be cut into 9 stages .* calls 22 modules one after the other"):
-        find_cut(pipeline_models.mlp(), 9, SHAPE)
+        find_cut(pipeline_models.mlp(), 9, SAMPLE)
 
 
 def test_a_part_keeps_names_and_order_and_the_rest_has_no_memory() -> None:

@@ -1,7 +1,8 @@
 """Recomputation frees what lies inside of blocks and changes no bit."""
 
 import math
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -70,6 +71,52 @@ def test_fewer_activations_are_kept() -> None:
 
 def test_names_stay() -> None:
     assert [*recompute(blocks(2), 1).state_dict()] == [*blocks(2).state_dict()]
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    depth: int
+
+
+class Block(nn.Module):
+    """As libraries call theirs: by keyword, with what is no tensor among the arguments and in the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, inputs: Output, *, mask: Tensor | None, scale: float, fn: str = "tanh") -> tuple[Output, None]:
+        x = self.dropout(getattr(torch, fn)(self.linear(inputs.hidden)) * scale)
+        return Output(x if mask is None else x * mask, inputs.depth + 1), None
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = Output(x, 0)
+        for number, block in enumerate(self.blocks):
+            output, _ = block(inputs=output, mask=x.detach() if number else None, scale=0.5, fn="sin")
+        return output.hidden * output.depth
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_blocks_may_be_called_by_keyword_and_return_what_they_like(every: int) -> None:
+    torch.manual_seed(0)
+    plain = ByKeyword()
+    saving = recompute(deepcopy(plain), every)
+    results = []
+    for model in (plain, saving):
+        torch.manual_seed(1)
+        x = torch.randn(4, 8, requires_grad=True)
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_in_evaluation_nothing_is_done_twice() -> None:

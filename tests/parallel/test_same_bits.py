@@ -7,10 +7,7 @@ import pytest
 import toys
 import worlds
 import zoo
-from toys import Case, Trace
-
-from lockstep.parallel.engine import State
-from lockstep.runtime.world import World
+from toys import Case
 
 STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
     "zero1": {2: (), 3: (), 4: ()},
@@ -82,13 +79,6 @@ def test_real_models_keep_their_bits(model: str) -> None:
             assert [key for key in alone if trace[key] != alone[key]] == [], (strategy, size)
 
 
-def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
-    engine, trace = toys.trained(world, case, first, state)
-    whole = toys.whole_state(world, engine)
-    engine.close()
-    return toys.as_from_disk(whole), {**trace, **toys.fingerprint(whole)}
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     "ways",
@@ -104,9 +94,9 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
 def test_going_on_under_another_strategy_gives_the_same_bits(name: str, ways: list[Any]) -> None:
     whole = replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
     half = replace(whole, samples=whole.samples[:3])
-    [(_, uninterrupted)] = worlds.run(1, states, whole, 0, None)
+    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
     (first, size, options), (second, other_size, other_options) = ways
-    state, trace = worlds.run(size, states, replace(half, strategy=first, options=options), 0, None)[0]
+    state, trace = worlds.run(size, toys.states, replace(half, strategy=first, options=options), 0, None)[0]
     going_on = replace(whole, strategy=second, options=other_options)
-    for _, rest in worlds.run(other_size, states, going_on, 3, state):
+    for _, rest in worlds.run(other_size, toys.states, going_on, 3, state):
         assert {**trace, **rest} == uninterrupted

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, cut
+from lockstep.core.rota import Rota
 from lockstep.core.shard import Held, local
+from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layout import gathered
@@ -92,11 +94,13 @@ class Case:
     side: int = 6  # of the images, in pixels
     recompute: int = 0  # every so many blocks
     offload_activations: bool = False
+    compile: bool = False
     poisoned: int | None = None  # the step whose last image is not finite
     strategy: str = "ddp"  # on several processes
     alone: str = "single"  # on one
     options: tuple[tuple[str, int], ...] = ()  # of the strategy
     bucket_bytes: int = BUCKET_BYTES
+    audit_every: int = 0
     model: type[nn.Module] = Toy
     dtype: torch.dtype = torch.float32
 
@@ -110,6 +114,7 @@ class Case:
             ema_decay=0.9 if self.ema else None,
             channels_last=self.channels_last,
             offload_activations=self.offload_activations,
+            compile=self.compile,
         )
 
 
@@ -137,9 +142,21 @@ def engine(world: World, case: Case) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **options)
 
-    task = Classification(partial(build, case), topk=(1,), sample_shape=(3, case.side, case.side))
-    started: Engine = strategy(world, case).start(task, optimizer, world, case.numerics())
-    return started
+    task = Classification(partial(build, case), topk=(1,), sample=torch.empty(3, case.side, case.side, device="meta"))
+    started: Any = strategy(world, case).start(task, optimizer, world, case.numerics())
+    return AuditedEngine(started, world, rota(world, case), partial(fetch, case)) if case.audit_every else started
+
+
+def rota(world: World, case: Case) -> Rota:
+    places = [strategy(world, case).place(rank, world.size) for rank in range(world.size)]
+    return Rota(case.audit_every, places, case.microbatches)
+
+
+def fetch(case: Case, step: Step, index: int, shadow: bool = True) -> MicroBatch:
+    """Return any micro-batch of a step."""
+    _, images, targets = list(steps(case))[step.number]
+    own = list(cut(step.samples, min(case.microbatches, step.samples))[index])
+    return MicroBatch(index, images[own], targets[own], shadow)
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
@@ -155,14 +172,13 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
         seen += samples
 
 
-def share(world: World, case: Case, step: Step, images: Tensor, targets: Tensor) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a step."""
-    cuts = cut(step.samples, min(case.microbatches, step.samples))
+def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
+    """Return this rank's micro-batches of a step, after the one that it repeats, if it does."""
     place: Place = strategy(world, case).place(world.rank, world.size)
-    return [
-        MicroBatch(index, images[list(cuts[index])], targets[list(cuts[index])], shadow)
-        for index, shadow in place.indices(len(cuts))
-    ]
+    own = place.indices(min(case.microbatches, step.samples))
+    repeated = rota(world, case).repeated(world.rank, step) if case.audit_every else None
+    beside = [] if repeated is None else [(repeated, True)]
+    return [fetch(case, step, index, shadow) for index, shadow in [*beside, *own]]
 
 
 def rate(step: Step) -> float:
@@ -175,13 +191,15 @@ def trained(world: World, case: Case, first: int = 0, state: State | None = None
     if state is not None:
         training.load(state)
     trace: Trace = {}
-    for step, images, targets in list(steps(case))[first:]:
-        sums = training.forward_backward(share(world, case, step, images, targets), step)
+    for step, images, _ in list(steps(case))[first:]:
+        sums = training.forward_backward(share(world, case, step), step)
         update = training.update(rate(step), case.clip)
         with training.evaluation() as predict:  # which must leave no trace
-            predict(images[:2])
+            predicted = _hash(predict(images[:2]))
         norm = None if update.norm is None else update.norm.item().hex()
-        trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale}"
+        trace[f"step {step.number}"] = (
+            f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale} {predicted}"
+        )
     return training, trace
 
 
@@ -204,10 +222,15 @@ def fingerprint(state: State) -> Trace:
 
 def whole_trace(world: World, case: Case) -> Trace:
     """Train and return all there is to compare."""
-    training, trace = trained(world, case)
-    state = whole_state(world, training)
-    training.close()
-    return {**trace, **fingerprint(state)}
+    return states(world, case, 0, None)[1]
+
+
+def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
+    """Train on from `state` at step `first`; return the state as a checkpoint has it, and all there is to compare."""
+    engine, trace = trained(world, case, first, state)
+    whole = whole_state(world, engine)
+    engine.close()
+    return as_from_disk(whole), {**trace, **fingerprint(whole)}
 
 
 def as_from_disk(state: State) -> State:

@@ -68,6 +68,31 @@ def test_a_terminal_gets_colours_and_what_it_has_room_for(
     assert not {"epoch", "top1", "images/s", "loss", "last"} & set(plain[0].split()) & set(left_out.split(", "))
 
 
+def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> None:
+    recipe = {f"a.key{number}": "1" for number in range(7)} | {"loss.name": "x", "optimizer.lr.value": "0.1"}
+    other = dict.fromkeys(recipe, "2")
+    runs = [Run(name, "running", Status(), "", each) for name, each in (("a", recipe), ("b", other), ("c", {}))]
+    assert lines(*runs[:1]) == ["run  state", "a    running"]
+    head, a, b, c, rest = lines(*runs)
+    assert head.split() == ["run", "state", *(f"key{number}" for number in range(5))]
+    assert (a.split()[2:], b.split()[2:], c.split()[2:]) == (["1"] * 5, ["2"] * 5, [])
+    assert rest == "the recipes also differ in a.key5, a.key6, loss.name, optimizer.lr.value"
+
+
+def test_headings_of_keys_are_short_where_no_two_are_alike() -> None:
+    recipe = {"loss.name": "x" * 40, "optimizer.lr.value": "0.1", "model.name": "x", "one.x": "1", "two.x": "1"}
+    runs = [
+        Run(name, "running", Status(), "", each) for name, each in (("a", recipe), ("b", dict.fromkeys(recipe, "")))
+    ]
+    head, first, _ = lines(*runs)
+    assert head.split() == ["run", "state", "loss.name", "lr", "model", "one.x", "two.x"]
+    assert "x" * 23 + "…" in first
+
+
+def test_why_runs_failed_stands_below_the_table() -> None:
+    assert lines(Run("a", "died", Status(), "", {}, "no room"))[-1] == "a failed: no room"
+
+
 def test_what_is_done_has_no_time_left() -> None:
     assert cells(Run("runs/a", "done", STATUS, ""), 100.0)[5] == ""
 

@@ -1,5 +1,6 @@
 """Curves are there to read back, also after a resume."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,3 +53,11 @@ def test_before_the_start_nothing_is_written(tmp_path: Path) -> None:
 def test_importing_the_sink_does_not_import_tensorboard() -> None:
     program = "import sys, lockstep.reporting.tensorboard as t; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_folder_that_is_removed_ends_no_run(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path / "tensorboard")
+    sink.write(started(), 1000.0)
+    shutil.rmtree(tmp_path / "tensorboard")
+    sink.write(stepped(23), 1001.0)
+    sink.close()

@@ -1,11 +1,12 @@
 """What is said of a rank that failed, and by whom; tests/commands lets ranks fail."""
 
+import errno
 from dataclasses import replace
 
 import pytest
 
 from lockstep.core.rank import RankInfo
-from lockstep.errors import ConfigError, TrainingError, UsageError
+from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
 from lockstep.runtime.failure import Failure, PeerFailedError, failure_of, from_json
 from lockstep.runtime.member import _to_say
 from lockstep.runtime.peers import PeerLostError
@@ -42,6 +43,18 @@ def test_a_failure_tells_who_what_and_where_to_read_on() -> None:
 def test_an_error_of_ours_is_told_by_its_words(error: Exception, text: str, code: int, secondary: bool) -> None:
     failure = failure_of(error, OWN, Voice(OWN))
     assert (failure.text, failure.exit_code, failure.secondary, failure.rank) == (text, code, secondary, 1)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("/gloo/device.cc: Too many open files")]
+)
+def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
+    lost = PeerLostError("lost another rank")
+    lost.__cause__ = error
+    for each in (error, lost):
+        failure = failure_of(each, OWN, Voice(OWN))
+        assert failure.text.startswith("error: Too many open files: a process may open no more files (ulimit -n); now")
+        assert (failure.exit_code, failure.secondary) == (EXIT_PREFLIGHT, False)
 
 
 def test_any_other_error_comes_with_its_traceback() -> None:

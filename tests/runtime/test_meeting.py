@@ -1,5 +1,6 @@
 """Ranks that meet: here each is a thread, with a connection of its own to a store of torch."""
 
+import os
 import re
 import socket
 import threading
@@ -25,6 +26,7 @@ from lockstep.runtime.meeting import Meeting, differences
 from lockstep.runtime.peers import PeerLostError
 
 SIZE = 3
+SECRET = b"of this job, and nobody else's"
 
 
 class Ended(BaseException):
@@ -57,7 +59,7 @@ def each(infos: Any, work: Callable[[Meeting], Any], timeout_s: float = 20.0) ->
     """Do `work` in each rank; return by rank what it returned or raised."""
 
     def one(info: RankInfo) -> Any:
-        meeting = Meeting(info, timeout_s, end)
+        meeting = Meeting(info, timeout_s, end, SECRET)
         try:
             meeting.join(infos[1])
             result = work(meeting)
@@ -114,7 +116,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(infos: Any) -> None:
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)  # where rank 0 listens a store is new at each start
 def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> None:
     """Also where one of that start never came, and where it was larger: nobody may begin with those that are gone."""
-    meetings = [Meeting(replace(info, size=4), 0.6, end) for info in infos[0]]
+    meetings = [Meeting(replace(info, size=4), 0.6, end, SECRET) for info in infos[0]]
     with ThreadPoolExecutor(SIZE) as pool:
         before = [pool.submit(meeting.join, infos[1]) for meeting in meetings]
     assert all(isinstance(each.exception(), TrainingError) for each in before)
@@ -137,7 +139,7 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 
     def work(info: RankInfo) -> str:
         time.sleep(0.0 if info.rank == SIZE - 1 else 0.5)
-        meeting = Meeting(info, 20.0, end)
+        meeting = Meeting(info, 20.0, end, SECRET)
         meeting.join(infos[1])
         return meeting.tell("new" if info.rank == 0 else "")
 
@@ -150,14 +152,14 @@ def test_a_start_that_was_over_is_believed_in_the_end(infos: Any, monkeypatch: p
     monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)
     assert each(([replace(info, size=2) for info in infos[0][:2]], infos[1]), lambda _: None) == [None, None]
     with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started as one of 2 ranks, rank 2 .* as one of 3"):
-        Meeting(infos[0][2], 20.0, end).join(infos[1])
+        Meeting(infos[0][2], 20.0, end, SECRET).join(infos[1])
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
 def test_who_comes_to_a_start_that_failed_hears_why_before_its_time_is_up(infos: Any) -> None:
     each(([replace(info, size=4 - info.rank) for info in infos[0][:2]], infos[1]), lambda _: None)
     with pytest.raises(PeerFailedError, match=r"WORLD_SIZE: rank 1 .* as one of 3 ranks, rank 0 .* as one of 4"):
-        Meeting(infos[0][2], 1.0, end).join(infos[1])
+        Meeting(infos[0][2], 1.0, end, SECRET).join(infos[1])
 
 
 def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +193,12 @@ def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[s
 
 def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    store.set(meeting_module._START, "it")  # as rank 0 does
+    name = "ab" * 16
+    store.set(meeting_module._START, f'- "{name}"')  # as rank 0 does
     info = RankInfo(1, 2, 1, 2, "torchrun", "127.0.0.1", store.port, hosted=True)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(Meeting(info, 20.0, end).join, "env://")
-        store.wait(["it/here 1"], timedelta(seconds=10))
+        store.wait([f"{name}/here 1"], timedelta(seconds=10))
         del store
         with pytest.raises(PeerLostError, match="lost the agent of torchrun, where the ranks meet "):
             joining.result(10)
@@ -206,7 +209,7 @@ def test_a_second_process_of_a_rank_is_refused_at_once(infos: Any) -> None:
     def work(meeting: Meeting) -> None:
         if meeting.info.rank == 1:
             with pytest.raises(UsageError, match="another process has come as this rank; if another run meets there, "):
-                Meeting(meeting.info, 20.0, end).join(infos[1])
+                Meeting(meeting.info, 20.0, end, SECRET).join(infos[1])
         meeting.compare({})
 
     assert each(infos, work) == [None] * SIZE
@@ -297,6 +300,31 @@ def test_addresses_that_cannot_work_are_told_before_anything_starts(
         Meeting(info, 1.0, end).join(rendezvous)
 
 
+def test_a_file_to_meet_in_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    infos = [RankInfo(rank, 2, rank, 2, "environment") for rank in range(2)]
+    for name, problem in (("fifo", "is no file"), (".", "Is a directory")):
+        with pytest.raises(UsageError, match=f"rendezvous file://.*: {problem}; name "):
+            Meeting(infos[0], 1.0, end).join(f"file://{tmp_path}/{name}")
+
+    def work(meeting: Meeting) -> int:
+        meeting.compare({})
+        mode = (tmp_path / "meet").stat().st_mode & 0o777
+        meeting.compare({})  # torch removes the file with the last that leaves
+        return mode
+
+    assert each((infos, f"file://{tmp_path}/meet"), work) == [0o600, 0o600]
+
+
+def test_a_name_that_stands_for_no_address_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "_UNKNOWN_S", 0.3)
+    for rank in range(2):
+        with pytest.raises(
+            UsageError, match=r"does not know the host no.such.host.invalid \(.*placement.rendezvous=tcp"
+        ):
+            Meeting(RankInfo(rank, 2, 0, 1, "environment"), 600.0, end).join("tcp://no.such.host.invalid:29500")
+
+
 def test_one_process_waits_for_nobody() -> None:
     meeting = Meeting(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
     meeting.join("env://")
@@ -329,7 +357,7 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: f
             threading.Event().wait()  # a process would not go on
             raise AssertionError
 
-        meeting = Meeting(info, 20.0, note)
+        meeting = Meeting(info, 20.0, note, SECRET)
         meeting.join(infos[1])
         try:
             with Heartbeat(meeting, patience_s) as heartbeat:

@@ -1,10 +1,15 @@
 """The forward pass runs in the precision asked for, gradients of fp16 are scaled, and kernels are fixed."""
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
+from lockstep.errors import PreflightError
 from lockstep.runtime.precision import Precision, autocast, fix_kernels, loss_scaler
 
 CPU = torch.device("cpu")
@@ -41,24 +46,75 @@ def test_a_scaler_is_ready_before_it_has_scaled_a_loss() -> None:
     assert scaler.get_scale() == 16.0  # grows after an interval of 1
 
 
-@pytest.fixture
-def _kernels_as_before() -> Iterator[None]:
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+_PRECISIONS = ["", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv"]
+_LESS_THAN_ASKED = [
+    "cudnn.allow_tf32",
+    "cuda.matmul.allow_tf32",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+]
+
+READ = f"""
+import json, operator, sys, torch
+from lockstep.runtime.precision import fix_kernels
+exec(sys.argv[1])
+fix_kernels(2)
+try:
+    torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), 2)
+    refused = ""
+except RuntimeError as error:
+    refused = str(error)
+names = {[*(f"{name}.fp32_precision".lstrip(".") for name in _PRECISIONS), *_LESS_THAN_ASKED]}
+print(json.dumps({{
+    **{{name: operator.attrgetter(name)(torch.backends) for name in names}},
+    "matmul": torch.get_float32_matmul_precision(),
+    "math attention": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    "fused attention layers": torch.backends.mha.get_fastpath_enabled(),
+    "cudnn.benchmark": torch.backends.cudnn.benchmark,
+    "cudnn.deterministic": torch.backends.cudnn.deterministic,
+    "deterministic": "does not have a deterministic implementation" in refused,
+    "threads": torch.get_num_threads(),
+    "fill": torch.utils.deterministic.fill_uninitialized_memory,
+}}))
+"""
+LOWERED = """
+torch.set_float32_matmul_precision("medium")
+torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+"""
 
 
-@pytest.mark.usefixtures("_kernels_as_before")
-def test_kernels_are_fixed() -> None:
-    fix_kernels(2)
-    assert torch.get_num_threads() == 2
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.backends.cudnn.benchmark is False
-    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        torch.nn.functional.max_unpool2d(
-            torch.ones(1, 1, 1, 1, requires_grad=True), torch.zeros(1, 1, 1, 1, dtype=torch.int64), 2
-        )
+@pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
+def test_kernels_are_fixed(before: str) -> None:
+    """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
+    done = subprocess.run([sys.executable, "-c", READ, before], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {
+        **{f"{name}.fp32_precision".lstrip("."): "ieee" for name in _PRECISIONS},
+        **dict.fromkeys(_LESS_THAN_ASKED, False),
+        "matmul": "highest",
+        "math attention": False,
+        "fused attention layers": False,
+        "cudnn.benchmark": False,
+        "cudnn.deterministic": True,
+        "deterministic": True,
+        "threads": 2,
+        "fill": False,
+    }
+
+
+def test_threads_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, room = threading.Thread.start, iter(range(100))
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(room) >= 50:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    before = threading.active_count()
+    with pytest.raises(PreflightError, match=r"recipe\.threads: 64 asked for, and this process could start 50"):
+        fix_kernels(64)
+    assert threading.active_count() == before

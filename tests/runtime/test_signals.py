@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from lockstep.runtime.signals import EXIT_CODES, WISHES, StopRequest
+from lockstep.runtime.signals import EXIT_CODES, WISHES, StopRequest, stopping
 
 TRAINER = """
 import time
@@ -30,7 +30,7 @@ while True:
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in stopping()}
     yield StopRequest()
     for number, action in before.items():
         signal.signal(number, action)
@@ -45,12 +45,13 @@ def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
     [
         ([signal.SIGUSR1], 1),
         ([signal.SIGUSR1, signal.SIGUSR1], 1),
-        ([signal.SIGTERM], 2),
-        ([signal.SIGTERM, signal.SIGUSR1], 2),
-        ([signal.SIGTERM, signal.SIGTERM], 2),
-        ([signal.SIGINT], 3),
-        ([signal.SIGTERM, signal.SIGINT], 3),
-        ([signal.SIGINT, signal.SIGTERM], 3),  # somebody at the terminal wins
+        ([signal.SIGHUP], 2),
+        ([signal.SIGTERM], 3),
+        ([signal.SIGTERM, signal.SIGUSR1], 3),
+        ([signal.SIGTERM, signal.SIGTERM], 3),
+        ([signal.SIGINT], 4),
+        ([signal.SIGTERM, signal.SIGINT], 4),
+        ([signal.SIGINT, signal.SIGTERM], 4),  # somebody at the terminal wins
     ],
 )
 def test_the_strongest_wish_is_kept(stop: StopRequest, numbers: list[signal.Signals], wish: int) -> None:
@@ -60,11 +61,22 @@ def test_the_strongest_wish_is_kept(stop: StopRequest, numbers: list[signal.Sign
 
 
 def test_wishes_have_names_and_exit_codes() -> None:
-    assert {WISHES[wish]: EXIT_CODES[WISHES[wish]] for wish in (1, 2, 3)} == {
+    assert {WISHES[wish]: EXIT_CODES[WISHES[wish]] for wish in (1, 2, 3, 4)} == {
         "SIGUSR1": EXIT_SAVED,
+        "SIGHUP": EXIT_SAVED,
         "SIGTERM": EXIT_SAVED,
         "SIGINT": EXIT_INTERRUPTED,
     }
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stopping()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in stopping()
 
 
 @pytest.fixture
@@ -80,9 +92,9 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "ready\n"
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.stdout.readline() == "wish 2\n"
-    trainer.send_signal(signal.SIGINT)
     assert trainer.stdout.readline() == "wish 3\n"
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.stdout.readline() == "wish 4\n"
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(10) == EXIT_INTERRUPTED

@@ -13,7 +13,7 @@ from lockstep.core.tree import Block
 from lockstep.errors import UsageError
 from lockstep.runtime.lane import InlineLane, ThreadLane
 from lockstep.runtime.peers import PeerLostError
-from lockstep.runtime.world import World, choose_device
+from lockstep.runtime.world import World, _stay_on_this_host, choose_device
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,10 @@ def added(world: World) -> tuple[list[int], list[float]]:
 
 def told(world: World, texts: list[str]) -> list[str]:
     return [world.tell(text if world.rank == 0 else "ignored") for text in texts]
+
+
+def told_by_all(world: World, texts: list[str]) -> list[str]:
+    return world.all_tell(texts[world.rank])
 
 
 def compared(world: World, odd: list[int]) -> str:
@@ -68,6 +72,12 @@ def test_ranks_that_differ_are_named_on_all() -> None:
 
 
 @pytest.mark.worlds
+@pytest.mark.parametrize("texts", [["a", "bcd", "e"], ["", "\u00fc" * 5000, ""], ["", "", ""]])
+def test_each_rank_tells_all_others(texts: list[str]) -> None:
+    assert worlds.run(3, told_by_all, texts) == [texts] * 3
+
+
+@pytest.mark.worlds
 def test_all_agree_one_step_later_on_the_largest_wish() -> None:
     wishes = [[0, 1, 1], [0, 0, 2], [0, 0, 0]]
     heard = worlds.run(3, agreed, wishes)
@@ -79,6 +89,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert (world.rank, world.size, world.host) == (0, 1, socket.gethostname())
     assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
     assert world.tell("text") == "text"
+    assert world.all_tell("text") == ["text"]
     assert [world.agree_to_stop(wish) for wish in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
@@ -140,3 +151,13 @@ def test_the_cpu_is_taken_where_asked_for_or_where_there_is_nothing_else(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert choose_device(device, RankInfo(0, 1, 0, 1, "none")) == CPU  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_variables_for_several_hosts_hold_for_no_run_of_our_own_on_one(own: bool, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    _stay_on_this_host(own)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if own else "ib0")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"

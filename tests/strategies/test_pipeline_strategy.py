@@ -1,6 +1,9 @@
 """What the options of a pipeline may be together, and which micro-batches a rank has."""
 
 import re
+import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -77,13 +80,23 @@ def reading() -> nn.Module:
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(int(torch.ones(3).sum()))])
 
 
+def _warning(build: Callable[[], nn.Module]) -> nn.Module:
+    warnings.warn("the real build says it again", stacklevel=1)
+    return build()
+
+
 def test_a_model_is_checked_before_any_process_starts() -> None:
+    sample = torch.empty(4, device="meta")
     for build in (chain, reading):
-        Strategy().check_model(build, (4,), 3)
-        Strategy(replicate=2).check_model(build, (4,), 6)
+        Strategy().check_model(build, sample, 3)
+        Strategy(replicate=2).check_model(build, sample, 6)
         with pytest.raises(UsageError, match="cannot be cut into 4 stages"):
-            Strategy().check_model(build, (4,), 4)
+            Strategy().check_model(build, sample, 4)
         with pytest.raises(UsageError, match="cannot be cut into 6 stages"):
-            Strategy(schedule="interleaved").check_model(build, (4,), 3)
+            Strategy(schedule="interleaved").check_model(build, sample, 3)
+        warned = partial(_warning, build)
+        Strategy().check_model(warned, sample, 3)
+    tokens = torch.empty(5, dtype=torch.int64, device="meta")
+    Strategy().check_model(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)), tokens, 2)
     with pytest.raises(UsageError, match="the model has no module 9"):
-        Strategy(cut=("9",)).check_model(chain, (4,), 2)
+        Strategy(cut=("9",)).check_model(chain, sample, 2)

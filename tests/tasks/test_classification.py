@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import SKIPPED
-from lockstep.tasks.classification import Classification, check_loss, find_loss
+from lockstep.tasks.classification import Classification, check_loss, check_targets, find_loss
 
 
 def _task(**changes: object) -> Classification:
@@ -113,16 +113,59 @@ def test_smoothing_of_a_users_loss_is_refused() -> None:
 
 def test_find_loss() -> None:
     assert find_loss("cross_entropy") is None
-    assert find_loss(f"{__name__}:per_sample") is per_sample
+    loss = find_loss(f"{__name__}:per_sample")
+    assert loss is not None
+    assert loss(torch.zeros(2, 3), torch.tensor([0, 2])).shape == (2,)
     with pytest.raises(UsageError, match="cross_entropi: there is no such loss; use cross_entropy"):
         find_loss("cross_entropi")
 
 
 def test_check_loss() -> None:
-    check_loss(per_sample, classes=3)
-    check_loss(lambda outputs, targets: per_sample(outputs, targets).sum(), classes=3)
+    check_loss(per_sample, classes=3, targets=torch.tensor([SKIPPED, 1]))
+    check_loss(
+        lambda outputs, targets: per_sample(outputs, targets).sum(), classes=3, targets=torch.tensor([SKIPPED, 1])
+    )
     with pytest.raises(UsageError, match="that is a mean; return the sum"):
-        check_loss(mean, classes=3)
+        check_loss(mean, classes=3, targets=torch.tensor([SKIPPED, 1]))
+
+
+def test_check_loss_with_mixtures() -> None:
+    targets = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
+    check_loss(per_sample, classes=3, targets=targets)
+    with pytest.raises(UsageError, match="that is a mean; return the sum"):
+        check_loss(mean, classes=3, targets=targets)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        torch.tensor([0, 2, SKIPPED]),
+        torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 0.0]]),
+        torch.tensor([[0.3, 0.3, 0.4]], dtype=torch.bfloat16),
+    ],
+)
+def test_targets_of_a_classification(targets: Tensor) -> None:
+    check_targets("data", targets, range(len(targets)), classes=3)
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        (torch.tensor([0, 3]), "sample 8: its target is 3;"),
+        (torch.tensor([-1, 0]), "sample 7: its target is -1;"),
+        (torch.tensor([0.5, 1.5]), r"sample 7: its target has shape \[\] and torch.float32;"),
+        (torch.tensor([[1.0], [2.0]]), r"sample 7: its target has shape \[1\] and torch.float32;"),
+        (torch.tensor([[1, 0, 0]]), r"sample 7: its target has shape \[3\] and torch.int64;"),
+        (torch.tensor([[1.0, 0, 0], [2.0, -1, 0]]), r"sample 8: its target is \[2, -1, 0\];"),
+        (torch.tensor([[0.5, 0.4, 0]]), r"sample 7: its target is \[0.5, 0.4, 0\];"),
+        (torch.tensor([[float("nan"), 0, 0]]), r"sample 7: its target is \[nan, 0, 0\];"),
+        (torch.tensor([[float("inf"), 0, 0]]), r"sample 7: its target is \[inf, 0, 0\];"),
+        (torch.tensor([[-1.0, 1, 0]]), r"sample 7: its target is \[-1, 1, 0\];"),
+    ],
+)
+def test_targets_of_anything_else_are_refused(targets: Tensor, found: str) -> None:
+    with pytest.raises(UsageError, match=rf"^data {found} only classification is trained so far, and the data has 3"):
+        check_targets("data", targets, [7, 8], classes=3)
 
 
 def test_counts_golden() -> None:

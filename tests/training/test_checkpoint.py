@@ -207,6 +207,16 @@ def _newer_format(path: Path) -> None:
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def _odd_file(path: Path) -> None:
     path.write_text(path.read_text().replace(FILES[0], "../../model"))
 
@@ -216,6 +226,10 @@ def _odd_file(path: Path) -> None:
     [
         ("model.safetensors", _cut, r"model\.safetensors: damaged .*: bytes expected \d+, found \d+"),
         ("model.safetensors", os.remove, r"model\.safetensors: missing; the checkpoint is not whole"),
+        ("model.safetensors", _pipe, r"model\.safetensors: cannot be read: it is not a regular file"),
+        ("model.safetensors", _device, r"model\.safetensors: cannot be read: it is a symbolic link"),
+        ("manifest.json", _pipe, r"manifest\.json: cannot be read: it is not a regular file"),
+        ("manifest.json", _device, r"manifest\.json: cannot be read: it is a symbolic link"),
         ("manifest.json", os.remove, r"manifest\.json: missing; the checkpoint is not whole"),
         ("manifest.json", _cut, r"manifest\.json: not a manifest"),
         ("manifest.json", _newer_format, r"manifest\.json: format 2, this version reads 1"),

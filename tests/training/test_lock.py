@@ -110,6 +110,20 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
         lock(tmp_path)
 
 
+@pytest.mark.parametrize("planted", ["link", "pipe", "device"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_not_written_to(tmp_path: Path, planted: str) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    if planted == "pipe":
+        os.mkfifo(run / "lock")
+    else:
+        (run / "lock").symlink_to(victim if planted == "link" else "/dev/zero")
+    with pytest.raises(OSError, match=r"symbolic link|not a regular file"):
+        lock(run)
+    assert victim.read_text() == "mine"
+
+
 def test_somebody_who_only_looks_keeps_no_run_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock(tmp_path).release()
     with (tmp_path / "lock").open() as looking:

@@ -13,6 +13,7 @@ from fakes import FakeEngine, batches, evaluated, plan, saved, shortly
 from lockstep.core.order import Step, Steps
 from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
+from lockstep.runtime.signals import WISHES
 from lockstep.runtime.world import World
 from lockstep.training.events import Event, Stepped, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train
@@ -101,7 +102,7 @@ def test_a_report_tells_of_its_own_step() -> None:
     assert report.peak_bytes > 0
 
 
-@pytest.mark.parametrize(("wish", "reason"), [(1, "SIGUSR1"), (2, "SIGTERM"), (3, "SIGINT")])
+@pytest.mark.parametrize(("wish", "reason"), WISHES.items())
 def test_a_request_to_stop_ends_with_the_step_and_saves(wish: int, reason: str) -> None:
     events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=4, wish=wish)
     assert shortly(events) == ["evaluated 3", "saved 3", "saved 5", "stopped 5"]

@@ -1,5 +1,6 @@
 """Saving beside training writes what saving before it goes on writes, while steps go on."""
 
+import socket
 import threading
 import time
 from pathlib import Path
@@ -103,3 +104,29 @@ def test_ranks_save_together_beside_their_training(tmp_path: Path, size: int) ->
         assert answers == [([1, 2, 3], 50.0 * size)] * size
     manifests = [(tmp_path / name / "latest" / "manifest.json").read_bytes() for name in ("True", "False")]
     assert manifests[0] == manifests[1]
+
+
+def refused(world: World, folder: Path, names: list[str], odd: int, buffers: frozenset[str]) -> str:
+    """Save with other values of some tensors on one rank, and return what is said of it."""
+    tensors: dict[str, Held] = {name: torch.ones(3) for name in ("a", "b")}
+    tensors |= {name: torch.full((3,), 2.0) for name in names if world.rank == odd}
+    saver = Saver(world, folder, keep=1, beside=False, buffers=buffers)
+    with pytest.raises(TrainingError) as error:
+        saver.save(Progress(step=5), Snapshot(tensors, {}, None, {"step": 5}))
+    return str(error.value)
+
+
+@pytest.mark.worlds
+def test_ranks_that_disagree_save_nothing_and_the_odd_one_is_named(tmp_path: Path) -> None:
+    first, *others = worlds.run(3, refused, tmp_path, ["b"], 0, frozenset("b"))
+    assert others == [first] * 2
+    assert first.startswith(
+        f"after step 5 a buffer differs between ranks: b: rank 0 ({socket.gethostname()}) has other"
+    )
+    assert "the forward pass changes them" in first
+    both = worlds.run(3, refused, tmp_path, ["a", "b"], 2, frozenset("b"))[0]
+    assert both.startswith("after step 5 weights or buffers differ between ranks: a, b: rank 2 (")
+    weights = worlds.run(2, refused, tmp_path, ["a", "b"], 1, frozenset())[0]
+    assert "weights differ between ranks: a, b: two ranks disagree, so which is wrong cannot be told" in weights
+    assert "placement.audit_every" in weights
+    assert not tmp_path.exists() or not [*tmp_path.iterdir()]

@@ -1,10 +1,11 @@
 """The run folder: which one, whether a run in it goes on, and what is written there before the first step.
 
-runs/<recipe>-<time>/
+runs/<recipe>-<model>-<time>/
 ├── config.yaml         the resolved configuration, with where each value came from
-├── environment.json    versions, devices, commit
+├── environment.json    versions, devices, commit, hashes of the user's source files
 ├── events.jsonl        everything that happened: the source of truth
-├── result.json         the last event and the exit code, once the run has ended, stopped or failed
+├── skipped.txt         images that could not be read, where data.on_error is skip and there are any
+├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
 ├── tensorboard/
@@ -14,56 +15,61 @@ runs/<recipe>-<time>/
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from lockstep.commands._runs import RESULT
-from lockstep.commands._setup import comparable
+from lockstep.commands._finished import finished
+from lockstep.commands._resume import check_recipe, saved_recipe, signing_key
+from lockstep.commands._runs import CONFIG, RESULT
+from lockstep.commands._submitted import RECORD, SCRIPT
 from lockstep.config import load as loading
-from lockstep.config import write
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
-from lockstep.errors import EXIT_FAILED, ConfigError, LockstepError, TrainingError, UsageError
+from lockstep.core.text import printable
+from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.runtime import machine
 from lockstep.training import checkpoint, durable
-from lockstep.training.lock import Lock, lock
+from lockstep.training.lock import LOCK, Lock, lock
 
-CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 EVENTS = "events.jsonl"
 LOGS = "logs"
+SKIPPED = "skipped.txt"
+TENSORBOARD = "tensorboard"
+_FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, RESULT, SCRIPT, RECORD, LOCK)
+_LONGEST_REASON: Final = 500
+_LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder that is ours, and the checkpoint to go on from, if any; `notes` are for the user to read."""
+    """A run folder that is ours, and the checkpoint to go on from, if any; `notes` are for the user to read.
+
+    `made` are the folders that were not there before, the innermost first; `done` is what to say of a run that has
+    nothing left to do.
+    """
 
     folder: Path
     lock: Lock
-    checkpoint: Path | None
-    notes: list[str]
+    made: list[Path]
+    checkpoint: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    done: str = ""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder while the block runs; where that raises an error, result.json has its exit code."""
-        with self.lock, _settled(self.folder):
+        """Hold the folder while the block runs; where that raises an error, result.json has its exit code and reason.
+
+        Where a mistake is found before the run began, the folder is removed, if it was made for this start.
+        """
+        with self.lock, _settled(self.folder, self.made):
             yield
-
-
-def with_microbatches(loaded: Loaded) -> Loaded:
-    """Return `loaded` with the micro-batches of the run that goes on, where its recipe leaves them out.
-
-    It only reads, so that what depends on them, and a checkpoint that is not there, is told before a folder is made.
-    """
-    before = _recipe_before(loaded)
-    if before is None or loaded.config.recipe.microbatches is not None:
-        return loaded
-    return _with_microbatches(loaded, before.microbatches)
 
 
 def claim(loaded: Loaded) -> Claim:
@@ -72,23 +78,32 @@ def claim(loaded: Loaded) -> Claim:
     A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
     """
     run = loaded.config.run
-    folder = Path(run.dir) if run.dir else fresh(loaded.name)
+    key = signing_key(run)
+    # Before a folder is made.
+    other = None if run.resume in ("auto", "never") else checkpoint.load(Path(run.resume), key=key)
+    folder = Path(run.dir) if run.dir else fresh(loaded)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    _refuse_links(folder)
     held = _locked(folder)
     try:
+        if done := finished(loaded):
+            return Claim(folder, held, made, done=done)
         (folder / RESULT).unlink(missing_ok=True)  # a script is not to take it for that of this start
-        with _settled(folder):
-            checkpoint_path, notes = _beginning(loaded, folder)
+        with _settled(folder, made):
+            checkpoint_path, notes = _beginning(loaded, folder, other, key)
     except BaseException:
         held.release()
         raise
-    return Claim(folder, held, checkpoint_path, notes)
+    return Claim(folder, held, made, checkpoint_path, notes)
 
 
-def record(loaded: Loaded, folder: Path, microbatches: int) -> None:
-    """Write config.yaml, with the micro-batches that the run began with, and environment.json."""
-    resolved = _with_microbatches(loaded, microbatches)
-    _write(folder / CONFIG, loading.to_yaml(resolved))
-    _write(folder / ENVIRONMENT, json.dumps(machine.environment(), indent=1, sort_keys=True) + "\n")
+def record(loaded: Loaded, folder: Path, source: Mapping[str, str]) -> None:
+    """Write config.yaml and environment.json."""
+    _write(folder / CONFIG, loading.to_yaml(loaded))
+    _write(
+        folder / ENVIRONMENT,
+        json.dumps(machine.environment() | {"source": dict(source)}, indent=1, sort_keys=True) + "\n",
+    )
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
@@ -96,20 +111,42 @@ def conclude(folder: Path, result: Mapping[str, Any]) -> None:
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
-def settle(folder: Path, code: int) -> None:
-    """Write result.json for a start that ended with another exit code than 0 and has not concluded."""
+def settle(folder: Path, code: int, reason: str = "") -> None:
+    """Write result.json for a start that ended with another exit code than 0 and has not concluded.
+
+    Of the reason it has the first line.
+    """
     if code and not (folder / RESULT).exists():
+        line = printable(reason.partition("\n")[0])[:_LONGEST_REASON]
         with suppress(TrainingError):  # there is another error to tell
-            conclude(folder, {"event": "failed", "time": time.time(), "exit_code": code})
+            conclude(folder, {"event": "failed", "time": time.time(), "exit_code": code, "reason": line})
 
 
 @contextmanager
-def _settled(folder: Path) -> Iterator[None]:
+def _settled(folder: Path, made: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        settle(folder, error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED)
+        code, reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
+        if isinstance(error, LockstepError):
+            code, reason = error.exit_code, str(error)
+        if code == EXIT_USAGE and made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
+            _remove(folder, made)
+        else:
+            settle(folder, code, reason)
         raise
+
+
+def _remove(folder: Path, made: Sequence[Path]) -> None:
+    """Remove the folders that a refused start made, and what it wrote; whatever else lies there stays."""
+    with suppress(OSError):
+        for log in (folder / LOGS).glob("rank-*.log"):
+            log.unlink()
+        (folder / LOGS).rmdir()
+    with suppress(OSError):
+        (folder / LOCK).unlink()
+        for each in made:
+            each.rmdir()
 
 
 def _write(path: Path, text: str) -> None:
@@ -119,14 +156,6 @@ def _write(path: Path, text: str) -> None:
         raise TrainingError(f"{path}: not written: {error.strerror}") from error
 
 
-def _with_microbatches(loaded: Loaded, microbatches: int | None) -> Loaded:
-    if microbatches == loaded.config.recipe.microbatches:
-        return loaded
-    recipe = loaded.config.recipe.model_copy(update={"microbatches": microbatches})
-    origins = {**loaded.origins, "recipe.microbatches": "processes of the first start"}
-    return replace(loaded, config=loaded.config.model_copy(update={"recipe": recipe}), origins=origins)
-
-
 def _locked(folder: Path) -> Lock:
     try:
         return lock(folder)
@@ -134,23 +163,23 @@ def _locked(folder: Path) -> Lock:
         raise UsageError(f"run.dir {folder}: cannot be used: {error.strerror}; choose another run.dir") from error
 
 
-def fresh(name: str) -> Path:
-    """Return a folder that is not there yet, for a run that begins now."""
+def fresh(loaded: Loaded) -> Path:
+    """Return a folder that is not there yet, for a run that begins now; it has the names of recipe and model.
+
+    What the model's name begins with is not said twice: digits and digits_convnet make digits-convnet.
+    """
+    model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
+    rest = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
+    name = f"{loaded.name}-{rest}" if rest else loaded.name
+    name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = (f"{name}-{now}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
-def _recipe_before(loaded: Loaded) -> Recipe | None:
-    """Return the recipe of the run that goes on, None where a new one begins."""
-    run = loaded.config.run
-    if run.resume not in ("auto", "never"):
-        return _saved_recipe(checkpoint.load(Path(run.resume)))
-    config = Path(run.dir) / CONFIG if run.dir else None
-    return _recorded_recipe(config) if config and config.exists() else None
-
-
-def _beginning(loaded: Loaded, folder: Path) -> tuple[Path | None, list[str]]:
+def _beginning(
+    loaded: Loaded, folder: Path, other: checkpoint.Found | None, key: bytes | None
+) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
     holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, checkpoint.FOLDER))
     if holds_run and resume != "auto":
@@ -158,16 +187,17 @@ def _beginning(loaded: Loaded, folder: Path) -> tuple[Path | None, list[str]]:
             f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
             f"or run.resume=auto to go on with it"
         )
-    if resume not in ("auto", "never"):
-        found = checkpoint.load(Path(resume))
-        _refuse_other_recipe(found.path, _saved_recipe(found), loaded.config.recipe)
-        return found.path, _warnings(found)
+    if other is not None:
+        check_recipe(other.path, saved_recipe(other.path, other.snapshot), loaded.config.recipe)
+        return other.path, _warnings(other)
     if not holds_run:
         return None, []
-    _refuse_other_recipe(folder, _recorded_recipe(folder / CONFIG), loaded.config.recipe)
-    newest = checkpoint.newest(folder / checkpoint.FOLDER)
+    check_recipe(folder, _recorded_recipe(folder / CONFIG), loaded.config.recipe)
+    newest = checkpoint.newest(folder / checkpoint.FOLDER, key)
     if newest is None:
         return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
+    # It may have been copied here from another run: its hashes would not tell.
+    check_recipe(newest.path, saved_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, _warnings(newest)
 
 
@@ -175,24 +205,28 @@ def _warnings(found: checkpoint.Found) -> list[str]:
     return [f"warning: {problem}" for problem in found.problems]
 
 
-def _saved_recipe(found: checkpoint.Found) -> Recipe:
-    return Recipe.model_validate(found.snapshot.state["recipe"])
-
-
 def _recorded_recipe(config: Path) -> Recipe:
     try:
-        return loading.load(str(config)).config.recipe
+        return loading.recorded(config)
     except ConfigError as error:
         raise UsageError(
             f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"
         ) from error
 
 
-def _refuse_other_recipe(place: Path, before: Recipe, now: Recipe) -> None:
-    if comparable(write.values(before)) == comparable(write.values(now)):
-        return
-    moved = ("data.root: ", "data.download: ")
-    lines = [line for line in loading.differences(before, now) if not line.startswith(moved)]
-    raise UsageError(
-        "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
-    )
+def _refuse_links(folder: Path) -> None:
+    """Raise UsageError where a link among the files of a run leads out of its folder: they are written to.
+
+    The folder itself may be a link, which the user named.
+    """
+    inside = folder.resolve()
+    folders = [folder / name for name in (LOGS, TENSORBOARD, checkpoint.FOLDER)]
+    folders += (folder / checkpoint.FOLDER).glob("step-*")
+    paths = [folder / name for name in _FILES]
+    paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
+    for path in paths:
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise UsageError(
+                f"{path}: a link that leads out of the run folder, to {path.readlink()}; put there what it leads to, "
+                f"or let the run folder itself be a link"
+            )

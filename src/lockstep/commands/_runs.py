@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from lockstep import plainfile
 from lockstep.commands._submitted import RECORD
+from lockstep.core.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.reporting.jsonl import EVENTS
 from lockstep.training.lock import LOCK
 
 RESULT: Final = "result.json"
+CONFIG: Final = "config.yaml"
 _SIGNS: Final = (EVENTS, RECORD, LOCK)  # any of them makes a folder a run's
 _DEEPEST: Final = 4
+_LARGEST: Final = 1 << 16  # bytes of result.json, which has some hundreds
+_LONGEST: Final = 500  # characters of a reason
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
@@ -28,6 +34,16 @@ def run_folders(folder: Path) -> Iterator[Path]:
         raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
 
 
+def failure(folder: Path) -> str:
+    """Return why the last start of a run failed, as its result.json says; empty where it does not."""
+    try:
+        found = json.loads(plainfile.content(folder / RESULT, _LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    reason = found.get("reason") if isinstance(found, dict) and found.get("event") == "failed" else None
+    return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
+
+
 def is_held(folder: Path) -> bool:
     """Return whether a process holds the lock of a run folder.
 
@@ -35,7 +51,7 @@ def is_held(folder: Path) -> bool:
     ask at once; a run that begins in that moment tries again (training/lock.py).
     """
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = plainfile.descriptor(folder / LOCK)
     except OSError:
         return False
     try:

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.commands._own_code import import_paths
+from lockstep.commands._own_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
 from lockstep.core.mesh import Place
 from lockstep.core.names import choices
-from lockstep.core.order import Steps
+from lockstep.core.order import Step, Steps
+from lockstep.core.rota import Rota
 from lockstep.data.base import DataSet, Split
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Fetched, Finish, Loader, Request
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
-from lockstep.models.check import check_model
+from lockstep.models.check import Form, check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
+from lockstep.parallel.audited import AuditedEngine
+from lockstep.parallel.compiled import check_compiler
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
@@ -38,7 +44,11 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.recompute import recompute
 from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.classification import Classification, check_loss, find_loss
+
+_FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
+_EXAMPLES: Final = 4  # samples of each split that are looked at before a run
 
 
 @dataclass(frozen=True)
@@ -51,17 +61,22 @@ class Setup:
     steps: Steps
     parameters: int
     dims: tuple[int, ...]  # of the parameters, each once
+    tensors: Mapping[str, Form]  # of the model's state
+    trained: Mapping[str, Form]  # of the parameters that are trained
     blank: Callable[[], nn.Module]  # builds the model, with weights of no meaning
+    buffers: frozenset[str]  # names of the model's tensors that are no parameters
+    warnings: tuple[str, ...]  # of what is legal, and probably not meant
+    source: Mapping[str, str]  # hashes of the user's own source files
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
         return _optimizer(self.recipe)(trained, norms=norms)
 
-    def numerics(self, microbatches: int, offload_activations: bool = False) -> Numerics:
+    def numerics(self, offload_activations: bool = False) -> Numerics:
         """Return what an engine computes by."""
         recipe = self.recipe
         return Numerics(
-            microbatches=microbatches,
+            microbatches=recipe.microbatches,
             seed=recipe.seed,
             precision=recipe.precision,
             initial_scale=recipe.loss_scale.initial,
@@ -73,35 +88,28 @@ class Setup:
             offload_activations=offload_activations,
         )
 
-    def loader(self, world: World, place: Place, microbatches: int, workers: int) -> Loader:
-        """Return the loader of this process, which stands at `place`."""
-        recipe = self.recipe
-        finish = Finish(
-            device=world.device,
-            classes=len(self.data.classes),
-            seed=recipe.seed,
-            mean=recipe.data.mean or self.data.mean,
-            std=recipe.data.std or self.data.std,
-            crop_padding=recipe.data.augment.crop_padding,
-            flip=recipe.data.augment.flip,
-            mixup=recipe.mix.mixup,
-            cutmix=recipe.mix.cutmix,
-            mix_probability=recipe.mix.probability,
-        )
-        return Loader(self.data, self.steps, microbatches, finish, place, workers)
+    def loader(
+        self, world: World, place: Place, workers: int, beside: Callable[[Step], int | None] | None = None
+    ) -> Loader:
+        """Return the loader of this process, which stands at `place`; for `beside` see there."""
+        finish = _finish(self.recipe, self.data, world.device)
+        return Loader(self.data, self.steps, self.recipe.microbatches, finish, place, workers, beside)
 
 
-def setup(recipe: Recipe, microbatches: int) -> Setup:
+def setup(recipe: Recipe) -> Setup:
     """Open the data, check model, loss and optimizer against it, and return all of it.
 
-    Every mistake raises UsageError here, before any process group: `microbatches` tells the smallest micro-batch.
+    Every mistake raises UsageError here, before any process group.
     """
-    data = _open_data(recipe)
+    if recipe.compile and not torch.cuda.device_count():
+        check_compiler()
+    data = open_recipe_data(recipe)
     classes = len(data.classes)
     steps = planning.steps(recipe, len(data.train))
+    example, inputs = _examples(recipe, data)
     loss = find_loss(recipe.loss.name)
     if loss is not None:
-        check_loss(loss, classes)
+        check_loss(loss, classes, example.targets)
     build = partial(
         build_model,
         name=recipe.model.name,
@@ -113,16 +121,35 @@ def setup(recipe: Recipe, microbatches: int) -> Setup:
     summary = check_model(
         build,
         name=recipe.model.name,
-        shape=data.shape,
+        evaluation=_repeated(inputs, 2),
+        training=_repeated(example.inputs, _smallest_microbatch(steps, recipe.microbatches)),
         classes=classes,
-        smallest=_smallest_microbatch(steps, microbatches),
     )
     check_optimizer(_optimizer(recipe), summary.dims)
     whole = partial(build, pretrained=recipe.model.pretrained)
     task = Classification(
-        partial(initialise, whole, recipe.seed), loss, recipe.loss.label_smoothing, _topk(recipe, classes), data.shape
+        partial(initialise, whole, recipe.seed),
+        loss,
+        recipe.loss.label_smoothing,
+        _topk(recipe, classes),
+        f"model {recipe.model.name}",
+        torch.empty_like(example.inputs[0], device="meta"),
     )
-    return Setup(recipe, data, task, steps, summary.parameters, summary.dims, build)
+    warnings = tuple(_few_samples(recipe, steps)) if summary.batchnorm else ()
+    return Setup(
+        recipe=recipe,
+        data=data,
+        task=task,
+        steps=steps,
+        parameters=summary.parameters,
+        dims=summary.dims,
+        tensors=summary.tensors,
+        trained=summary.trained,
+        blank=build,
+        buffers=summary.buffers,
+        warnings=warnings,
+        source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
+    )
 
 
 def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
@@ -147,16 +174,21 @@ def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
         raise UsageError("\n".join(lines)) from error
 
 
-def start(ready: Setup, placement: Placement, world: World, microbatches: int) -> tuple[str, Place, Engine]:
-    """Start the engine that a placement asks for; return its strategy's name, this rank's place, and the engine."""
+def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine, Loader]:
+    """Start the engine that a placement asks for; return its strategy's name, the engine and this rank's loader."""
     name, chosen = strategy(placement, world.size)
+    _check_compile(ready.recipe, placement, name, chosen.compiles)
     task = ready.task
     if placement.recompute != "none" and not chosen.recomputes:
         every = 1 if placement.recompute == "full" else int(placement.recompute.removeprefix("every_"))
         task = replace(task, build=partial(_recomputing, task.build, every))
-    numerics = ready.numerics(microbatches, placement.offload_activations)
-    engine = chosen.start(task, ready.optimizer, world, numerics)
-    return name, chosen.place(world.rank, world.size), engine
+    engine = chosen.start(task, ready.optimizer, world, ready.numerics(placement.offload_activations))
+    places = [chosen.place(rank, world.size) for rank in range(world.size)]
+    if placement.audit_every is None:
+        return name, engine, ready.loader(world, places[world.rank], placement.workers)
+    rota = Rota(placement.audit_every, places, ready.recipe.microbatches)
+    loader = ready.loader(world, places[world.rank], placement.workers, partial(rota.repeated, world.rank))
+    return name, AuditedEngine(engine, world, rota, loader.microbatch), loader
 
 
 def _recomputing(build: Callable[[], nn.Module], every: int) -> nn.Module:
@@ -165,7 +197,7 @@ def _recomputing(build: Callable[[], nn.Module], every: int) -> nn.Module:
 
 def processes(config: Config) -> int:
     """Return how many local processes the placement means; more than there is work or devices for raise UsageError."""
-    placement, microbatches = config.placement, config.recipe.microbatches
+    placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
     if placement.device == "cuda" and not gpus:
         raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
@@ -173,7 +205,7 @@ def processes(config: Config) -> int:
         if placement.strategy.name == "single":
             return 1
         cores = len(os.sched_getaffinity(0)) // config.recipe.threads
-        return max(1, min(gpus or cores, microbatches or config.recipe.batch))
+        return max(1, min(gpus or cores, config.recipe.microbatches))
     if gpus and placement.processes > gpus:
         raise UsageError(
             f"placement.processes: {placement.processes} processes but {gpus} CUDA devices; "
@@ -187,33 +219,52 @@ def start_method(placement: Placement) -> Literal["fork", "spawn"]:
     return "spawn" if placement.device != "cpu" and torch.cuda.device_count() else "fork"
 
 
-def check_placement(config: Config, count: int, microbatches: int) -> None:
+def check_placement(config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot work with so many processes."""
-    if microbatches > config.recipe.batch:
-        raise UsageError(
-            f"recipe.batch: {config.recipe.batch} samples cannot fill {microbatches} micro-batches; "
-            f"use at most {config.recipe.batch} processes"
-        )
     name, chosen = strategy(config.placement, count)
-    chosen.check(count, microbatches)
+    chosen.check(count, config.recipe.microbatches)
+    if config.placement.audit_every is not None and chosen.cuts_model:
+        raise UsageError(
+            f"placement.audit_every: strategy {name} has but a part of the model on each rank, so none can repeat "
+            f"another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
+        )
+    _check_compile(config.recipe, config.placement, name, chosen.compiles)
     if chosen.cuts_rows:
         check_rows(_optimizer(config.recipe), name)
+
+
+def _check_compile(recipe: Recipe, placement: Placement, name: str, compiles: bool) -> None:
+    """Raise UsageError where a compiled model would not give the bits of one process."""
+    if not recipe.compile:
+        return
+    if not compiles:
+        raise UsageError(
+            f"recipe.compile: strategy {name} calls the model in parts, and torch.compile fuses what it finds in each; "
+            f"the bits would not be those of one process. Use strategy single, ddp or zero1, or set it to false"
+        )
+    for key in ("recompute", "offload_activations"):
+        if getattr(placement, key) not in ("none", False):
+            raise UsageError(
+                f"recipe.compile: with placement.{key} torch.compile may fuse otherwise, and so give other bits; leave "
+                f"placement.{key} out, or set recipe.compile to false"
+            )
 
 
 def check_cut(ready: Setup, config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
     _, chosen = strategy(config.placement, count)
     if chosen.cuts_model:
-        chosen.check_model(ready.blank, ready.data.shape, count)
+        chosen.check_model(ready.blank, ready.task.sample, count)
         check_separable(ready.optimizer, ready.dims)
 
 
-def evaluation_batch(recipe: Recipe, microbatches: int) -> int:
+def evaluation_batch(recipe: Recipe) -> int:
     """Return how many samples are evaluated at a time: as many as the largest micro-batch has."""
-    return -(-recipe.batch // microbatches)
+    return -(-recipe.batch // recipe.microbatches)
 
 
-def _open_data(recipe: Recipe) -> DataSet:
+def open_recipe_data(recipe: Recipe) -> DataSet:
+    """Open the data that a recipe names; UsageError where it is not there or does not fit what is asked."""
     data = recipe.data
     return open_data(
         name=data.name,
@@ -223,9 +274,62 @@ def _open_data(recipe: Recipe) -> DataSet:
         resize_size=data.resize_size,
         resized_crop=data.augment.resized_crop,
         resized_crop_scale=(data.augment.resized_crop_scale[0], data.augment.resized_crop_scale[1]),
+        exif=data.exif,
         on_error=data.on_error,
         options=data.options,
     )
+
+
+def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | None, Sequence[float] | None]:
+    """Return mean and std for each channel: the recipe's own, else the data set's."""
+    return recipe.data.mean or data.mean, recipe.data.std or data.std
+
+
+def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
+    mean, std = _normalisation(recipe, data)
+    return Finish(
+        device=device,
+        classes=len(data.classes),
+        seed=recipe.seed,
+        mean=mean,
+        std=std,
+        crop_padding=recipe.data.augment.crop_padding,
+        flip=recipe.data.augment.flip,
+        mixup=recipe.mix.mixup,
+        cutmix=recipe.mix.cutmix,
+        mix_probability=recipe.mix.probability,
+    )
+
+
+def _examples(recipe: Recipe, data: DataSet) -> tuple[MicroBatch, Tensor]:
+    """Return a few training samples as training sees them, and inputs as evaluation sees them.
+
+    Data of the user's own is looked at here: what cannot be learned from raises UsageError.
+    """
+    finish = _finish(recipe, data, torch.device("cpu"))
+    finish.check(data.shape)
+    request, fetched = _few(data.train, data.shape, data.mean is not None)
+    if fetched[1].is_floating_point() and (recipe.mix.mixup or recipe.mix.cutmix):
+        raise UsageError(
+            f"data set {recipe.data.name}: its targets are mixtures already, which recipe.mix cannot mix again; "
+            f"leave mixup and cutmix out"
+        )
+    _, validation = _few(data.validation, data.shape, data.mean is not None)
+    return finish.for_training(fetched, request, 0, 0, False), finish.for_evaluation(validation)[0]
+
+
+def _few(split: Split, shape: tuple[int, ...], images: bool) -> tuple[Request, Fetched]:
+    indices = np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64))
+    try:
+        return Request(indices, None), split.fetch(indices, None)
+    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
+        kind = torch.uint8 if images else torch.float32
+        empty = torch.zeros((len(indices), *shape), dtype=kind), torch.zeros(len(indices), dtype=torch.int64)
+        return Request(indices, None), empty
+
+
+def _repeated(inputs: Tensor, samples: int) -> Tensor:
+    return inputs[torch.arange(samples) % len(inputs)]
 
 
 def _optimizer(recipe: Recipe) -> Callable[..., Optimizer]:
@@ -243,27 +347,51 @@ def _optimizer(recipe: Recipe) -> Callable[..., Optimizer]:
 
 
 def _smallest_microbatch(steps: Steps, microbatches: int) -> int:
-    last_of_epoch = steps[min(steps.per_epoch, steps.total) - 1]
-    return min(len(part) for step in (steps[0], last_of_epoch) for part in step.microbatches(microbatches))
+    return min(min(map(len, step.microbatches(microbatches))) for step in _first_and_last(steps))
+
+
+def _first_and_last(steps: Steps) -> tuple[Step, Step]:
+    """Return the first step of an epoch and its last, which may have fewer samples."""
+    return steps[0], steps[min(steps.per_epoch, steps.total) - 1]
+
+
+def _few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
+    """Warn where BatchNorm has so few samples to normalise over that its statistics mean little."""
+    for step, which in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
+        smallest = min(map(len, step.microbatches(recipe.microbatches)))
+        if smallest < _FEW_SAMPLES:
+            yield (
+                f"recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with "
+                f"{recipe.microbatches} micro-batches in {which} of {step.samples} samples it sees only {smallest} "
+                f"of them; use fewer micro-batches or a larger batch{_drop(step)}"
+            )
+            return
+
+
+def _drop(step: Step) -> str:
+    return ", or last_batch: drop" if step.number else ""
 
 
 def _topk(recipe: Recipe, classes: int) -> tuple[int, ...]:
     return tuple(k for k in recipe.topk if k < classes) or (1,)
 
 
-def data_facts(ready: Setup) -> dict[str, Any]:
-    """Return what shows that ranks have the same data: sizes, classes, and the first and last samples of each split.
+def setup_facts(ready: Setup) -> dict[str, Any]:
+    """Return what shows that ranks have the same code of the user's own, and the same data.
+
+    Of the data sizes, classes, and the first and last samples of each split.
 
     The inputs of a data set of the user's own are left out: they may be random, which is for verify to say.
     """
     own = ":" in ready.recipe.data.name
     data = ready.data
     return {
+        "your source files": dict(ready.source),
         "data": {
             "number of samples": [len(data.train), len(data.validation)],
             "classes": list(data.classes),
             "samples": [_digest(split, targets_only=own) for split in (data.train, data.validation)],
-        }
+        },
     }
 
 
@@ -276,7 +404,27 @@ def _digest(split: Split, targets_only: bool) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 
-def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without those that say where the data lies, which may change between starts."""
-    data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
-    return {**recipe, "data": data}
+def seen_by_model(ready: Setup) -> dict[str, Any]:
+    """Return what whoever uses the model needs to know of its data: a checkpoint has it beside the weights."""
+    mean, std = _normalisation(ready.recipe, ready.data)
+    return {
+        "classes": list(ready.data.classes),
+        "shape": list(ready.data.shape),  # of a sample, (channels, height, width) for images
+        "mean": None if mean is None else list(mean),  # of values in [0, 1], for each channel
+        "std": None if std is None else list(std),
+    }
+
+
+def check_classes(ready: Setup, learned: Sequence[str] | None, place: Path) -> None:
+    """Raise UsageError where the model of a checkpoint learned other classes than the data has, or in another order."""
+    here = list(ready.data.classes)
+    if learned is None or learned == here:  # up to 0.1 checkpoints did not have them
+        return
+    if len(learned) != len(here):
+        found = f"{len(learned)} classes, and the data here has {len(here)}"
+    else:
+        number, (one, other) = next(
+            (n, pair) for n, pair in enumerate(zip(learned, here, strict=True)) if len({*pair}) > 1
+        )
+        found = f"class {number} is {one!r}, and in the data here {other!r}"
+    raise UsageError(f"{place}: of other classes: {found}; give the data it was trained on, recipe.data.root")

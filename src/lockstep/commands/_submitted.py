@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from lockstep import plainfile
 from lockstep.errors import UsageError
 from lockstep.training import durable
 
 SCRIPT: Final = "job.sh"
 RECORD: Final = "job.json"
+_LARGEST: Final = 1 << 16  # bytes of that
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,11 @@ def record(folder: Path, submitted: Submitted) -> None:
 def recorded(folder: Path) -> Submitted | None:
     """Return the last job of a run folder, None where it was never submitted; UsageError where it cannot be read."""
     try:
-        found = json.loads((folder / RECORD).read_bytes())
-        return Submitted(int(found["job"]), float(found["time"]))
+        match json.loads(plainfile.content(folder / RECORD, _LARGEST)):
+            case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
+                return Submitted(job, float(submitted))
+        raise ValueError("not a job's record")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{folder / RECORD}: cannot be read ({error!r}); it holds the number of the job") from error

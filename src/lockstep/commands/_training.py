@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 import time
@@ -10,33 +11,40 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import torch
 
 from lockstep import __version__
 from lockstep.commands import _folder
+from lockstep.commands._first_look import Look, first_look
+from lockstep.commands._own_source import source_changes
+from lockstep.commands._resume import resumed as checked_state
+from lockstep.commands._resume import signing_key
 from lockstep.commands._setup import (
     Setup,
     check_cut,
-    comparable,
-    data_facts,
     evaluation_batch,
+    seen_by_model,
     setup,
+    setup_facts,
 )
 from lockstep.commands._setup import start as start_engine
 from lockstep.config import plan as planning
 from lockstep.config import run as run_config
-from lockstep.config import write
-from lockstep.config.load import Loaded
+from lockstep.config.base import values
+from lockstep.config.blame import with_places
+from lockstep.config.load import Loaded, comparable
 from lockstep.config.placement import Placement
-from lockstep.core.shard import whole
+from lockstep.core.text import printable, printable_line
 from lockstep.data.loader import Loader
-from lockstep.errors import EXIT_DONE, TrainingError
+from lockstep.errors import EXIT_DONE, TrainingError, UsageError
+from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
+from lockstep.reporting.skipped import SkippedFiles
 from lockstep.runtime import flight, machine
 from lockstep.runtime.doing import Doing, Phase
 from lockstep.runtime.failure import Failure
@@ -48,19 +56,23 @@ from lockstep.runtime.stall import StallWatch
 from lockstep.runtime.voice import log_name
 from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.training import checkpoint
+from lockstep.training.agreement import disagreement
 from lockstep.training.evaluate import evaluate
-from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stopped
+from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Started, Stopped, Warned
 from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.saved_state import SavedState
 from lockstep.training.saver import Saver
+
+_FILES: Final = 100  # that could not be read, in one event
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its folder, the checkpoint it goes on from, and how many micro-batches it has."""
+    """Where a run begins: its folder, the checkpoint it goes on from, and what to say where nothing is left to do."""
 
     folder: Path
     checkpoint: Path | None
-    microbatches: int
+    done: str = ""
 
 
 def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup | None = None) -> int:
@@ -74,36 +86,44 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     keep_freed_memory()
     stop = StopRequest()
     device = choose_device(placement.device, info)
-    microbatches = recipe.microbatches or info.size
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
     place = f"{place}  host {meeting.voice.host}  device {device}\n"
     terminal = sys.stdout
     with ExitStack() as held:
         held.enter_context(watched(meeting, placement, device))
-        meeting.compare(started_with(loaded, microbatches, device))
+        meeting.compare(started_with(loaded, device))
         terminal.write(place)  # at once: ranks share the terminal
         terminal.flush()
-        agreed = start or held.enter_context(_claimed(meeting, loaded, microbatches))
+        agreed = start or held.enter_context(_claimed(meeting, loaded))
+        if agreed.done:
+            terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
+            return EXIT_DONE
         log = held.enter_context(meeting.voice.logged(agreed.folder / _folder.LOGS / log_name(info.rank)))
         log.write(place)
         if ready is None:
-            ready = setup(recipe, microbatches)
-            check_cut(ready, loaded.config, info.size)
+            with with_places(loaded):
+                ready = setup(recipe)
+                check_cut(ready, loaded.config, info.size)
+            for warning in ready.warnings if info.rank == 0 else ():
+                print(printable(f"warning: {warning}"), file=sys.stderr)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
-            meeting.compare(data_facts(ready))
+            meeting.compare(setup_facts(ready))
+        resumed = _read(meeting, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
+        looks = info.rank == 0 and resumed is None and loaded.config.run.probe == "auto"
+        look = held.enter_context(first_look(ready)) if looks else list
         world = open_world(meeting, device)
-        training = _Training(loaded, ready, world, agreed, (terminal, log))
+        training = _Training(loaded, ready, world, agreed, resumed, (terminal, log), look)
         meeting.doing = training.doing
         code = training.run(stop)
         world.close()
     return code
 
 
-def started_with(loaded: Loaded, microbatches: int, device: torch.device) -> dict[str, Any]:
+def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
     """Return what has to be the same on all ranks, as far as it is known before the data is opened."""
     return {
-        "recipe": comparable(write.values(loaded.config.recipe)) | {"microbatches": microbatches},
-        "placement.strategy": write.values(loaded.config.placement)["strategy"],
+        "recipe": comparable(values(loaded.config.recipe)),
+        "placement.strategy": values(loaded.config.placement)["strategy"],
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device),
     }
@@ -127,41 +147,77 @@ def _record(meeting: Meeting, nccl: bool) -> str:
     return str(path) if path and flight.write(path, nccl) else ""
 
 
+@dataclass(frozen=True)
+class _Resumed:
+    """The checkpoint that a run goes on from, read and found to be its own."""
+
+    snapshot: checkpoint.Snapshot
+    state: SavedState
+    weights: str
+
+
+def _read(meeting: Meeting, loaded: Loaded, ready: Setup, path: Path) -> _Resumed:
+    """Read the checkpoint that the run goes on from. All ranks call it."""
+    key = signing_key(loaded.config.run)
+    manifest = checkpoint.manifest(path, key)
+    # Where hosts have run folders of their own, another run's may lie at the same place.
+    meeting.compare({str(path): asdict(manifest)})
+    snapshot = checkpoint.read(path, key)
+    return _Resumed(snapshot, checked_state(path, snapshot, ready), manifest.weights_sha256)
+
+
 @contextmanager
-def _claimed(meeting: Meeting, loaded: Loaded, microbatches: int) -> Iterator[Start]:
+def _claimed(meeting: Meeting, loaded: Loaded) -> Iterator[Start]:
     """Hold the run folder on rank 0 while the block runs, and tell the others where the run begins. All call it."""
     claim = _folder.claim(loaded) if meeting.info.rank == 0 else None
     with claim.held() if claim else nullcontext():
         for note in claim.notes if claim else []:
-            print(note, file=sys.stderr)
+            print(printable(note), file=sys.stderr)
         path = meeting.tell(str(claim.checkpoint or "") if claim else "")
         folder = meeting.tell(str(claim.folder) if claim else "")
-        yield Start(Path(folder), Path(path) if path else None, microbatches)
+        done = meeting.tell(claim.done if claim else "")
+        yield Start(Path(folder), Path(path) if path else None, done)
 
 
 class _Training:
     """What the parts of a run share."""
 
     def __init__(
-        self, loaded: Loaded, ready: Setup, world: World, start: Start, streams: tuple[TextIO, TextIO]
+        self,
+        loaded: Loaded,
+        ready: Setup,
+        world: World,
+        start: Start,
+        resumed: _Resumed | None,
+        streams: tuple[TextIO, TextIO],
+        look: Look,
     ) -> None:
         self.loaded = loaded
         self.ready = ready
         self.world = world
         self.start = start
+        self.resumed = resumed
         self.streams = streams  # the terminal, and this rank's log
+        self.look = look
         self.began = time.perf_counter()
         self.progress = Progress()
         self.phase: Phase = "setting up"
         self.weights = ""
+        self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
         self.numerics = machine.numerics(world.device)
         placement = loaded.config.placement
         self.engine: Engine
-        self.strategy_name, place, self.engine = start_engine(ready, placement, world, start.microbatches)
-        self.loader: Loader = ready.loader(world, place, start.microbatches, placement.workers)
+        self.loader: Loader
+        self.strategy_name, self.engine, self.loader = start_engine(ready, placement, world)
         run = loaded.config.run
-        self.saver = Saver(world, start.folder / checkpoint.FOLDER, run.keep, beside=run.save_async)
-        world.compare({"first weights": checkpoint.weights_sha256(whole(self.engine.state().model))})
+        self.saver = Saver(
+            world, start.folder / checkpoint.FOLDER, run.keep, run.save_async, ready.buffers, signing_key(run)
+        )
+        if (found := disagreement(world, self.engine.state().model)) is not None:
+            raise UsageError(
+                f"first weights: {found.listed}: {found.who}; let the model's function start from what is the same on "
+                f"all ranks: torch's, NumPy's and Python's generators are seeded before it is called"
+            )
 
     def doing(self) -> Doing:
         """Return what this rank does, to any thread."""
@@ -169,8 +225,8 @@ class _Training:
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""
-        if self.start.checkpoint is not None:
-            self._resume(self.start.checkpoint)
+        if self.resumed is not None:
+            self._resume(self.resumed)
         code = EXIT_DONE
         with self._sinks() as sinks:
             for event in self._events(stop):
@@ -202,6 +258,7 @@ class _Training:
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         yield self._started()
+        yield from self._warnings()
         self.phase = "training"
         for event in train(
             self.engine,
@@ -213,6 +270,8 @@ class _Training:
             self._save,
             stop,
         ):
+            if isinstance(event, Evaluated | Stopped):
+                yield from self._skipped()
             yield from self._saved() if isinstance(event, Stopped) else self.saver.finished()
             yield event
             if isinstance(event, Stopped):
@@ -245,7 +304,7 @@ class _Training:
             train_samples=len(self.ready.data.train),
             validation_samples=len(self.ready.data.validation),
             batch=recipe.batch,
-            microbatches=self.start.microbatches,
+            microbatches=recipe.microbatches,
             processes=self.world.size,
             strategy=self.strategy_name,
             device=str(self.world.device),
@@ -255,8 +314,13 @@ class _Training:
             again=max(0, last_step(self.start.folder / _folder.EVENTS) - self.progress.step),
         )
 
+    def _warnings(self) -> Iterator[Warned]:
+        at = self.progress
+        for finding in self.look():
+            yield Warned(step=at.step, epoch=at.epoch, samples=at.samples, culprit=finding.culprit, text=finding.text)
+
     def _evaluate(self, progress: Progress) -> Evaluated:
-        batch = evaluation_batch(self.loaded.config.recipe, self.start.microbatches)
+        batch = evaluation_batch(self.loaded.config.recipe)
         with self._while("evaluating"):
             return evaluated(self.engine, self.world, self.ready, self.loader, batch, progress)
 
@@ -268,6 +332,18 @@ class _Training:
         with self._while("saving"):
             return self.saver.wait()
 
+    def _skipped(self) -> Iterator[Skipped]:
+        """Report the files that some rank could not read since the last report. All ranks call it."""
+        for number, file in enumerate(self.ready.data.files or ()):
+            met, reported = self.loader.unreadable[number], self.reported[number]
+            of_all = self.world.all_tell(json.dumps(sorted(met - reported)))
+            new = sorted({each for text in of_all for each in json.loads(text)} - reported)
+            reported.update(new)
+            for first in range(0, len(new), _FILES):
+                files = tuple(file(each) for each in new[first : first + _FILES])
+                progress = self.progress
+                yield Skipped(step=progress.step, epoch=progress.epoch, samples=progress.samples, files=files)
+
     @contextmanager
     def _while(self, phase: Phase) -> Iterator[None]:
         before, self.phase = self.phase, phase
@@ -278,25 +354,27 @@ class _Training:
         kept = {
             "progress": progress.kept(),
             "engine": state.scalars,
-            "microbatches": self.start.microbatches,
-            "recipe": self._recipe(),
+            "recipe": comparable(values(self.loaded.config.recipe)),
+            "data": seen_by_model(self.ready),
             "numerics": self.numerics,
+            "source": dict(self.ready.source),
         }
         return checkpoint.Snapshot(state.model, state.optimizer, state.ema, kept)
 
-    def _recipe(self) -> dict[str, Any]:
-        return comparable(write.values(self.loaded.config.recipe)) | {"microbatches": self.start.microbatches}
-
-    def _resume(self, path: Path) -> None:
-        # Where hosts have run folders of their own, another run's may lie at the same place.
-        self.world.compare({str(path): asdict(checkpoint.manifest(path))})
-        snapshot = checkpoint.read(path)
-        self.progress = Progress(**snapshot.state["progress"])
-        self.weights = checkpoint.manifest(path).weights_sha256
-        self.engine.load(engine_state(snapshot))
+    def _resume(self, resumed: _Resumed) -> None:
+        self.progress, self.weights, self.resumed = resumed.state.progress, resumed.weights, None
+        self.engine.load(engine_state(resumed.snapshot))
         if self.world.rank == 0:
-            for line in machine.numerics_differences(snapshot.state["numerics"], self.numerics):
-                print(f"warning: {line}: the bits of an uninterrupted run are not promised", file=sys.stderr)
+            for line in machine.numerics_differences(resumed.state.numerics, self.numerics):
+                words = f"warning: {line}: the bits of an uninterrupted run are not promised"
+                print(printable_line(words), file=sys.stderr)
+            changed = source_changes(resumed.state.source, self.ready.source)
+            if changed:
+                words = (
+                    f"warning: your source files changed since step {self.progress.step} was saved: {changed}: the run "
+                    f"goes on with the new ones, and not to the bits of an uninterrupted one"
+                )
+                print(printable_line(words), file=sys.stderr)
 
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
@@ -309,6 +387,7 @@ class _Training:
             best=self.progress.best,
             skipped_steps=self.progress.skipped_steps,
             skipped_samples=int(skipped),
+            audited=self.engine.audited if isinstance(self.engine, AuditedEngine) else 0,
             seconds=time.perf_counter() - self.began,
         )
 
@@ -317,18 +396,19 @@ class _Training:
         sinks: list[Sink] = []
         if self.world.rank == 0:
             folder, run = self.start.folder, self.loaded.config.run
-            _folder.record(self.loaded, folder, self.start.microbatches)
+            _folder.record(self.loaded, folder, self.ready.source)
             rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
             terminal, log = self.streams
             sinks = [
                 JsonLines(folder / _folder.EVENTS),
+                SkippedFiles(folder / _folder.SKIPPED),
                 Console(terminal, str(folder), rule),
                 Console(log, str(folder), rule),
             ]
             if run.tensorboard:
                 from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
 
-                sinks.append(TensorBoard(folder / "tensorboard"))
+                sinks.append(TensorBoard(folder / _folder.TENSORBOARD))
         try:
             yield sinks
         finally:

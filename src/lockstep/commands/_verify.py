@@ -35,7 +35,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.placement import Strategy
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import tolerance, unit_roundoff
-from lockstep.errors import EXIT_DONE, EXIT_USAGE, TrainingError, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.runtime.agent import run_workers
 from lockstep.runtime.meeting import Meeting
@@ -86,19 +86,18 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     count = _setup.processes(loaded.config)
     recipe = loaded.config.recipe
-    microbatches = recipe.microbatches or min(recipe.batch, max(2, _LARGEST if everything else count))
     if not everything:
-        _setup.check_placement(loaded.config, count, microbatches)
-    ready = prepared(loaded, microbatches)
+        _setup.check_placement(loaded.config, count)
+    ready = prepared(loaded)
     samples = len(ready.data.validation)
-    evaluated = min(samples, _validation(_setup.evaluation_batch(recipe, microbatches)))
-    places = _all(loaded, microbatches) if everything else _given(loaded, count)
+    evaluated = min(samples, _validation(_setup.evaluation_batch(recipe)))
+    places = _all(loaded) if everything else _given(loaded, count)
     if everything:
         _import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = chosen_steps(ready.steps, steps)
-        job = Job(loaded, microbatches, numbers, evaluated, Path(folder))
-        contest = _Contest(job, prepared(loaded, microbatches, evaluated), tell)
+        job = Job(loaded, numbers, evaluated, Path(folder))
+        contest = _Contest(job, prepared(loaded, evaluated), tell)
         facts = contest.look()
         rows = [] if facts.refused else contest.rows(places)  # nothing of such a model would run
         if not everything and (refused := [row for row in rows if row.verdict == "not possible"]):
@@ -106,7 +105,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     return Verification(
         recipe=loaded.name,
         steps=tuple(number + 1 for number in numbers),
-        microbatches=microbatches,
+        microbatches=recipe.microbatches,
         evaluated=evaluated,
         validation_samples=samples,
         rows=tuple(rows),
@@ -119,6 +118,16 @@ def chosen_steps(steps: Steps, count: int) -> tuple[int, ...]:
     count = min(count, steps.total)
     last = min(steps.per_epoch, steps.total) - 1
     return (*range(count - 1), max(count - 1, last))
+
+
+def saved_after(job: Job) -> int:
+    """Return after how many of its steps a contestant saves what another goes on from: half of them.
+
+    Where the model is compiled, all but the last, which may be short: what went wrong would be kernels that depend on
+    the order in which shapes are seen, and then the short one is seen first.
+    """
+    steps = len(job.numbers)
+    return max(1, steps - 1 if job.loaded.config.recipe.compile else steps // 2)
 
 
 def _import_for_all() -> None:
@@ -138,12 +147,12 @@ def _given(loaded: Loaded, count: int) -> list[Candidate]:
     return [asked] if (asked.strategy, count) == ("single", 1) else [single, asked]
 
 
-def _all(loaded: Loaded, microbatches: int) -> list[Candidate]:
+def _all(loaded: Loaded) -> list[Candidate]:
     """Return every strategy on every number of processes that the devices allow, possible or not."""
     gpus = 0 if loaded.config.placement.device == "cpu" else torch.cuda.device_count()
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    return [_checked(_named(loaded, name, size), microbatches) for name in ordered for size in sizes]
+    return [_checked(_named(loaded, name, size)) for name in ordered for size in sizes]
 
 
 def _named(loaded: Loaded, name: str, processes: int) -> Candidate:
@@ -161,9 +170,9 @@ def _candidate(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapp
     return Candidate(placed, name, processes, chosen.exactness)
 
 
-def _checked(place: Candidate, microbatches: int) -> Candidate:
+def _checked(place: Candidate) -> Candidate:
     try:
-        _setup.check_placement(place.loaded.config, place.processes, microbatches)
+        _setup.check_placement(place.loaded.config, place.processes)
     except UsageError as error:
         return replace(place, reason=str(error))
     return place
@@ -178,7 +187,7 @@ class _Contest:
         self._tell = tell
         self._ready = ready
         self._launched = 0
-        self._half = max(1, len(job.numbers) // 2)
+        self._half = saved_after(job)
         # The plainest way there is: nothing of the placement that should not matter.
         self._single = _candidate(
             job.loaded, _SINGLE, 1, {"recompute": "none", "offload_activations": False, "workers": 0}
@@ -350,7 +359,12 @@ class _Contest:
 def _with_own_streams(body: Callable[[Meeting], int], meeting: Meeting) -> int:
     """Run in a worker: what it says goes to the terminal, only what the agent says of its end is caught."""
     sys.stderr = sys.__stderr__
-    return body(meeting)
+    try:
+        return body(meeting)
+    except OwnCodeError as error:
+        if meeting.info.size == 1:
+            raise
+        raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
 
 
 def _failed(place: Candidate, outcome: Outcome) -> Row:

@@ -6,11 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from lockstep.commands._probe_state import SPECTRAL_NORM as SPECTRAL_KIND
+from lockstep.commands._probe_witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
 from lockstep.commands._verify_compare import DATA, EVALUATION, LOSS, OWN_LOSS, SCALARS, Difference
 from lockstep.commands._verify_trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER
 from lockstep.reporting.verification import Finding
 
 RANDOM_DATA: Final = "a data set that is random for each call"
+RANKED_DATA: Final = "a data set that depends on the rank"
+RANKED: Final = "a forward pass that depends on the rank"
+GLOBALS: Final = "state in global variables"
+SPECTRAL_NORM: Final = "torch's spectral_norm"
+WEIGHTS: Final = "weights changed in the forward pass"
+UNREPEATABLE_EVALUATION: Final = "an evaluation that depends on what was evaluated before"
 NOT_DETERMINISTIC: Final = "a non-deterministic kernel"
 UNREPEATABLE: Final = "a forward pass that gives something else when repeated"
 FOREIGN_RANDOMNESS: Final = "randomness outside torch's generators"
@@ -23,17 +31,26 @@ NO_SUM: Final = "a loss that is no sum over samples"
 UNUSED: Final = "unused parameters"
 
 # What makes a forward pass differ from one process to another, the most certain first.
-_OF_FORWARD: Final = (UNREPEATABLE, FOREIGN_RANDOMNESS, ATTRIBUTES, BUFFERS, CUSTOM_BATCHNORM, HIDDEN_STATE)
+_OF_FORWARD: Final = (
+    *(RANKED, GLOBALS, UNREPEATABLE, FOREIGN_RANDOMNESS),
+    *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
+)
+_OTHER_DATA: Final = (
+    "the data set gives this process other samples than the reference: what it gives depends on the process, the time "
+    "or what was fetched before; make it a function of the index and of the generators that are seeded for each sample"
+)
+_CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
 _CLOSE: Final = 1e-3  # sums of a loss over a micro-batch agree much better, and a mean is off by its whole size
 _NAMED: Final = 8  # names that a sentence lists
 
 
 class RandomSample(NamedTuple):
-    """A sample that was not the same when fetched again; `what` is inputs or targets."""
+    """A sample that was not the same when fetched again, or `by_rank` as another rank; `what` is inputs or targets."""
 
     part: str
     number: int
     what: str
+    by_rank: bool = False
 
 
 class LossFact(NamedTuple):
@@ -53,19 +70,34 @@ class Facts:
     # them that end as something else if fewer micro-batches have gone by.
     changed_buffers: Mapping[str, str] = field(default_factory=dict)
     counting_buffers: Sequence[str] = ()
+    changed_weights: Sequence[str] = ()  # parameters that forward changes; looked for only where nothing else explains
     attributes: Mapping[str, str] = field(default_factory=dict)  # those that forward changes, and how
+    variables: Mapping[str, str] = field(default_factory=dict)  # globals that forward changes, and how
     streams: Sequence[str] = ()  # generators that forward draws from: Python's, NumPy's
     unused: Sequence[str] = ()  # parameters that got no gradient
     random_samples: Sequence[RandomSample] = ()
     loss: LossFact | None = None
     repeated: str = ""  # what is another when the same is computed again from the same beginning
     alone: str = ""  # what is another when a micro-batch is computed without the one before it
+    by_rank: str = ""  # what is another when this process is another rank
+    reads: Mapping[str, str] = field(default_factory=dict)  # what else is read (_probe_witness.py), and in which line
+    evaluation: str = ""  # what of a batch's evaluation depends on the batch before it
+    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # as `reads`, in evaluation
     refused: str = ""  # what torch said of an operation without a deterministic kernel
+    # Lines of the user's code, by what stands there: model, loss, data, training, validation (what fetches a sample),
+    # kernel (the operation refused), names of buffers, attributes and variables.
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, *names: str) -> str:
+        """Return where the first of these that has a place stands: ` (net.py:12)`."""
+        found = [self.places[name] for name in names if self.places.get(name)]
+        return f" ({found[0]})" if found else ""
 
 
 def findings(facts: Facts) -> list[Finding]:
     """Return what is wrong, or worth knowing, with the user's own code."""
     found = [*_of_data(facts), *_of_kernels(facts), *_of_state(facts), *_of_buffers(facts), *_of_loss(facts)]
+    found += _of_evaluation(facts)
     if facts.unused:
         text = (
             f"the loss of the micro-batches tried depends on none of these parameters: {_listed(facts.unused)}; they "
@@ -114,14 +146,15 @@ def cause(suspicion: Suspicion) -> str:
         return _of_buffer(suspicion)
     suspects = {finding.culprit: finding.text for finding in findings(suspicion.facts) if finding.fault}
     if suspicion.first.what == DATA:
-        return suspects.get(RANDOM_DATA) or (
-            "the data set gives this process other samples than the reference: what it gives depends on the process, "
-            "the time or what was fetched before; make it a function of the index and of the generators that are "
-            "seeded for each sample"
-        )
+        return suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA) or _OTHER_DATA
+    if suspicion.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
+        return suspects[UNREPEATABLE_EVALUATION]
     for culprit in _OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
+    notes = [finding.text for finding in findings(suspicion.facts) if finding.culprit in _OF_FORWARD]
+    if notes and suspicion.first.what != EVALUATION:
+        return f"perhaps what was noted, which may matter after more micro-batches: {notes[0]}"
     return _without_suspect(suspicion)
 
 
@@ -164,7 +197,9 @@ def _of_buffer(suspicion: Suspicion) -> str:
     first, facts = suspicion.first, suspicion.facts
     module, _, name = first.name.rpartition(".")
     kind = facts.changed_buffers[first.name]
-    subject = f"{name} of {module or 'the model'} differs from step {first.step} on"
+    subject = f"{name} of {module or 'the model'}{facts.at(first.name)} differs from step {first.step} on"
+    if kind == SPECTRAL_KIND:
+        return f"{subject}: torch's spectral_norm moves it at each forward pass, and each process by its own only"
     if _is_norm(first.name, kind):
         return (
             f"{subject}: {kind} is a custom BatchNorm, and each process keeps the statistics of its own micro-batches; "
@@ -174,54 +209,124 @@ def _of_buffer(suspicion: Suspicion) -> str:
 
 
 def _of_data(facts: Facts) -> Iterator[Finding]:
-    if not facts.random_samples:
-        return
-    part, number, what = facts.random_samples[0]
-    text = (
-        f"the {part} data set is random for each call: sample {number}, fetched twice, has other {what} "
-        f"({len(facts.random_samples)} of the samples tried do); draw from Python's, NumPy's or torch's default "
-        f"generators in __getitem__, which are seeded for each sample, not from a generator of its own, the clock or "
-        f"the system"
-    )
-    yield Finding(RANDOM_DATA, True, text, tuple(f"{each.part} {each.number}" for each in facts.random_samples))
+    by_call = [each for each in facts.random_samples if not each.by_rank]
+    by_rank = [each for each in facts.random_samples if each.by_rank]
+    if by_call:
+        part, number, what, _ = by_call[0]
+        text = (
+            f"the {part} data set{facts.at(part, 'data')} is random for each call: sample {number}, fetched twice, has "
+            f"other {what} ({len(by_call)} of the samples tried do); draw from Python's, NumPy's or torch's default "
+            f"generators in __getitem__, which are seeded for each sample, not from a generator of its own, the clock "
+            f"or the system"
+        )
+        yield Finding(RANDOM_DATA, True, text, _samples(by_call))
+    if by_rank:
+        part, number, what, _ = by_rank[0]
+        text = (
+            f"the {part} data set{facts.at(part, 'data')} depends on the rank: sample {number} has other {what} on "
+            f"rank 1 of 2 ({len(by_rank)} of the samples tried do); give every rank the whole data set: Lockstep "
+            f"shares it out"
+        )
+        yield Finding(RANKED_DATA, True, text, _samples(by_rank))
+
+
+def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
+    return tuple(f"{each.part} {each.number}" for each in samples)
 
 
 def _of_kernels(facts: Facts) -> Iterator[Finding]:
     if facts.refused:
-        text = f"an operation of the model or the loss has no deterministic kernel: {facts.refused}; use another one"
-        yield Finding(NOT_DETERMINISTIC, True, text)
-    elif facts.repeated:
         text = (
-            f"the same micro-batch, computed again by a fresh copy of the model with every generator in the same "
-            f"state, has another {facts.repeated}: a kernel is not deterministic, or the forward pass uses the clock, "
-            f"the system's randomness or a global variable"
+            f"an operation of the model or the loss{facts.at('kernel')} has no deterministic kernel: {facts.refused}; "
+            f"use another one"
         )
+        yield Finding(NOT_DETERMINISTIC, True, text)
+    # What a global counts makes each call another one; without a clock in sight there is nothing else to explain.
+    elif facts.repeated and not (facts.variables and not _clocks(facts)):
+        text = (
+            f"the same micro-batch, computed again by a fresh copy of the model{facts.at('model')} with every "
+            f"generator in the same state, has another {facts.repeated}: "
+        )
+        if _clocks(facts):
+            text += f"the code reads {_read(facts, _clocks(facts))}; make it a function of the inputs"
+        else:
+            text += (
+                "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or "
+                "something that an earlier one left behind"
+            )
         yield Finding(UNREPEATABLE, True, text)
+    if facts.by_rank:
+        reads = _read(facts, [each for each in facts.reads if each in (RANK, PROCESS, HOST)])
+        depends = (
+            f"the code reads {reads}" if reads else f"the model{facts.at('model')} or the loss depends on the rank"
+        )
+        text = (
+            f"on rank 1 of 2 the same micro-batch has another {facts.by_rank} than on one process: {depends}; make it "
+            f"a function of the inputs"
+        )
+        yield Finding(RANKED, True, text)
+
+
+def _clocks(facts: Facts) -> list[str]:
+    return [each for each in facts.reads if each in _CLOCKS]
+
+
+def _read(facts: Facts, names: Sequence[str]) -> str:
+    return " and ".join(f"{name} ({facts.reads[name]})" for name in names)
 
 
 def _of_state(facts: Facts) -> Iterator[Finding]:
     """Whatever a forward pass leaves behind is a fault once the next one depends on it."""
     depends = bool(facts.alone)
     if facts.streams:
+        drawn = [
+            f"{name} random generator{f' ({facts.reads[name]})' if name in facts.reads else ''}"
+            for name in facts.streams
+        ]
         text = (
-            f"the forward pass draws from {' and '.join(facts.streams)} random generator, which is not seeded for each "
+            f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
             f"micro-batch{_consequence(facts.alone)}; draw from torch's default generator"
         )
         yield Finding(FOREIGN_RANDOMNESS, depends, text, tuple(facts.streams))
-    if facts.attributes:
-        changes = [f"{name} ({change})" for name, change in facts.attributes.items()]
+    if facts.changed_weights:
+        placed = [f"{name}{facts.at(name)}" for name in facts.changed_weights]
         text = (
-            f"the model keeps state in plain attributes that the forward pass changes: {_listed(changes)}"
-            f"{_consequence(facts.alone)}; processes see only their own micro-batches, and checkpoints do not hold it; "
-            f"make it a function of the inputs, or a parameter"
+            f"the forward pass changes weights: {_listed(placed)}{_consequence(facts.alone)}; each process would "
+            f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
+        )
+        yield Finding(WEIGHTS, True, text, tuple(facts.changed_weights))
+    if facts.attributes:
+        text = (
+            f"the model keeps state in plain attributes that the forward pass changes: "
+            f"{_changes(facts, facts.attributes)}{_consequence(facts.alone)}; processes see only their own "
+            f"micro-batches, and checkpoints do not hold it; make it a function of the inputs, or a parameter"
         )
         yield Finding(ATTRIBUTES, depends, text, tuple(facts.attributes))
-    if depends and not (facts.repeated or facts.streams or facts.attributes or facts.counting_buffers):
+    changes_globals = bool(facts.variables) and (depends or bool(facts.repeated))
+    if facts.variables:
         text = (
-            f"the model or the loss keeps state that is neither a tensor nor an attribute of the model"
-            f"{_consequence(facts.alone)}; look for global variables, closures and caches"
+            f"the forward pass or the loss changes global variables: {_changes(facts, facts.variables)}"
+            f"{_consequence(facts.alone or facts.repeated)}; each process has its own, which sees only its own "
+            f"micro-batches, and checkpoints do not hold them; make it a function of the inputs"
+        )
+        yield Finding(GLOBALS, changes_globals, text, tuple(facts.variables))
+    state = facts.attributes or facts.counting_buffers or facts.changed_weights or changes_globals
+    known = facts.repeated or facts.streams or state
+    if depends and not known:
+        text = (
+            f"the model{facts.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
+            f"model nor a global variable{_consequence(facts.alone)}; look for closures and caches"
         )
         yield Finding(HIDDEN_STATE, True, text)
+
+
+def _changes(facts: Facts, changed: Mapping[str, str]) -> str:
+    """List what was changed, how and where: `forwards (0 -> 2, net.py:12)`."""
+    found = []
+    for name, change in changed.items():
+        place = facts.places.get(name)
+        found.append(f"{name} ({change}{f', {place}' if place else ''})")
+    return _listed(found)
 
 
 def _consequence(alone: str) -> str:
@@ -231,19 +336,28 @@ def _consequence(alone: str) -> str:
 
 
 def _of_buffers(facts: Facts) -> Iterator[Finding]:
-    norms = [name for name, kind in facts.changed_buffers.items() if _is_norm(name, kind)]
-    others = [name for name in facts.changed_buffers if name not in norms]
+    spectral = [name for name, kind in facts.changed_buffers.items() if kind == SPECTRAL_KIND]
+    norms = [name for name, kind in facts.changed_buffers.items() if _is_norm(name, kind) and name not in spectral]
+    others = [name for name in facts.changed_buffers if name not in (*norms, *spectral)]
+    if spectral:
+        text = (
+            f"torch's spectral_norm{facts.at('model')} moves its buffers at each forward pass in training: "
+            f"{_listed(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
+            f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
+        )
+        yield Finding(SPECTRAL_NORM, _counts(facts, spectral), text, tuple(spectral))
     if norms:
         kinds = ", ".join(sorted({facts.changed_buffers[name] for name in norms}))
         text = (
-            f"{kinds} keeps running statistics and is not derived from torch's BatchNorm: {_listed(norms)}; each "
-            f"process would keep those of its own micro-batches; derive it from torch's BatchNorm, whose statistics "
-            f"Lockstep moves once a step"
+            f"{kinds}{facts.at(*norms, 'model')} keeps running statistics and is not derived from torch's BatchNorm: "
+            f"{_listed(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
+            f"BatchNorm, whose statistics Lockstep moves once a step"
         )
         yield Finding(CUSTOM_BATCHNORM, _counts(facts, norms), text, tuple(norms))
     if others:
+        placed = [f"{name}{facts.at(name)}" for name in others]
         text = (
-            f"this model updates buffers outside BatchNorm: {_listed(others)}; each process would update them by its "
+            f"this model updates buffers outside BatchNorm: {_listed(placed)}; each process would update them by its "
             f"own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
         )
         yield Finding(BUFFERS, _counts(facts, others), text, tuple(others))
@@ -258,20 +372,37 @@ def _is_norm(buffer: str, kind: str) -> bool:
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
+def _of_evaluation(facts: Facts) -> Iterator[Finding]:
+    if not facts.evaluation:
+        return
+    drawn = [name for name in facts.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
+    clocks = [name for name in facts.evaluation_reads if name in _CLOCKS]
+    why = [f"forward draws from {name} random generator ({facts.evaluation_reads[name]})" for name in drawn]
+    why += [f"forward reads {name} ({facts.evaluation_reads[name]})" for name in clocks]
+    because = " and ".join(why) or "forward keeps state"
+    text = (
+        f"in evaluation the {facts.evaluation} of the model{facts.at('model')} depend on what was evaluated before: "
+        f"{because}; let evaluation follow from the inputs alone: self.training says which of the two it is, and "
+        f"F.dropout wants training=self.training"
+    )
+    yield Finding(UNREPEATABLE_EVALUATION, True, text)
+
+
 def _of_loss(facts: Facts) -> Iterator[Finding]:
     if facts.loss is None or facts.loss.samples < 2:
         return
     samples, together, one_by_one = facts.loss
     if _alike(together, one_by_one):
         return
-    figures = f"loss: {samples} samples together give {together:.6g}, one by one they add up to {one_by_one:.6g}"
+    sums = f"{samples} samples together give {together:.6g}, one by one they add up to {one_by_one:.6g}"
+    figures = f"loss{facts.at('loss')}: {sums}"
     if _alike(together * samples, one_by_one):
         text = (
             f"{figures}: that is already a mean, and is divided by the number of samples again; return the sum, as "
             f"with reduction='sum', or one value for each sample, as with reduction='none'"
         )
         yield Finding(MEAN_LOSS, True, text)
-    else:
+    elif not facts.repeated:  # else it is another at each call, whatever the samples
         text = (
             f"{figures}: it is no sum over samples, so which samples share a micro-batch decides the result; that is "
             f"the recipe's, and so the same on every placement, but microbatches=1 computes something else"

@@ -1,5 +1,7 @@
 """One contestant of a verification: a placement, in processes of its own, that writes down all it sees.
 
+The loop of training drives it (training/loop.py), over the chosen steps instead of all.
+
 Tensors are written as digests. Only those that are wanted, because they were found to differ, are written whole: a
 model of 25 million parameters would otherwise leave gigabytes behind.
 """
@@ -30,7 +32,7 @@ from lockstep.core.shard import Held, Shard
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE
-from lockstep.parallel.engine import Engine, Sums
+from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layout import gathered
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
@@ -40,7 +42,10 @@ from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.tasks.base import MicroBatch
 from lockstep.training import checkpoint, shards
 from lockstep.training.evaluate import evaluate
+from lockstep.training.events import Evaluated, Saved
+from lockstep.training.loop import Every, Plan, Progress, train
 
+_NEVER: Final = Every(steps=1 << 62)
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 
@@ -53,7 +58,6 @@ class Job:
     """
 
     loaded: Loaded
-    microbatches: int
     numbers: tuple[int, ...]
     validation: int  # samples to evaluate
     folder: Path
@@ -63,9 +67,9 @@ class Job:
     wanted: frozenset[Wanted] = frozenset()
 
 
-def prepared(loaded: Loaded, microbatches: int, validation: int | None = None) -> Setup:
+def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
-    ready = _setup.setup(loaded.config.recipe, microbatches)
+    ready = _setup.setup(loaded.config.recipe)
     whole = ready.data.validation
     count = len(whole) if validation is None else min(validation, len(whole))
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
@@ -75,7 +79,7 @@ def work(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     """Be one rank of a contestant."""
     fix_kernels(job.loaded.config.recipe.threads)
     keep_freed_memory()
-    ready = ready or prepared(job.loaded, job.microbatches, job.validation)
+    ready = ready or prepared(job.loaded, job.validation)
     placement = job.loaded.config.placement
     world = open_world(meeting, choose_device(placement.device, meeting.info))
     trace.write(job.folder, _Contestant(job, ready, world).run())
@@ -99,39 +103,56 @@ class FirstSamples:
         return self._split.fetch(indices, draw)
 
 
+@dataclass(frozen=True)
+class _Unstopped:
+    """Never wishes to stop: a signal ends a contestant at once."""
+
+    wish: int = 0
+
+
 @final
 class _Contestant:
+    """One rank of a contestant: the loop that trains drives it, and it notes what its engine does."""
+
     def __init__(self, job: Job, ready: Setup, world: World) -> None:
-        placement = job.loaded.config.placement
         self._job = job
         self._ready = ready
         self._world = world
         self._meter = Meter(world.device)
-        self._rate = planning.rate(ready.recipe, ready.steps)
         self._engine: Engine
-        _, place, self._engine = _setup.start(ready, placement, world, job.microbatches)
-        self._loader: Loader = ready.loader(world, place, job.microbatches, placement.workers)
+        self._loader: Loader
+        _, self._engine, self._loader = _setup.start(ready, job.loaded.config.placement, world)
+        self._steps: list[StepSeen] = []
         self._seconds = 0.0
 
     def run(self) -> Seen:
-        if self._job.resume is not None:
-            self._engine.load(engine_state(checkpoint.read(self._job.resume)))
-        steps = []
-        for position, (step, microbatches) in self._batches():
-            steps.append(self._step(position, step, microbatches))
-            if position + 1 == self._job.save_after:
-                self._save(position + 1)
+        """Train the steps of the job, evaluate, and return what was seen."""
+        job, recipe = self._job, self._ready.recipe
+        if job.resume is not None:
+            self._engine.load(engine_state(checkpoint.read(job.resume)))
+        plan = Plan(
+            steps=replace(self._ready.steps, steps=_NEVER.steps, epochs=None),
+            rate=planning.rate(recipe, self._ready.steps),
+            clip_norm=recipe.clip_norm,
+            stop_on_nonfinite=recipe.nonfinite == "stop",
+            log=Every(steps=1),
+            evaluate=_NEVER,
+            save=Every(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else _NEVER,
+        )
+        for _ in train(self, self._world, self._batches, plan, Progress(), _not_due, self._save, _Unstopped()):
+            pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
         self._engine.close()
-        return Seen(self._world.rank, steps, evaluation, self._seconds, peak_bytes)
+        return Seen(self._world.rank, self._steps, evaluation, self._seconds, peak_bytes)
 
-    def _batches(self) -> Iterator[tuple[int, tuple[Step, Sequence[MicroBatch]]]]:
-        for position in range(self._job.first, len(self._job.numbers)):
-            with closing(self._loader.training(self._job.numbers[position])) as batches:  # type: ignore[type-var]
-                yield position, next(batches)
+    def _batches(self, _: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+        for number in self._job.numbers[self._job.first :]:
+            with closing(self._loader.training(number)) as batches:  # type: ignore[type-var]
+                yield next(batches)
 
-    def _step(self, position: int, step: Step, microbatches: Sequence[MicroBatch]) -> StepSeen:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+        """See Stepping."""
         seen = StepSeen(step.number)
         seen.data = {str(each.index): trace.digest([each.inputs, each.targets]) for each in microbatches}
         began = time.perf_counter()
@@ -139,20 +160,26 @@ class _Contestant:
         seen.loss = float(sums.total)  # waits for the device
         self._seconds += time.perf_counter() - began
         seen.own_losses = _own_losses(sums, microbatches)
-        self._note(seen, position, {trace.GRADIENT: self._engine.gradients()})
+        self._steps.append(seen)
+        self._note(seen, {trace.GRADIENT: self._engine.gradients()})
+        return sums
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Stepping."""
+        seen = self._steps[-1]
         began = time.perf_counter()
-        update = self._engine.update(self._rate.at(step.samples_seen), self._ready.recipe.clip_norm)
+        update = self._engine.update(lr, max_norm)
         seen.norm = None if update.norm is None else float(update.norm)
         self._seconds += time.perf_counter() - began
         state = self._engine.state()
-        kinds = {trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}}
-        self._note(seen, position, kinds)
+        self._note(seen, {trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
         if self._world.rank == 0:  # which speaks for all where they are cut
             seen.scalars = json.dumps(state.scalars, sort_keys=True)
-        return seen
+        return update
 
-    def _note(self, seen: StepSeen, position: int, kinds: Mapping[str, Mapping[str, Held]]) -> None:
+    def _note(self, seen: StepSeen, kinds: Mapping[str, Mapping[str, Held]]) -> None:
         """Add digests of tensors to `seen`. What is cut is gathered, some at a time, and noted by rank 0."""
+        position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
             seen.tensors[kind] = dict.fromkeys(tensors, "")  # in the order of the state
             for name, whole in wholes(self._world, tensors):
@@ -162,19 +189,27 @@ class _Contestant:
                     trace.keep(self._job.folder, self._world.rank, wanted, whole)
             seen.tensors[kind] = {name: digest for name, digest in seen.tensors[kind].items() if digest}
 
-    def _save(self, done: int) -> None:
+    def _save(self, progress: Progress) -> list[Saved]:
+        done = self._job.save_after
+        if done is None or progress.step != self._job.numbers[done - 1] + 1:  # a later multiple of it
+            return []
         state, folder = self._engine.state(), self._job.folder / checkpoint.FOLDER
         snapshot = checkpoint.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
         if not snapshot.is_whole:
             shards.save(self._world, folder, done, snapshot, keep=1, best=False)
         elif self._world.rank == 0:
             checkpoint.save(folder, done, snapshot, keep=1, best=False)
+        return []
 
     def _evaluate(self) -> dict[str, float]:
-        batch = _setup.evaluation_batch(self._ready.recipe, self._job.microbatches)
+        batch = _setup.evaluation_batch(self._ready.recipe)
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         figures = evaluate(self._engine, self._world, self._ready.task, batches, number)
         return {name: value for name, value in figures.items() if name != "seconds"}
+
+
+def _not_due(_: Progress) -> Evaluated:
+    raise AssertionError  # a contestant evaluates once, at the end
 
 
 def wholes(world: World, tensors: Mapping[str, Held]) -> Iterator[tuple[str, Tensor]]:

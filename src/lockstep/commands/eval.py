@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import LockstepError
-from lockstep.launchers import detect
+from lockstep.commands import _completion
+from lockstep.core.text import printable, printable_line
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launchers import detect, located
 from lockstep.parent import die_with_launcher
 
 if TYPE_CHECKING:
@@ -22,136 +26,172 @@ if TYPE_CHECKING:
     from lockstep.core.rank import RankInfo
     from lockstep.runtime.meeting import Meeting
     from lockstep.training.checkpoint import Found
+    from lockstep.training.saved_state import SavedState
 
 
 @click.command("eval")
-@click.argument("checkpoint")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-def command(checkpoint: str, overrides: tuple[str, ...]) -> None:
+@click.argument("checkpoint", shell_complete=_completion.files)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
+@click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
+def command(checkpoint: str, overrides: tuple[str, ...], trust: bool) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
 
-    The recipe is the one it was trained by. Overrides are dotted: placement.processes=4 recipe.data.root=/data
+    The recipe is the one it was trained by. Overrides are dotted: placement.processes=4 recipe.data.root=/data.
+    Code that it names, such as recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
-    info = detect(os.environ)
-    raise SystemExit(_as_rank(info, checkpoint, overrides) if info else _here(checkpoint, overrides))
+    info, asked = detect(os.environ), Asked(checkpoint, overrides, trust)
+    raise SystemExit(_as_rank(info, asked) if info else _here(asked))
 
 
-def _as_rank(info: RankInfo, path: str, overrides: tuple[str, ...]) -> int:
+@dataclass(frozen=True)
+class Asked:
+    """What the user typed."""
+
+    path: str
+    overrides: tuple[str, ...]
+    trust: bool
+
+
+def _as_rank(info: RankInfo, asked: Asked) -> int:
     """Evaluate as one rank of those that another launcher started."""
     die_with_launcher(info.launcher)  # before the imports, which take seconds
+    info = located(info, os.environ)
 
     from lockstep.config.placement import rendezvous
     from lockstep.runtime.member import as_rank, refuse
 
     try:
-        _, loaded = _open(path, overrides)
+        _, loaded = _open(asked)
     except LockstepError as error:
-        refuse(info, rendezvous(overrides), error)
+        refuse(info, rendezvous(asked.overrides), error)
+    for note in loaded.notes if info.rank == 0 else ():
+        click.echo(f"note: {note}", err=True)
     placement = loaded.config.placement
     return as_rank(
         info,
         placement.rendezvous,
         placement.timeout_s,
         placement.lost_after_s,
-        lambda meeting: _evaluate_as(meeting, path, overrides),
+        lambda meeting: _evaluate_as(meeting, asked),
     )
 
 
-def _here(path: str, overrides: tuple[str, ...]) -> int:
+def _here(asked: Asked) -> int:
     """Check everything in this process, then evaluate in it, or start the processes that do."""
     import torch
 
     from lockstep.commands import _setup
+    from lockstep.commands._resume import evaluated
     from lockstep.runtime.agent import run_workers
     from lockstep.runtime.member import alone
 
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    found, loaded = _open(path, overrides)
+    found, loaded = _open(asked)
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
     count = _setup.processes(loaded.config)
     # No step is shared here, so there may be more processes than micro-batches.
-    _setup.strategy(loaded.config.placement, count)[1].check(count, max(count, _microbatches(found)))
-    ready = _setup.setup(loaded.config.recipe, _microbatches(found))
+    _setup.strategy(loaded.config.placement, count)[1].check(count, max(count, loaded.config.recipe.microbatches))
+    ready = _setup.setup(loaded.config.recipe)
+    evaluated(found.path, found.snapshot, ready)
     _setup.check_cut(ready, loaded.config, count)
     for problem in found.problems:
-        click.echo(f"warning: {problem}", err=True)
+        click.echo(printable(f"warning: {problem}"), err=True)
     if count == 1:
-        return _evaluate_as(alone(), path, overrides, found, ready)
+        return _evaluate_as(alone(), asked, found, ready)
     method = _setup.start_method(loaded.config.placement)
     shared = (found, ready) if method == "fork" else (None, None)
-    return run_workers(partial(_worker, path, overrides, *shared), count, method, loaded.config.placement.timeout_s)
+    return run_workers(partial(_worker, asked, *shared), count, method, loaded.config.placement.timeout_s)
 
 
-def _worker(path: str, overrides: tuple[str, ...], found: Found | None, ready: Setup | None, meeting: Meeting) -> int:
+def _worker(asked: Asked, found: Found | None, ready: Setup | None, meeting: Meeting) -> int:
     """Evaluate as one of the processes that `_here` started."""
-    return _evaluate_as(meeting, path, overrides, found, ready)
+    return _evaluate_as(meeting, asked, found, ready)
 
 
-def _evaluate_as(
-    meeting: Meeting,
-    path: str,
-    overrides: tuple[str, ...],
-    found: Found | None = None,
-    ready: Setup | None = None,
-) -> int:
+def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, ready: Setup | None = None) -> int:
     from lockstep.commands import _setup
+    from lockstep.commands._resume import evaluated
     from lockstep.commands._training import started_with, watched
     from lockstep.runtime.memory import keep_freed_memory
     from lockstep.runtime.precision import fix_kernels
     from lockstep.runtime.world import choose_device
     from lockstep.training import checkpoint
 
-    opened, loaded = _open(path, overrides, found)
+    opened, loaded = _open(asked, found)
     fix_kernels(loaded.config.recipe.threads)
     keep_freed_memory()
     device = choose_device(loaded.config.placement.device, meeting.info)
     with watched(meeting, loaded.config.placement, device):
-        facts = started_with(loaded, _microbatches(opened), device)
+        facts = started_with(loaded, device)
         meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
-        ready = ready or _setup.setup(loaded.config.recipe, _microbatches(opened))
-        meeting.compare(_setup.data_facts(ready))
-        return _evaluate(loaded, opened, ready, meeting, device)
+        ready = ready or _setup.setup(loaded.config.recipe)
+        state = evaluated(opened.path, opened.snapshot, ready)
+        meeting.compare(_setup.setup_facts(ready))
+        return _evaluate(loaded, opened, state, ready, meeting, device)
 
 
-def _open(path: str, overrides: tuple[str, ...], found: Found | None = None) -> tuple[Found, Loaded]:
+def _open(asked: Asked, found: Found | None = None) -> tuple[Found, Loaded]:
     """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
-    from lockstep.config.load import load, load_text
+    from lockstep.commands._resume import saved_recipe, signing_key
+    from lockstep.config.base import values
+    from lockstep.config.load import load_text, recorded
     from lockstep.training import checkpoint
 
-    found = found or checkpoint.load(Path(path))
-    recipe = dict(found.snapshot.state["recipe"])
+    is_new = found is None
+    found = found or checkpoint.load(Path(asked.path))
+    recipe = values(saved_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / "config.yaml"
-    if run_config.exists():
-        data = load(str(run_config)).config.recipe.data
-        recipe["data"] = {**recipe["data"], "root": data.root, "download": data.download}
-    # More processes than micro-batches may evaluate, so the recipe does not say here how many it has.
-    text = json.dumps({"recipe": {**recipe, "microbatches": None}})
-    return found, load_text(text, str(found.path / checkpoint.STATE), found.path.name, overrides)
+    if os.path.lexists(run_config):
+        data = recorded(run_config).data
+        recipe["data"] |= {"root": data.root, "download": data.download}
+    label, text = str(found.path / checkpoint.STATE), json.dumps({"recipe": recipe})
+    loaded = load_text(text, label, found.path.name, asked.overrides, shares_steps=False)
+    _check_code(asked, loaded)
+    key = signing_key(loaded.config.run)
+    if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
+        signed = checkpoint.load(found.path, key=key)
+        if signed.snapshot.state != found.snapshot.state:
+            raise UsageError(f"{found.path}: changed while it was read; try again")
+        found = found._replace(snapshot=signed.snapshot)
+    return found, loaded
 
 
-def _microbatches(found: Found) -> int:
-    return int(found.snapshot.state["microbatches"])
+def _check_code(asked: Asked, loaded: Loaded) -> None:
+    """Raise UsageError where the recipe names code that the user did not: who wrote the folder could run anything."""
+    recipe = loaded.config.recipe
+    # A colon in a name of timm's is no import path, but says where to fetch a model from.
+    named = {"model": recipe.model.name, "data": recipe.data.name, "loss": recipe.loss.name}
+    keys = {f"recipe.{section}.name": name for section, name in named.items() if ":" in name}
+    foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
+    if foreign and not asked.trust:
+        words = " ".join(["lockstep eval", *map(shlex.quote, [asked.path, *foreign])])
+        raise UsageError(
+            f"{asked.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
+            f"run folder runs only if your command names it: {words}; or all of it, with --trust"
+        )
 
 
-def _evaluate(loaded: Loaded, found: Found, ready: Setup, meeting: Meeting, device: torch.device) -> int:
+def _evaluate(
+    loaded: Loaded, found: Found, state: SavedState, ready: Setup, meeting: Meeting, device: torch.device
+) -> int:
     from lockstep.commands._setup import evaluation_batch, start
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
     from lockstep.runtime.doing import Doing
     from lockstep.runtime.world import open_world
     from lockstep.training import checkpoint
-    from lockstep.training.loop import Progress
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
     world = open_world(meeting, device)
-    microbatches = _microbatches(found)
-    _, place, engine = start(ready, placement, world, microbatches)
-    loader = ready.loader(world, place, microbatches, placement.workers)
-    engine.load(engine_state(found.snapshot))
-    progress = Progress(**found.snapshot.state["progress"])
+    _, engine, loader = start(ready, placement, world)
+    # An optimizer is not needed; what the engine has of it is as good as what was saved.
+    engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
+    progress = state.progress
     meeting.doing = lambda: Doing("evaluating", progress.step)
-    event = evaluated(engine, world, ready, loader, evaluation_batch(recipe, microbatches), progress)
+    event = evaluated(engine, world, ready, loader, evaluation_batch(recipe), progress)
     if world.rank == 0:
-        click.echo(f"{found.path}, after step {progress.step}")
+        click.echo(f"{printable_line(str(found.path))}, after step {progress.step}")
         click.echo(wording.evaluated(event))
         click.echo(f"weights sha256 {checkpoint.weights_sha256(found.snapshot.model)}")
     engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from lockstep.commands import _completion
+from lockstep.core.text import printable_line
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ class _Found:
     held: bool
     submitted: Submitted | None
     problem: str | None
+    recipe: Mapping[str, str]
+    failure: str
 
     @property
     def time(self) -> float:
@@ -41,33 +46,36 @@ class _Found:
 
 
 @click.command("jobs")
-@click.argument("folders", nargs=-1, metavar="[FOLDER]...")
+@click.argument("folders", nargs=-1, metavar="[FOLDER]...", shell_complete=_completion.files)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object for each run.")
 def command(folders: tuple[str, ...], as_json: bool) -> None:
     """Show the runs in each FOLDER (runs/, if left out), those that something happened to last first.
 
-    A FOLDER is a run folder, or holds some, in folders of its own too.
+    A FOLDER is a run folder, or holds some, in folders of its own too. Where recipes differ, the table has the keys in
+    which they do; below it stands why a run failed.
     """
     from lockstep.commands._runs import run_folders
-    from lockstep.reporting.overview import overview
+    from lockstep.reporting.overview import differing, overview
 
     found = [_found(folder) for each in folders or ("runs",) for folder in run_folders(Path(each))]
     found.sort(key=lambda each: each.time, reverse=True)
     queue, unheard = _queue({each.submitted.job for each in found if each.submitted})
     runs = [_run(each, queue) for each in found]
     if as_json:
-        click.echo(json.dumps([_as_json(each, run) for each, run in zip(found, runs, strict=True)], indent=1))
+        keys = differing(runs)
+        click.echo(json.dumps([_as_json(each, run, keys) for each, run in zip(found, runs, strict=True)], indent=1))
     elif runs:
         overview(runs, time.time(), sys.stdout)
     else:
         click.echo(f"no runs in {', '.join(folders) or 'runs'}")
     for line in [*(each.problem for each in found if each.problem), *([unheard] if unheard else [])]:
-        click.echo(f"warning: {line}", err=True)
+        click.echo(printable_line(f"warning: {line}"), err=True)
 
 
 def _found(folder: Path) -> _Found:
-    from lockstep.commands._runs import is_held
+    from lockstep.commands._runs import CONFIG, failure, is_held
     from lockstep.commands._submitted import recorded
+    from lockstep.config.recorded import recorded_recipe
     from lockstep.reporting import jsonl
     from lockstep.reporting.status import Status, status
 
@@ -75,14 +83,12 @@ def _found(folder: Path) -> _Found:
     log = folder / jsonl.EVENTS
     try:
         submitted = recorded(folder)
-        said = status(jsonl.read(log) if log.exists() else ())
+        said = status(jsonl.read(log) if os.path.lexists(log) else ())
     except UsageError as error:
         problem = str(error)
-    except OSError as error:
-        problem = f"{log}: cannot be read: {error.strerror}"
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, ValueError) as error:
         problem = f"{log}: not a log of this version ({error!r})"
-    return _Found(folder, said, is_held(folder), submitted, problem)
+    return _Found(folder, said, is_held(folder), submitted, problem, recorded_recipe(folder / CONFIG), failure(folder))
 
 
 def _queue(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str | None]:
@@ -112,13 +118,26 @@ def _run(found: _Found, queue: Mapping[int, tuple[str, str]] | None) -> Run:
     judged = state(found.status, found.held, submitted.time if submitted else None, job)
     words = [str(submitted.job) if submitted else "", job or "", f"({reason})" if reason else ""]
     return Run(
-        str(found.folder), "unreadable" if found.problem else judged, found.status, " ".join(filter(None, words))
+        str(found.folder),
+        "unreadable" if found.problem else judged,
+        found.status,
+        " ".join(filter(None, words)),
+        found.recipe,
+        found.failure if judged == "died" else "",
     )
 
 
-def _as_json(found: _Found, run: Run) -> dict[str, object]:
+def _as_json(found: _Found, run: Run, keys: Collection[str]) -> dict[str, object]:
     figures = asdict(run.status)
     if run.status.loss is not None and not abs(run.status.loss) < float("inf"):
         figures["loss"] = str(run.status.loss)  # as in the log: JSON has no NaN and no infinity
     job = found.submitted.job if found.submitted else None
-    return {"run": run.folder, "state": run.state, **figures, "job": job, "slurm": run.job.partition(" ")[2] or None}
+    return {
+        "run": run.folder,
+        "state": run.state,
+        **figures,
+        "job": job,
+        "slurm": run.job.partition(" ")[2] or None,
+        "failure": run.failure or None,
+        "differs": {key: run.recipe.get(key) for key in keys},
+    }

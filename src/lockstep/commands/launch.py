@@ -10,17 +10,18 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from lockstep.core.job import PORT, Job, checked
+from lockstep.core.job import PORT, SECRET, Job, Resources, checked
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
-from lockstep.tether import SRUN_PORT, held
+from lockstep.runtime.secret import drawn, job_secret
+from lockstep.tether import SRUN_PORT, held, problem_of
 
 RESTARTS: Final = 10
 
@@ -53,6 +54,10 @@ RESTARTS: Final = 10
 )
 @click.option("--endpoint", default="", metavar="HOST:PORT", help="Where they meet; left out, the first host's --port.")
 @click.option("--id", "name", default="", help="Tells this meeting from others there; for --on ssh one is drawn.")
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host (slurm).")
+@click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process (slurm).")
+@click.option("--partition", default="", help="The partition to run in (slurm).")
+@click.option("--account", default="", help="The account that it counts for (slurm).")
 @click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to the launcher as it is; repeatable.")
 @click.option("--python", default=sys.executable, help="The Python on the hosts; left out, the path of this one.")
 @click.option("--dry-run", is_flag=True, help="Print the line and do nothing.")
@@ -68,6 +73,10 @@ def command(
     rendezvous: str | None,
     endpoint: str,
     name: str,
+    gpus_per_node: str,
+    cpus_per_task: int | None,
+    partition: str,
+    account: str,
     options: tuple[str, ...],
     python: str,
     dry_run: bool,
@@ -93,20 +102,26 @@ def command(
         rendezvous=rendezvous or "",
         endpoint=endpoint,
         id=name,
+        resources=Resources(partition, account, gpus_per_node, cpus_per_task or 0),
     )
     _check_elastic(on, checked(job))
+    _check_resources(on, job)
     _check_port(on, job, port)
     job = _with_id(on, job)
     _check_node_rank(on, job, node_rank)
     _check_restarts(job)
+    secret = _secret(on, job)
+    job = replace(job, signed=bool(secret))
     lines = _lines(on, job)
     if dry_run:
         for line in lines.values():
             click.echo(shlex.join(line))
     elif on == "ssh":
-        raise SystemExit(_on_hosts(lines, job))
+        raise SystemExit(_on_hosts(lines, job, secret))
     else:
-        _become(lines[""], on)
+        if on == "torchrun" and not job.standalone and (problem := problem_of(job.meets_on)):
+            raise UsageError(problem)
+        _become(lines[""], on, secret)
 
 
 def _hosts(file: Path) -> tuple[str, ...]:
@@ -136,6 +151,22 @@ def _check_elastic(on: str, job: Job) -> None:
         raise UsageError(f"{', '.join(job.elastic)}: not with --on {on}; the agents of --on torchrun and ssh do that")
     if job.id and (job.standalone or job.meets_by == "static"):
         raise UsageError(f"--id: {job.id}, but who meets statically or alone has no name for that; leave --id out")
+
+
+def _check_resources(on: str, job: Job) -> None:
+    asked = list(job.resources.named)
+    if on != "slurm" and asked:
+        raise UsageError(f"{', '.join(asked)}: not with --on {on}; they are for Slurm: --on slurm, or lockstep submit")
+
+
+def _secret(on: str, job: Job) -> str:
+    """Return the secret of the job: the user's own, else a new one where this command starts all ranks; "" for none.
+
+    Hosts that join later, or that another command starts, would not have a new one.
+    """
+    own = os.fsdecode(job_secret(os.environ))
+    starts_all = job.fewest is None and (on in ("slurm", "openmpi", "ssh") or (on == "torchrun" and job.nodes == 1))
+    return own or (drawn() if starts_all else "")
 
 
 def _check_port(on: str, job: Job, port: int | None) -> None:
@@ -215,18 +246,18 @@ def _lines(on: str, job: Job) -> dict[str, list[str]]:
     return {one.hosts[one.host]: ssh.command(one, line, str(Path.cwd())) for one, line in zip(each, plain, strict=True)}
 
 
-def _become(line: list[str], on: str) -> None:
-    """Become the launcher, so that signals go where they should."""
+def _become(line: list[str], on: str, secret: str) -> None:
+    """Become the launcher, so that signals go where they should. What it starts has the secret in its environment."""
+    env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
     if shutil.which(line[0]) is None:
         raise UsageError(f"{line[0]} is not found; install it or load its module, or choose another --on")
     sys.stdout.flush()
-    if on != "slurm":
-        os.execvp(line[0], line)
-    with held() as tied_to:
-        os.execvpe(line[0], line, {**os.environ, SRUN_PORT: str(tied_to.getsockname()[1])})
+    with held() if on == "slurm" else nullcontext() as tied_to:
+        port = {SRUN_PORT: str(tied_to.getsockname()[1])} if tied_to else {}
+        os.execvpe(line[0], line, env | port)
 
 
-def _on_hosts(lines: Mapping[str, list[str]], job: Job) -> int:
+def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """Run the lines and return the exit code: the first host's that failed, or what says that the run is saved.
 
     torchrun makes 1 of that; it is found in the run folder, where this host sees it too.
@@ -236,7 +267,7 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job) -> int:
     if shutil.which("ssh") is None:
         raise UsageError("ssh is not found; install it, or choose another --on")
     before = _result(job)
-    ended = run_on_hosts(lines, _say, needed=job.fewest)
+    ended = run_on_hosts(lines, _say, needed=job.fewest, secret=secret)
     result = _result(job)
     if not ended.code or result == before or result.get("exit_code") not in (EXIT_SAVED, EXIT_INTERRUPTED):
         return ended.code

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import click
+
+_NARROW: Final = 110  # columns of a terminal, below which a table would fold the descriptions
 
 
 class Row(NamedTuple):
@@ -53,10 +55,18 @@ def _plain(rows: list[Row]) -> list[str]:
 
 def draw(rows: list[Row]) -> None:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Column, Table
 
+    console = Console()
+    if console.width < _NARROW:
+        for row in rows:
+            console.print(row.name, style="bold", highlight=False)
+            facts = f"{row.model}, {row.data}, batch {row.batch}, {row.length}"
+            console.print(Padding(f"{row.description}\n{facts}", (0, 0, 0, 2)), highlight=False)
+        return
     columns = [Column(name, no_wrap=name != "description") for name in Row._fields]
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console.print(table)

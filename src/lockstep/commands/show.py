@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.commands import _completion
+from lockstep.core.text import printable
+
 if TYPE_CHECKING:
     from lockstep.config.recipe import Recipe
     from lockstep.core.order import Step, Steps
 
 
 @click.command("show")
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("recipe", shell_complete=_completion.words)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
 def command(recipe: str, overrides: tuple[str, ...]) -> None:
     """Print the configuration of RECIPE, each value with its origin, and the numbers that follow from it.
 
@@ -24,6 +27,8 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     from lockstep.config.load import load, to_yaml
 
     loaded = load(recipe, overrides)
+    for note in loaded.notes:
+        click.echo(printable(f"note: {note}"), err=True)
     click.echo(to_yaml(loaded))
     for name, text in consequences(loaded.config.recipe):
         click.echo(f"{name:<15}{text}")
@@ -49,8 +54,6 @@ def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _cuts(recipe: Recipe) -> str:
     from lockstep.core.order import cut
 
-    if recipe.microbatches is None:
-        return "as many as data-parallel processes at the first start"
     return _sizes(cut(recipe.batch, recipe.microbatches))
 
 
@@ -70,8 +73,6 @@ def _length(recipe: Recipe, run: Steps) -> Iterator[tuple[str, str]]:
 
 
 def _last_cuts(recipe: Recipe, last: Step) -> str:
-    if recipe.microbatches is None:
-        return ""
     return f", micro-batches {_sizes(last.microbatches(recipe.microbatches))}"
 
 

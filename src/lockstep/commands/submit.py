@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands._submitted import SCRIPT, Submitted, record
-from lockstep.core.job import Job, other_processes
+from lockstep.core.job import Job, Resources, other_processes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import slurm
+from lockstep.training import durable
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 @click.option(
     "--warn-before", type=int, default=120, show_default=True, help="Seconds before that, to save in; at most 65535."
 )
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host.")
+@click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process.")
+@click.option("--partition", default="", help="The partition to run in; left out, the site's.")
+@click.option("--account", default="", help="The account that it counts for; left out, your own.")
 @click.option("--name", help="Of the job; left out, the recipe's.")
 @click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to sbatch as it is; repeatable.")
 @click.option("--python", default=sys.executable, help="The Python on the hosts; left out, the path of this one.")
@@ -39,6 +44,10 @@ def command(
     processes_per_node: int,
     limit: str,
     warn_before: int,
+    gpus_per_node: str,
+    cpus_per_task: int | None,
+    partition: str,
+    account: str,
     name: str | None,
     options: tuple[str, ...],
     python: str,
@@ -52,7 +61,12 @@ def command(
     loaded = _checked(words, nodes * processes_per_node)
     run = _run(loaded)
     job = Job(
-        _whole(words, loaded, run, nodes * processes_per_node), python, nodes, processes_per_node, options=options
+        _whole(words, loaded, run, nodes * processes_per_node),
+        python,
+        nodes,
+        processes_per_node,
+        options=options,
+        resources=Resources(partition, account, gpus_per_node, cpus_per_task or 0),
     )
     again = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
     batch = slurm.Batch(job, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before, again)
@@ -70,6 +84,7 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
             f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(words) or 'nothing'}; only training "
             f"can stop and go on. For other commands: lockstep launch --on slurm"
         )
+    from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
 
     loaded = load(*split(words[1:]))
@@ -77,8 +92,8 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
         raise UsageError(*problems)
     from lockstep.commands import _folder, _setup
 
-    loaded = _folder.with_microbatches(loaded)
-    _setup.check_placement(loaded.config, processes, loaded.config.recipe.microbatches or processes)
+    with with_places(loaded):
+        _setup.check_placement(loaded.config, processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
         _folder.claim(loaded).lock.release()  # refused here where it would be refused there
@@ -89,7 +104,7 @@ def _run(loaded: Loaded) -> Path:
     """Return the run folder, which each start of the job is to go on in."""
     from lockstep.commands import _folder
 
-    return Path(loaded.config.run.dir) if loaded.config.run.dir else _folder.fresh(loaded.name)
+    return Path(loaded.config.run.dir) if loaded.config.run.dir else _folder.fresh(loaded)
 
 
 def _whole(words: tuple[str, ...], loaded: Loaded, run: Path, processes: int) -> tuple[str, ...]:
@@ -107,7 +122,7 @@ def _submit(run: Path, text: str) -> None:
     file = run / SCRIPT
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and would run a job without a log
-        file.write_text(text, encoding="utf-8")
+        durable.replace(file, text.encode())
         file.chmod(0o755)
     except OSError as error:
         raise UsageError(f"run.dir {run}: cannot be used: {error.strerror}; choose another run.dir") from error

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import LockstepError, UsageError
-from lockstep.launchers import detect, torchrun
+from lockstep.commands import _completion
+from lockstep.core.text import printable
+from lockstep.errors import EXIT_DONE, LockstepError, UsageError
+from lockstep.launchers import detect, located, torchrun
 from lockstep.parent import die_with_launcher, parent_command
+from lockstep.runtime.voice import outliving_terminal
 
 if TYPE_CHECKING:
     from lockstep.commands._setup import Setup
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command("train")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 def command(words: tuple[str, ...]) -> None:
     """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out).
 
@@ -34,23 +37,46 @@ def command(words: tuple[str, ...]) -> None:
     info = detect(os.environ)
     if info is not None:
         die_with_launcher(info.launcher)  # before the imports, which take seconds
+        info = located(info, os.environ)
+    with outliving_terminal():
+        raise SystemExit(_alone(words) if info is None else _there(info, words))
 
-    from lockstep.config.load import load, split
+
+def _alone(words: tuple[str, ...]) -> int:
+    """Train where no other launcher started anything, unless all is done already."""
+    from lockstep.commands._finished import finished
+
+    loaded = _loaded(words)
+    done = finished(loaded)
+    if done:
+        click.echo(printable(done))
+    return EXIT_DONE if done else _here(loaded)
+
+
+def _there(info: RankInfo, words: tuple[str, ...]) -> int:
+    """Check what can be checked, and train as one rank of those that another launcher started."""
     from lockstep.config.placement import rendezvous
 
-    if info is None:
-        raise SystemExit(_here(load(*split(words))))
     try:
-        loaded = _checked(load(*split(words)), info)
+        loaded = _checked(_loaded(words, say=info.rank == 0), info)
     except LockstepError as error:
         from lockstep.runtime.member import refuse
 
         refuse(info, rendezvous(words), error)
-    raise SystemExit(_as_rank(loaded, info))
+    return _as_rank(loaded, info)
+
+
+def _loaded(words: tuple[str, ...], say: bool = True) -> Loaded:
+    from lockstep.config.load import load, split
+
+    loaded = load(*split(words))
+    for note in loaded.notes if say else ():
+        click.echo(printable(f"note: {note}"), err=True)
+    return loaded
 
 
 def _as_rank(loaded: Loaded, info: RankInfo) -> int:
-    """Train as one rank of those that another launcher started."""
+    """Meet the other ranks and train."""
     from lockstep.commands._training import run_rank
     from lockstep.runtime.member import as_rank
 
@@ -65,12 +91,13 @@ def _as_rank(loaded: Loaded, info: RankInfo) -> int:
 
 
 def _checked(loaded: Loaded, info: RankInfo) -> Loaded:
-    """Check all that can be checked before the ranks meet, and return the configuration with its micro-batches."""
-    from lockstep.commands import _folder, _setup
+    """Check all that can be checked before the ranks meet, and return the configuration."""
+    from lockstep.commands import _setup
+    from lockstep.config.blame import with_places
 
-    loaded = _folder.with_microbatches(loaded)
     _check_launch(loaded.config, info)
-    _setup.check_placement(loaded.config, info.size, loaded.config.recipe.microbatches or info.size)
+    with with_places(loaded):
+        _setup.check_placement(loaded.config, info.size)
     return loaded
 
 
@@ -97,27 +124,32 @@ def _here(loaded: Loaded) -> int:
 
     from lockstep.commands import _folder, _setup
     from lockstep.commands._training import Start, run_rank
+    from lockstep.config.blame import with_places
     from lockstep.runtime.agent import run_workers
     from lockstep.runtime.member import alone
 
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    loaded = _folder.with_microbatches(loaded)
-    count = _setup.processes(loaded.config)
-    microbatches = loaded.config.recipe.microbatches or count
-    _setup.check_placement(loaded.config, count, microbatches)
-    ready = _setup.setup(loaded.config.recipe, microbatches)
-    _setup.check_cut(ready, loaded.config, count)
+    with with_places(loaded):
+        count = _setup.processes(loaded.config)
+        _setup.check_placement(loaded.config, count)
+        ready = _setup.setup(loaded.config.recipe)
+        _setup.check_cut(ready, loaded.config, count)
+    for warning in ready.warnings:
+        click.echo(printable(f"warning: {warning}"), err=True)
     claim = _folder.claim(loaded)
     with claim.held():
         for note in claim.notes:
-            click.echo(note, err=True)
-        start = Start(claim.folder, claim.checkpoint, microbatches)
+            click.echo(printable(note), err=True)
+        start = Start(claim.folder, claim.checkpoint, claim.done)
         if count == 1:
             return run_rank(loaded, alone(), start, ready)
         method = _setup.start_method(loaded.config.placement)
         worker = partial(_worker, loaded, start, ready if method == "fork" else None)
-        code = run_workers(worker, count, method, loaded.config.placement.timeout_s, claim.folder / _folder.LOGS)
-        _folder.settle(claim.folder, code)
+        reasons: list[str] = []
+        code = run_workers(
+            worker, count, method, loaded.config.placement.timeout_s, claim.folder / _folder.LOGS, reasons.append
+        )
+        _folder.settle(claim.folder, code, *reasons)
         return code
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import click
 
+from lockstep.commands import _completion
+from lockstep.core.text import printable
 from lockstep.launchers import detect
 
 
 @click.command("verify")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 @click.option("--all", "everything", is_flag=True, help="Every strategy on 1 to 4 processes, as this machine allows.")
 @click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Steps to compare.")
 @click.option(
@@ -27,9 +29,12 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
     Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
     shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
     """
+    from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
 
     loaded = load(*split(words))
+    for note in loaded.notes:
+        click.echo(printable(f"note: {note}"), err=True)
 
     from rich.console import Console
 
@@ -41,7 +46,8 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
         raise UsageError("verify starts the processes of each placement itself; run it once, without a launcher")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
-    found = verify(loaded, everything, steps, _progress if sys.stderr.isatty() else _silence)
+    with with_places(loaded):
+        found = verify(loaded, everything, steps, _progress if sys.stderr.isatty() else _silence)
     if file is not None:
         file.write_text(to_json(found), encoding="utf-8")
     draw(found, Console())

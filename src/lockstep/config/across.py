@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from lockstep.config.document import Path, Place, Problem, locate
 from lockstep.config.placement import ALIASES
-from lockstep.config.recipe import contradictions
+from lockstep.config.recipe import contradictions, default_microbatches
 from lockstep.config.write import shown
 from lockstep.core.names import choices
+from lockstep.core.work import too_few
 
 _STRATEGIES: Final = FilePath(__file__).parent.parent / "strategies"
 
@@ -21,10 +22,14 @@ def strategies() -> list[str]:
     return sorted(each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if not each.name.startswith("_"))
 
 
-def problems(values: Any, places: dict[Path, Place]) -> Iterator[Problem]:
-    """Yield what is wrong between the keys of a configuration as it was typed."""
+def problems(values: Any, places: dict[Path, Place], shares_steps: bool) -> Iterator[Problem]:
+    """Yield what is wrong between the keys of a configuration as it was typed.
+
+    Where the processes share steps, each needs a micro-batch.
+    """
     recipe, placement = _mapping(values, "recipe"), _mapping(values, "placement")
-    for path, text in [*_recipe(recipe), *_strategy(placement), *_processes(placement, recipe)]:
+    shared = _processes(placement, recipe) if shares_steps else ()
+    for path, text in [*_recipe(recipe), *_strategy(placement), *shared]:
         yield Problem(locate(places, path), path, text)
 
 
@@ -55,7 +60,9 @@ def _name(placement: dict[str, Any]) -> Any:
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     if _name(placement) == "pipeline":  # its processes share a micro-batch
         return
-    processes, count = placement.get("processes"), recipe.get("microbatches")
+    processes, batch = placement.get("processes"), recipe.get("batch")
+    count = recipe.get("microbatches")
+    if count is None and type(batch) is int:
+        count = default_microbatches(batch)
     if type(processes) is int and type(count) is int and processes > count > 0:
-        text = f"{processes} processes but only {count} micro-batches; use at most {count}"
-        yield ("placement", "processes"), text
+        yield ("placement", "processes"), too_few(processes, count)

@@ -26,7 +26,9 @@ class Mark(Enum):
 
 UNREADABLE: Final = Mark.UNREADABLE
 
-_DEEPEST: Final = 32
+DEEPEST: Final = 32
+_MOST: Final = 10_000  # keys and values, which PyYAML reads in about a second
+_LONGEST: Final = 200  # characters of a key in a message
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
 _FALSE: Final = frozenset({"false", "False", "FALSE"})
@@ -55,8 +57,9 @@ class Problem(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        key = f"{dotted(self.path)}: " if self.path else ""
-        return f"{self.place}  {key}{self.text}"
+        key = dotted(self.path)
+        key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
+        return f"{self.place}  {key}: {self.text}" if key else f"{self.place}  {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ class _Reader:
     def __init__(self, text: str, source: str) -> None:
         self._source = source
         self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self._read = 0
         self.places: dict[Path, Place] = {(): Place(source, 1, 1)}
         self.problems: list[Problem] = []
 
@@ -151,9 +155,9 @@ class _Reader:
 
     def _value(self, event: Any, path: Path) -> Any:
         self.places.setdefault(path, self.place(event.start_mark))
+        self._limit(event, len(path))
         if isinstance(event, yaml.AliasEvent):
             return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
-        self._limit(event, len(path))
         if isinstance(event, yaml.ScalarEvent):
             value = scalar(event.value) if event.implicit[0] else event.value  # implicit: plain, so not quoted
         elif isinstance(event, yaml.MappingStartEvent):
@@ -202,8 +206,11 @@ class _Reader:
 
     def _limit(self, event: Any, depth: int) -> None:
         # PyYAML's time grows with the square of the depth, so reading on for more problems is not worth it.
-        if depth > _DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {_DEEPEST} deep", problem_mark=event.start_mark)
+        if depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
+        self._read += 1
+        if self._read > _MOST:
+            raise yaml.MarkedYAMLError(problem=f"more than {_MOST:,} keys and values", problem_mark=event.start_mark)
 
     def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
         self.problems.append(Problem(self.place(event.start_mark), path, text))

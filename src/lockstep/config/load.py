@@ -9,12 +9,16 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from lockstep import plainfile
 from lockstep.config import across, wording, write
+from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, Path, Place, Problem, dotted, parse
-from lockstep.config.overrides import apply
+from lockstep.config.naming import drop_foreign
+from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
 from lockstep.core.names import choices, suggestion
+from lockstep.core.text import printable_line
 from lockstep.errors import ConfigError
 
 _RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
@@ -25,12 +29,14 @@ _LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it a
 class Loaded:
     """A valid configuration, the name of its recipe, and for each dotted key where its value came from.
 
-    An origin is `file:line:column`, `override` or `default`. Keys that are not set have none.
+    An origin is `file:line:column`, `override` or `default`. Keys that are not set have none. `notes` say what an
+    override took away beside what it set.
     """
 
     config: Config
     name: str
     origins: Mapping[str, str]
+    notes: Sequence[str] = ()
 
 
 def shipped() -> dict[str, FilePath]:
@@ -40,9 +46,16 @@ def shipped() -> dict[str, FilePath]:
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
     """Split `[RECIPE] [key=value ...]` into recipe and overrides; a word that sets a key is no recipe."""
-    if words and ("=" not in words[0] or FilePath(words[0]).is_file()):
+    if words and ("=" not in words[0] or _is_file(words[0])):
         return words[0], words[1:]
     return default, words
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return FilePath(word).is_file()
+    except OSError:  # an override may be longer than a file name can be
+        return False
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
@@ -54,25 +67,42 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     return load_text(_read(file, label), label, file.stem, overrides)
 
 
-def load_text(text: str, label: str, name: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Load YAML, or JSON, that is at hand as text; `label` is what messages call it, `name` the recipe's name."""
-    document = apply(_document(text, label), overrides)
-    config, problems = _validate(document)
+def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
+    """Load YAML, or JSON, that is at hand as text; `label` is what messages call it, `name` the recipe's name.
+
+    Where no steps are shared out, as in an evaluation, there may be more processes than micro-batches.
+    """
+    before = _document(text, label)
+    document = apply(before, overrides)
+    notes = drop_foreign(before, document)
+    config, problems = _validate(document, shares_steps)
     if config is None or problems:
         raise ConfigError([str(each) for each in sorted(dict.fromkeys(problems), key=_position)])
-    return Loaded(config, name, _origins(config, document))
+    return Loaded(config, name, _origins(config, document), notes)
+
+
+def recorded(config: FilePath) -> Recipe:
+    """Return the recipe of a run, from the config.yaml in its folder; ConfigError where it cannot be read.
+
+    Others may have written there: a link is not followed, and a pipe not waited for.
+    """
+    try:
+        text = plainfile.content(config, _LARGEST).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
+        ) from error
+    return load_text(text, str(config), config.stem).config.recipe
 
 
 def to_yaml(loaded: Loaded) -> str:
     """Write the whole configuration as YAML that `load` reads back, with each value's origin as a comment."""
-    return "\n".join(write.block(write.values(loaded.config), loaded.origins)) + "\n"
+    return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
 def differences(run: Recipe, now: Recipe) -> list[str]:
     """Return a line for each key in which two recipes differ: `seed: 0 in the run, 1 now`."""
-    before, after = (
-        {path: write.flow(value) for path, value in write.leaves(write.values(recipe))} for recipe in (run, now)
-    )
+    before, after = ({path: write.flow(value) for path, value in write.leaves(values(recipe))} for recipe in (run, now))
     return [
         f"{dotted(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
         for path in before | after
@@ -80,11 +110,23 @@ def differences(run: Recipe, now: Recipe) -> list[str]:
     ]
 
 
+def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's values without those that say where the data lies, which may change between starts."""
+    data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
+    return {**recipe, "data": data}
+
+
 def _find(source: str) -> tuple[FilePath, str]:
     """Return the file and what to call it in messages."""
     recipes, file = shipped(), FilePath(source)
     if source in recipes:
         return recipes[source], f"{source}.yaml"
+    try:
+        file.stat()
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError([f"{printable_line(source)[:200]}: cannot be read: {reason}"]) from error
     if file.is_dir():
         raise ConfigError([f"{source}: a folder; give a YAML file, such as {file / 'config.yaml'}"])
     if file.exists():
@@ -97,7 +139,7 @@ def _find(source: str) -> tuple[FilePath, str]:
 
 def _read(file: FilePath, label: str) -> str:
     try:
-        with file.open("rb") as stream:
+        with plainfile.reader(file, links=True) as stream:
             content = stream.read(_LARGEST + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error
@@ -126,8 +168,8 @@ def _document(text: str, label: str) -> Document:
     return Document({"recipe": UNREADABLE}, document.places, document.problems)
 
 
-def _validate(document: Document) -> tuple[Config | None, list[Problem]]:
-    problems = [*document.problems, *across.problems(document.values, document.places)]
+def _validate(document: Document, shares_steps: bool) -> tuple[Config | None, list[Problem]]:
+    problems = [*document.problems, *across.problems(document.values, document.places, shares_steps)]
     try:
         return Config.model_validate(document.values), problems
     except ValidationError as error:
@@ -140,7 +182,7 @@ def _position(problem: Problem) -> tuple[bool, int, int]:
 
 
 def _origins(config: Config, document: Document) -> dict[str, str]:
-    leaves = write.leaves(write.values(config))
+    leaves = write.leaves(values(config))
     return {dotted(path): _origin(path, document) for path, _ in leaves}
 
 
@@ -149,8 +191,8 @@ def _origin(path: Path, document: Document) -> str:
     value: Any = document.values
     for depth, name in enumerate(path):
         if not isinstance(value, dict):
-            return str(document.places[path[:depth]])
-        if name not in value:
+            return str(document.places[path[:depth]]) if SHORTHAND.get(path[:depth]) == name else "default"
+        if value.get(name) is None:
             return "default"
         value = value[name]
     return str(document.places[path])

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from lockstep.config.base import NaturalInt, PositiveFloat, Section
+from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, named
 from lockstep.core.rank import MEETING_PLACE, MEETING_PLACES
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
@@ -21,10 +21,6 @@ def _processes(value: Any) -> int | Literal["auto"]:
     raise ValueError("expected a whole number from 1, or auto")
 
 
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 def _resolved(name: str) -> str:
     return ALIASES.get(name, name)
 
@@ -34,13 +30,13 @@ class Strategy(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    name: Annotated[str, AfterValidator(_resolved)] = "auto"  # single for one process, ddp for more
+    name: Annotated[Name, AfterValidator(_resolved)] = "auto"  # single for one process, ddp for more
 
 
 class Placement(Section):
     """Everything that may change from one start of a run to the next."""
 
-    strategy: Annotated[Strategy, BeforeValidator(_named), Field(description="a name, or a name and its options")] = (
+    strategy: Annotated[Strategy, BeforeValidator(named), Field(description="a name, or a name and its options")] = (
         Strategy()
     )
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
@@ -50,7 +46,8 @@ class Placement(Section):
     ] = "none"  # which blocks do their forward again in backward instead of keeping its activations
     offload_activations: bool = False  # keep them in the memory of the CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: NaturalInt = 0  # loader processes beside each training process
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes beside each training process
+    audit_every: PositiveInt | None = None  # steps: another rank repeats a micro-batch, and bits are compared
     rendezvous: Annotated[
         str,
         Field(

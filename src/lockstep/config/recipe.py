@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -11,19 +11,26 @@ from lockstep.config.base import (
     Floats,
     Fraction,
     Ints,
+    Location,
+    Name,
     NaturalFloat,
-    NaturalInt,
+    Pixels,
     PositiveFloat,
+    PositiveFloats,
     PositiveInt,
     Section,
+    Threads,
+    named,
 )
 from lockstep.core.rate import Curve
+
+_MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
 
 
 class Model(Section):
     """A network by name: ours, timm's or torchvision's, or `package.module:function`."""
 
-    name: str
+    name: Name
     source: Literal["auto", "lockstep", "timm", "torchvision"] = "auto"
     pretrained: bool = False
     options: dict[str, Any] = Field(default_factory=dict)
@@ -32,7 +39,7 @@ class Model(Section):
 class Augment(Section):
     """What is done to training images; each sample's random numbers follow from seed, epoch and sample."""
 
-    crop_padding: NaturalInt = 0  # pixels of zeros on each side before a crop back to size
+    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zeros on each side before a crop back to size
     flip: bool = False  # left to right, with probability 1/2
     resized_crop: bool = False  # `folder`: area in resized_crop_scale, aspect in [3/4, 4/3]
     resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
@@ -41,14 +48,15 @@ class Augment(Section):
 class Data(Section):
     """A data set by name, or `package.module:function`."""
 
-    name: str
-    root: str = "data"
+    name: Name
+    root: Location = "data"
     download: bool = True
-    image_size: PositiveInt | None = None  # `folder` and `synthetic`: height and width that the model sees
-    resize_size: PositiveInt | None = None  # `folder`: the short side before validation's centre crop
+    image_size: Pixels | None = None  # `folder` and `synthetic`: height and width that the model sees
+    resize_size: Pixels | None = None  # `folder`: the short side before validation's centre crop
     augment: Augment = Augment()
     mean: Floats | None = None  # for each channel, of values in [0, 1]; left out: the data set's own
-    std: Floats | None = None
+    std: PositiveFloats | None = None
+    exif: bool = True  # `folder`: turn images upright as their EXIF orientation says
     on_error: Literal["raise", "skip"] = "raise"
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -67,7 +75,7 @@ class LearningRate(Section):
 class Optimizer(Section):
     """`sgd`, `adamw`, `lars`, `lamb`, or any other of torch.optim or timm.optim."""
 
-    name: str = "sgd"
+    name: Name = "sgd"
     lr: Annotated[LearningRate, BeforeValidator(_rate), Field(description="a number, or value and per_samples")]
     momentum: Fraction | None = None
     nesterov: bool | None = None
@@ -92,7 +100,7 @@ class Schedule(Section):
 class Loss(Section):
     """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value a sample."""
 
-    name: str = "cross_entropy"
+    name: Name = "cross_entropy"
     label_smoothing: Fraction = 0.0
 
 
@@ -117,19 +125,29 @@ class LossScale(Section):
     growth_interval: PositiveInt = 2000
 
 
+def default_microbatches(batch: int) -> int:
+    """Follow from the batch alone, so that no machine and no number of processes decides what is computed."""
+    return min(_MICROBATCHES, batch)
+
+
+_BY_NAME: Final = BeforeValidator(named)
+
+
 class Recipe(Section):
     """Everything that decides the trained weights."""
 
-    model: Model
-    data: Data
+    model: Annotated[Model, _BY_NAME, Field(description="a name, or a mapping of keys")]
+    data: Annotated[Data, _BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
-    microbatches: PositiveInt | None = None  # left out: the data-parallel size of the run's first start
+    microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        default_factory=lambda validated: default_microbatches(validated["batch"])
+    )
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
-    optimizer: Optimizer
-    schedule: Schedule = Schedule()
-    loss: Loss = Loss()
+    optimizer: Annotated[Optimizer, _BY_NAME, Field(description="a name, or a mapping of keys")]
+    schedule: Annotated[Schedule, _BY_NAME, Field(description="a name, or a mapping of keys")] = Schedule()
+    loss: Annotated[Loss, _BY_NAME, Field(description="a name, or a mapping of keys")] = Loss()
     mix: Mix = Mix()
     ema: Ema | None = None
     clip_norm: PositiveFloat | None = None
@@ -139,8 +157,8 @@ class Recipe(Section):
     compile: bool = False
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
-    seed: NaturalInt = 0
-    threads: PositiveInt = 1  # of each process: on CPU their number changes the bits
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
+    threads: Threads = 1  # of each process: on CPU their number changes the bits
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

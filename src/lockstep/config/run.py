@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
-from lockstep.config.base import NaturalInt, PositiveInt, Section
+from lockstep.config.base import Location, NaturalInt, PositiveInt, Section
 
 
 class Every(Section):
@@ -23,13 +23,15 @@ class Every(Section):
 
 
 class Run(Section):
-    """What is kept. `dir` left out: runs/<recipe>-<time>."""
+    """What is kept. `dir` left out: runs/<recipe>-<model>-<time>."""
 
-    dir: str | None = None
-    resume: str = "auto"  # auto, never, or the path of a checkpoint or a run
+    dir: Location | None = None
+    resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
     save_every: Every = Every(epochs=1)
     evaluate_every: Every = Every(epochs=1)
+    key_file: str | None = None  # signs checkpoints, and refuses those that it has not signed
     keep: NaturalInt = 3  # newest checkpoints; latest and best always stay
     save_async: bool = False  # write checkpoints while the next steps compute; takes memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
     tensorboard: bool = True
+    probe: Literal["auto", "off"] = "auto"  # auto: look at code that is not known to be clean, and warn

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final, get_args
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lockstep.config.base import Section
-from lockstep.config.document import UNREADABLE, Path, Place, Problem, locate
+from lockstep.config.document import UNREADABLE, Path, Place, Problem, dotted, locate
 from lockstep.config.schema import Config
 from lockstep.config.write import shown
-from lockstep.core.names import choices, suggestion
+from lockstep.core.names import choices, nearest, suggestion
 
 _EXPECTED: Final = {
     "int_type": "a whole number",
@@ -24,10 +24,12 @@ _EXPECTED: Final = {
     "model_type": "a mapping of key: value lines",
     "dict_type": "a mapping of key: value lines",
     "tuple_type": "a list, such as [1, 5]",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
+    "string_too_short": "some text",
+    "string_too_long": "at most {max_length} characters",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
     "string_pattern_mismatch": "text like {pattern}",
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
@@ -37,12 +39,29 @@ _EXPECTED: Final = {
 def problems(error: ValidationError, places: dict[Path, Place]) -> Iterator[Problem]:
     """Yield one problem for each thing pydantic found, except where reading the document found one."""
     for found in error.errors(include_url=False):
-        if found["input"] is UNREADABLE:
-            continue
+        if found["input"] is UNREADABLE or found["type"] == "default_factory_not_called":
+            continue  # what it follows from has a problem of its own
         if found["type"] == "value_error":
             yield from _told(found, places)
         else:
             yield Problem(locate(places, found["loc"]), found["loc"], _text(found))
+
+
+def unknown(path: Path) -> tuple[Path, str] | None:
+    """Return the first part of `path` that no configuration can have, and what to say of it; None where all may be."""
+    for depth, name in enumerate(path):
+        section = section_at(path[:depth])
+        if section is None:
+            above = section_at(path[: depth - 1])
+            free = above and get_origin(above.model_fields[str(path[depth - 1])].annotation) is dict
+            return None if free else (path[: depth + 1], f"unknown key; {path[depth - 1]} has no keys below it")
+        if name not in section.model_fields:
+            return (
+                None
+                if section.model_config.get("extra") == "allow"
+                else (path[: depth + 1], _unknown(path[: depth + 1]))
+            )
+    return None
 
 
 def section_at(path: Path) -> type[Section] | None:
@@ -79,25 +98,32 @@ def _text(found: ErrorDetails) -> str:
         case "literal_error":
             return _choice(found)
         case known if known in _EXPECTED:
-            expected = _description(found["loc"]) or _EXPECTED[known].format(**found.get("ctx", {}))
+            expected = _description(found["loc"]) or _EXPECTED[known].format(**_limits(found))
             return f"expected {expected}; got {shown(found['input'])}"
     return f"{found['msg']}; got {shown(found['input'])}"
+
+
+def _limits(found: ErrorDetails) -> dict[str, Any]:
+    """Return what a constraint is about; numbers as people write them, and whole ones to the last digit."""
+    return {key: f"{value:g}" if isinstance(value, float) else value for key, value in found.get("ctx", {}).items()}
 
 
 def _unknown(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid = str(path[-1]), list(section.model_fields) if section else []
-    misplaced = _misplaced(name) if len(path) == 1 else ""
-    return f"unknown key{misplaced or choices(name, valid)}"
+    if elsewhere := [key for key in _keys() if key[-1] == name]:
+        place = dotted(min(elsewhere, key=len))
+        return f"unknown key; did you mean '{place}'? Valid: {', '.join(valid)}"
+    if "options" in valid and not nearest(name, valid):
+        return f"unknown key; did you mean '{dotted(path[:-1])}.options.{name}'? Valid: {', '.join(valid)}"
+    return f"unknown key{choices(name, valid)}"
 
 
-def _misplaced(name: str) -> str:
-    """A top-level key that belongs below recipe, placement or run."""
-    for home in Config.model_fields:
-        section = section_at((home,))
-        if section and name in section.model_fields:
-            return f"; did you mean '{home}.{name}'? Valid: {', '.join(Config.model_fields)}"
-    return ""
+def _keys(path: Path = ()) -> Iterator[Path]:
+    section = section_at(path)
+    for name in section.model_fields if section else ():
+        yield (*path, name)
+        yield from _keys((*path, name))
 
 
 def _choice(found: ErrorDetails) -> str:

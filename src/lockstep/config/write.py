@@ -7,19 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lockstep.config.base import Section
 from lockstep.config.document import Path, dotted, scalar
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/][\w./+-]*(:[\w./+-]+)*", re.ASCII)
 _ESCAPES: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
 _COMMENT_COLUMN: Final = 40
-
-
-def values(section: Section) -> dict[str, Any]:
-    """Return what a section holds as plain mappings and lists; keys that are not set (None) are left out."""
-    fields = {name: getattr(section, name) for name in type(section).model_fields}
-    plain = {name: _plain(value) for name, value in fields.items() if value is not None}
-    return plain | (section.model_extra or {})
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -65,12 +57,6 @@ def shown(value: Any) -> str:
         return "a mapping" if value else "an empty mapping"
     text = repr(value) if isinstance(value, str) else flow(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return values(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_plain(text: str) -> bool:

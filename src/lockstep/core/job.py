@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
 from lockstep.errors import UsageError
 
 PORT: Final = 29_513
+SECRET: Final = "LOCKSTEP_JOB_SECRET"  # in the environment of all ranks
+KNOWS: Final = "--knows"  # for lockstep.tether: a host whose name has to stand for an address there
+READS_SECRET: Final = "--secret"  # for lockstep.tether: the first line of stdin is the secret
+_GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 _PROCESSES: Final = "placement.processes"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What Slurm is asked for beside hosts and processes; what is empty or 0 is left to the site."""
+
+    partition: str = ""
+    account: str = ""
+    gpus_per_node: str = ""  # a number, or TYPE:NUMBER
+    cpus_per_task: int = 0
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What is asked for, by the name of its option, which is Slurm's and ours."""
+        asked = {
+            "--partition": self.partition,
+            "--account": self.account,
+            "--gpus-per-node": self.gpus_per_node,
+            "--cpus-per-task": str(self.cpus_per_task or ""),
+        }
+        return {option: value for option, value in asked.items() if value}
 
 
 @dataclass(frozen=True)
@@ -20,7 +46,7 @@ class Job:
     host has one of its own. With `fewest` the job goes on as long as so many of its `nodes` are there. `restarts` is
     how often the processes are started again after one failed. `rendezvous` is how torchrun's agents meet, chosen for
     the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`, and `id` tells their
-    meeting from others at the same place.
+    meeting from others at the same place. `signed`: the launcher brings the ranks a secret of the job, in `SECRET`.
     """
 
     words: tuple[str, ...]
@@ -36,11 +62,23 @@ class Job:
     rendezvous: str = ""
     endpoint: str = ""
     id: str = ""
+    resources: Resources = Resources()
+    signed: bool = False
 
     @property
     def meets_by(self) -> str:
         """How torchrun's agents meet: as said, or in the simplest way that does."""
         return self.rendezvous or ("static" if self.fewest is None else "c10d")
+
+    @property
+    def meets_at(self) -> str:
+        """Where torchrun's agents meet, as HOST:PORT."""
+        return self.endpoint or f"{self.hosts[0] if self.hosts else 'localhost'}:{self.port}"
+
+    @property
+    def meets_on(self) -> str:
+        """The host of that."""
+        return self.meets_at.rpartition(":")[0].strip("[]")
 
     @property
     def standalone(self) -> bool:
@@ -90,12 +128,25 @@ def checked(job: Job) -> Job:
     if twice:
         problems.append(f"--hosts: named more than once: {', '.join(twice)}; use --processes-per-node")
     problems += [f"--hosts: {host} cannot be the name of a host" for host in job.hosts if host.startswith("-")]
+    problems += resource_problems(job)
     processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
     if processes and job.trains and job.fewest is None:
         problems += other_processes(processes[-1], job.processes)
     if problems:
         raise UsageError("\n".join(problems))
     return job
+
+
+def resource_problems(job: Job) -> list[str]:
+    """Return what is wrong with what Slurm is asked for; empty where that is nothing."""
+    problems, gpus = [], job.resources.gpus_per_node
+    if not _GPUS.fullmatch(gpus):
+        problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
+    given = {word.partition("=")[0] for word in job.options}
+    problems += [
+        f"{name}: said in --option too; leave one of them out" for name in job.resources.named if name in given
+    ]
+    return problems
 
 
 def other_processes(asked: str | int, processes: int) -> list[str]:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from lockstep.core.order import part
 from lockstep.core.tree import Block, blocks
-from lockstep.errors import UsageError
 
 
 class Place(NamedTuple):
@@ -53,12 +52,3 @@ class Place(NamedTuple):
             return own
         most = len(range(rank - self.member, batches, ranks))
         return own + [None] * (most - len(own))
-
-
-def check_work(processes: int, microbatches: int) -> None:
-    """Raise UsageError where some process would never have a micro-batch of its own."""
-    if processes > microbatches:
-        raise UsageError(
-            f"placement.processes: {processes} processes but only {microbatches} micro-batches; "
-            f"use at most {microbatches}"
-        )

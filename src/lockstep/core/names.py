@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+_LONGEST: Final = 100  # characters of a name that may be a mistyped one; looking takes long
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of `names` that look like `name`, the nearest first."""
+    if len(name) > _LONGEST:
+        return []
     spelled = {each.lower(): each for each in names}
     return [spelled[close] for close in difflib.get_close_matches(name.lower(), spelled, n=count)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,8 @@ class DataSet:
     """Both splits and what the model must know of them.
 
     `mean` and `std` are for each channel, of values in [0, 1]; None for data that is not images.
-    `shape` is that of one sample as the model sees it.
+    `shape` is that of one sample as the model sees it. `files` give the file of a training and of a validation sample
+    by its number, for data of which samples may be skipped.
     """
 
     train: Split
@@ -46,3 +47,4 @@ class DataSet:
     shape: tuple[int, ...]
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    files: tuple[Callable[[int], str], Callable[[int], str]] | None = None

@@ -8,21 +8,36 @@ from typing import Final
 import numpy as np
 import torch
 import torchvision  # noqa: F401 - its import registers torch.ops.image
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
+_TURNED: Final = (2, 3, 4, 5, 6, 7, 8)  # of the values of EXIF's orientation; 1 is upright, others mean nothing
 
 
-def decode(content: bytearray) -> Tensor:
+def decode(content: bytearray, upright: bool) -> Tensor:
     """Return red, green and blue: uint8 of shape [3, height, width], the channels of a pixel together in memory.
 
-    Reads whatever Pillow reads, and raises what it raises. Rotations noted in EXIF are not applied.
+    `upright` applies the rotation or reflection that EXIF notes: cameras store the sensor's rows and say how they were
+    held. Reads whatever Pillow reads, and raises what it raises.
     """
     with Image.open(BytesIO(content)) as image:
+        if image.format != "JPEG":
+            image.load()  # what is broken raises here, and not below, where PNG's loader looks for its metadata
+        if upright and _orientation(image) in _TURNED:
+            return _pixels(ImageOps.exif_transpose(image))
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
             return _jpeg(content, image)
         return _pixels(image)
+
+
+def _orientation(image: Image.Image) -> object:
+    if "exif" not in image.info:
+        return None
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # damaged metadata of an image that may be whole: Pillow raises whatever it trips over
+        return None
 
 
 def _jpeg(content: bytearray, image: Image.Image) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, Literal, final
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep import plainfile
 from lockstep.core import random
 from lockstep.data.base import DataSet
 from lockstep.data.crops import DRAWS, centre, random_crop, short_side
@@ -30,18 +33,22 @@ def folder(
     image_size: int,
     resize_size: int,
     scale: tuple[float, float] | None,
+    exif: bool,
     on_error: Literal["raise", "skip"],
 ) -> DataSet:
     """Return the images of `root/train/<class>/` and `root/val/<class>/`, image_size pixels high and wide.
 
     With `scale`, training sees a random crop of that range of the area. Validation, and training without it, see
-    the centre after the short side is resized to `resize_size`.
+    the centre after the short side is resized to `resize_size`. `exif` turns images upright as their metadata says.
     """
     found = scan(root)
     skips = on_error == "skip"
+    train = FolderSplit(found.train, image_size, resize_size, scale, exif, skips)
+    validation = FolderSplit(found.validation, image_size, resize_size, None, exif, skips)
     return DataSet(
-        train=FolderSplit(found.train, image_size, resize_size, scale, skips),
-        validation=FolderSplit(found.validation, image_size, resize_size, None, skips),
+        train=train,
+        validation=validation,
+        files=(train.file, validation.file),
         classes=found.classes,
         shape=(3, image_size, image_size),
         mean=_MEAN,
@@ -51,7 +58,7 @@ def folder(
 
 @final
 class FolderSplit:
-    """Files and the class of each. Rotations noted in EXIF are not applied, as in torchvision."""
+    """Files and the class of each."""
 
     in_memory: bool = False
 
@@ -61,6 +68,7 @@ class FolderSplit:
         image_size: int,
         resize_size: int,
         scale: tuple[float, float] | None,
+        exif: bool,
         skips: bool,
     ) -> None:
         # One array, not a list: counting references to a million names would copy them into each loader process.
@@ -71,6 +79,7 @@ class FolderSplit:
         self._size = image_size
         self._resize = resize_size
         self._scale = scale
+        self._exif = exif
         self._skips = skips
 
     def __len__(self) -> int:
@@ -81,7 +90,7 @@ class FolderSplit:
         targets = self._targets[torch.tensor(indices)]
         draws = self._draws(indices, draw)
         for place, index in enumerate(indices.tolist()):
-            seen = self._seen(self._file(index), draws[place] if draws else None)
+            seen = self._seen(self.file(index), draws[place] if draws else None)
             if seen is None:
                 targets[place] = SKIPPED
                 images[place] = 0
@@ -95,7 +104,8 @@ class FolderSplit:
         drawn: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, DRAWS).tolist()
         return drawn
 
-    def _file(self, index: int) -> str:
+    def file(self, index: int) -> str:
+        """Return the path of a sample's image."""
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]].tobytes())
 
@@ -103,7 +113,7 @@ class FolderSplit:
         """Return the part of an image that the model sees; None for a corrupt one that is to be skipped."""
         content = _read(file)
         try:
-            pixels = decode(content)
+            pixels = decode(content, self._exif)
         except MemoryError:
             raise
         except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
@@ -127,10 +137,11 @@ class FolderSplit:
 def _read(file: str) -> bytearray:
     # Not skipped whatever the recipe says: a disk or a network that fails is no property of the data.
     try:
-        with open(file, "rb") as stream:
+        with plainfile.reader(Path(file), links=True) as stream:
             return bytearray(stream.read())
     except OSError as error:
-        raise TrainingError(f"{file}: cannot be read: {error.strerror}; check the disk it is on") from error
+        advice = "remove it" if error.errno == errno.EINVAL else "check the disk it is on"
+        raise TrainingError(f"{file}: cannot be read: {error.strerror}; {advice}") from error
 
 
 def _resized(pixels: Tensor, height: int, width: int) -> Tensor:

@@ -7,6 +7,7 @@ numbers. So the number of workers changes time and nothing else.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, part, permutation
 from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
 from lockstep.data.base import DataSet, Split
-from lockstep.errors import LockstepError, TrainingError
+from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.parent import die_with_parent
 from lockstep.tasks.base import SKIPPED, MicroBatch
 
 ALONE: Final = Place()
 _BLOCK: Final = 16  # updates
+_ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,29 @@ class Finish:
     mixup: float = 0.0
     cutmix: float = 0.0
     mix_probability: float = 1.0
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise UsageError where this cannot be done to samples of `shape`."""
+        if found := list(self._misfits(shape)):
+            raise UsageError("\n".join(found))
+
+    def _misfits(self, shape: tuple[int, ...]) -> Iterator[str]:
+        image = len(shape) == 3
+        if not image and (self.crop_padding or self.flip):
+            yield f"recipe.data.augment: samples of shape {shape} are no images; leave crop_padding and flip out"
+        for name, values, other, others in (("mean", self.mean, "std", self.std), ("std", self.std, "mean", self.mean)):
+            if values is None:
+                continue
+            if others is None:
+                yield f"recipe.data.{name}: given without {other}, which this data set has none of; give both, or none"
+            elif not image or len(values) != shape[0]:
+                has = f"{shape[0]} channels" if image else f"shape {shape}, no channels"
+                yield f"recipe.data.{name}: {len(values)} values, but samples have {has}; give one for each channel"
+        if image and self.crop_padding >= min(shape[1:]):
+            yield (
+                f"recipe.data.augment.crop_padding: {self.crop_padding} around images of {shape[1]}x{shape[2]} gives "
+                f"crops without a pixel of the image; use at most {min(shape[1:]) - 1}"
+            )
 
     def for_training(self, fetched: Fetched, request: Request, step: int, index: int, shadow: bool) -> MicroBatch:
         """Augment, normalise and mix micro-batch `index` of update `step`."""
@@ -107,7 +132,11 @@ class _Cut(NamedTuple):
 
 @final
 class Loader:
-    """The batches of the rank at `place`. `skipped` counts the unreadable samples it met in training."""
+    """The batches of the rank at `place`.
+
+    `skipped` counts the unreadable samples it met in training, at each time; `unreadable` are their numbers and those
+    of validation. `beside` may name a micro-batch of any rank, which then goes before this rank's own ones as a shadow.
+    """
 
     def __init__(
         self,
@@ -117,14 +146,17 @@ class Loader:
         finish: Finish,
         place: Place = ALONE,
         workers: int = 0,
+        beside: Callable[[Step], int | None] | None = None,
     ) -> None:
         self.skipped = 0
+        self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._data = data
         self._steps = steps
         self._microbatches = microbatches
         self._finish = finish
         self._place = place
         self._workers = workers
+        self._beside = beside
         self._may_skip = place.speaks and not data.train.in_memory
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
         self._epochs: dict[int, Request] = {}  # the last two planned: loader processes may be ahead by one
@@ -135,6 +167,11 @@ class Loader:
         with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetch:
             for step, cuts in self._planned(first):
                 yield step, [self._microbatch(step, cut, request, fetch(request)) for cut, request in cuts]
+
+    def microbatch(self, step: Step, index: int) -> MicroBatch:
+        """Fetch any micro-batch of `step` in this process, as a shadow."""
+        [(cut, request)] = self._requests(step, [self._cut(step.samples, index, shadow=True)])
+        return self._microbatch(step, cut, request, self._data.train.fetch(*request))
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
         """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
@@ -148,7 +185,10 @@ class Loader:
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetch:
             for number, request in zip(numbers, requests, strict=True):
-                yield number if self._place.speaks else None, *self._finish.for_evaluation(fetch(request))
+                fetched = fetch(request)
+                if self._may_skip:
+                    self.unreadable[1].update(_skipped(request, fetched))
+                yield number if self._place.speaks else None, *self._finish.for_evaluation(fetched)
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
@@ -167,17 +207,24 @@ class Loader:
 
     def _plan(self, number: int) -> _Planned:
         step = self._steps[number]
+        share, beside = self._share(step.samples), self._beside and self._beside(step)
+        if beside is not None:
+            share = [self._cut(step.samples, beside, shadow=True), *share]
+        return _Planned(step, self._requests(step, share))
+
+    def _requests(self, step: Step, cuts: Sequence[_Cut]) -> list[tuple[_Cut, Request]]:
         order, draw = self._epoch(step.epoch)
         here = order[step.first : step.first + step.samples]
-        share = self._share(step.samples)
-        return _Planned(step, [(cut, Request(here[cut.positions.start : cut.positions.stop], draw)) for cut in share])
+        return [(cut, Request(here[cut.positions.start : cut.positions.stop], draw)) for cut in cuts]
 
     def _share(self, samples: int) -> list[_Cut]:
         if samples not in self._shares:
-            leaves = min(self._microbatches, samples)
-            indices = self._place.indices(leaves)
-            self._shares[samples] = [_Cut(index, part(samples, leaves, index), shadow) for index, shadow in indices]
+            indices = self._place.indices(min(self._microbatches, samples))
+            self._shares[samples] = [self._cut(samples, index, shadow) for index, shadow in indices]
         return self._shares[samples]
+
+    def _cut(self, samples: int, index: int, shadow: bool) -> _Cut:
+        return _Cut(index, part(samples, min(self._microbatches, samples), index), shadow)
 
     def _epoch(self, epoch: int) -> Request:
         """Ask for all samples of an epoch, in its order."""
@@ -190,9 +237,35 @@ class Loader:
         return self._epochs[epoch]
 
     def _microbatch(self, step: Step, cut: _Cut, request: Request, fetched: Fetched) -> MicroBatch:
-        if self._may_skip and not cut.shadow and not fetched[1].is_floating_point():
-            self.skipped += int((fetched[1] == SKIPPED).sum())
+        if self._may_skip and not cut.shadow:
+            numbers = _skipped(request, fetched)
+            self.skipped += len(numbers)
+            self.unreadable[0].update(numbers)
         return self._finish.for_training(fetched, request, step.number, cut.number, cut.shadow)
+
+
+def damages(split: Split, workers: int) -> Iterator[str]:
+    """Fetch each sample by itself, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
+
+    def requests() -> Iterator[Request]:
+        return (Request(np.array([number]), None) for number in range(len(split)))
+
+    with _fetching(split, requests(), workers, torch.device("cpu")) as fetch:
+        for request in requests():
+            try:
+                fetch(request)
+            except LockstepError as error:
+                yield str(error)
+            else:
+                yield ""
+
+
+def _skipped(request: Request, fetched: Fetched) -> list[int]:
+    targets = fetched[1]
+    if targets.is_floating_point():  # a mixture of classes
+        return []
+    numbers: list[int] = request.indices[(targets == SKIPPED).numpy()].tolist()
+    return numbers
 
 
 class _fetching:  # noqa: N801 - a context manager that reads as a verb
@@ -208,6 +281,10 @@ class _fetching:  # noqa: N801 - a context manager that reads as a verb
     def __enter__(self) -> Callable[[Request], Fetched]:
         if not self._workers:
             return lambda request: self._split.fetch(*request)
+        try:  # first: torch's iterator, where it is half made, ends with an error of its own
+            multiprocessing.get_context("fork").Lock()
+        except OSError as error:
+            raise _without_workers(error.strerror or str(error)) from error
         loader: DataLoader[Any] = DataLoader(
             _Fetches(self._split),
             batch_size=None,
@@ -234,23 +311,43 @@ class _Fetches(Dataset[Any]):
     def __init__(self, split: Split) -> None:
         self._split = split
 
-    def __getitem__(self, request: Request) -> Fetched | str:
+    def __getitem__(self, request: Request) -> Fetched | _Refused:
         try:
-            return self._split.fetch(*request)
+            inputs, targets = self._split.fetch(*request)
         except LockstepError as error:
-            return str(error)
+            return _Refused(str(error), isinstance(error, UsageError))
+        try:
+            # Here, and not when torch sends them: it does that in a thread, whose error nobody hears, and the trainer
+            # would wait for a batch that never comes.
+            return inputs.share_memory_(), targets.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            return _Refused(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}", False)
+
+
+class _Refused(NamedTuple):
+    """The text of an error on its way here, and whether it is one of the user's code or data."""
+
+    text: str
+    users: bool
+
+
+def _without_workers(reason: str) -> PreflightError:
+    return PreflightError(
+        f"placement.workers: loader processes cannot be started: {reason}; they need room in /dev/shm that can be "
+        f"written; {_ROOM}"
+    )
 
 
 def _opened(answer: Any) -> Fetched:
-    if isinstance(answer, str):
-        raise TrainingError(answer)
+    if isinstance(answer, _Refused):
+        raise UsageError(answer.text) if answer.users else TrainingError(answer.text)
     inputs, targets = answer
     return inputs, targets
 
 
 def _begin_worker(_: int) -> None:
     die_with_parent()
-    # Ctrl-C, timeout(1) and batch systems signal the whole group; the trainer decides, and needs its data until then.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    # A terminal, timeout(1) or a batch system signals the whole group; the trainer decides, and needs data till then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,7 +1,4 @@
-"""Data sets by name, or by the import path of the user's own function; imports each source only when named.
-
-`check` and this file need no torch, so that a mistake in a recipe is told before torch is there.
-"""
+"""Data sets by name, or by the import path of the user's own function; imports each source only when named."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lockstep.core.names import choices
-from lockstep.data.scan import scan
 from lockstep.data.sizes import SYNTHETIC
 from lockstep.errors import UsageError
 
@@ -33,6 +29,7 @@ def open_data(
     resize_size: int | None,
     resized_crop: bool,
     resized_crop_scale: Sequence[float],
+    exif: bool,
     on_error: OnError,
     options: Mapping[str, Any],
 ) -> DataSet:
@@ -46,6 +43,7 @@ def open_data(
         resize_size=resize_size,
         resized_crop=resized_crop,
         resized_crop_scale=resized_crop_scale,
+        exif=exif,
         on_error=on_error,
         options=options,
     )
@@ -64,35 +62,10 @@ def open_data(
 
         size = image_size or _FOLDER_SIZE
         scale = (resized_crop_scale[0], resized_crop_scale[1]) if resized_crop else None
-        return folder(root, image_size=size, resize_size=resize_size or size, scale=scale, on_error=on_error)
+        return folder(root, image_size=size, resize_size=resize_size or size, scale=scale, exif=exif, on_error=on_error)
     from lockstep.data.torchvision_sets import torchvision_set
 
     return torchvision_set(name, root, download)
-
-
-def check(
-    *,
-    name: str,
-    root: str,
-    image_size: int | None,
-    resize_size: int | None,
-    resized_crop: bool,
-    resized_crop_scale: Sequence[float],
-    on_error: OnError,
-    options: Mapping[str, Any],
-) -> None:
-    """Raise UsageError for whatever can be known to be wrong without torch and without a download."""
-    _check_words(
-        name=name,
-        image_size=image_size,
-        resize_size=resize_size,
-        resized_crop=resized_crop,
-        resized_crop_scale=resized_crop_scale,
-        on_error=on_error,
-        options=options,
-    )
-    if name == "folder":
-        scan(root)
 
 
 def _check_words(
@@ -102,6 +75,7 @@ def _check_words(
     resize_size: int | None,
     resized_crop: bool,
     resized_crop_scale: Sequence[float],
+    exif: bool,
     on_error: OnError,
     options: Mapping[str, Any],
 ) -> None:
@@ -109,7 +83,7 @@ def _check_words(
         valid = (*NAMES, "package.module:function")
         raise UsageError(f"data set {name}: no such data set{choices(name, valid)}")
     found = [
-        *_misplaced(name, image_size, resize_size, resized_crop, on_error),
+        *_misplaced(name, image_size, resize_size, resized_crop, exif, on_error),
         *_contradictions(name, image_size or _FOLDER_SIZE, resize_size, resized_crop_scale),
         *_options(name, options),
     ]
@@ -118,7 +92,7 @@ def _check_words(
 
 
 def _misplaced(
-    name: str, image_size: int | None, resize_size: int | None, resized_crop: bool, on_error: OnError
+    name: str, image_size: int | None, resize_size: int | None, resized_crop: bool, exif: bool, on_error: OnError
 ) -> Iterator[str]:
     """Yield what this source could only ignore."""
     native = _NATIVE_SIZE.get(name)
@@ -131,6 +105,8 @@ def _misplaced(
         yield f"resize_size: {resize_size} is only for data set folder; remove it"
     if resized_crop:
         yield "augment.resized_crop: true is only for data set folder; remove it"
+    if not exif:
+        yield "exif: false is only for data set folder; remove it"
     if on_error == "skip" and ":" in name:
         yield "on_error: skip is only for data set folder; catch the error in your own data set"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 from zlib import crc32
 
-from lockstep.core.job import Job
+from lockstep.core.job import SECRET, Job
 from lockstep.core.rank import RankInfo
 from lockstep.core.variables import Names, place, port_of
 
@@ -39,5 +39,6 @@ def command(job: Job) -> list[str]:
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     named = ["--host", ",".join(f"{host}:{count}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
+    secret = ["-x", SECRET] if job.signed else []  # its value is that of the environment, and in no command line
     layout = ["--map-by", f"ppr:{count}:node", "--bind-to", "none"]  # it would bind to one core and its threads too
-    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *job.options, *job.program]
+    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *secret, *job.options, *job.program]

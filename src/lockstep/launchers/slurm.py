@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 from lockstep.core.hostlist import counts, hosts
-from lockstep.core.job import Job
+from lockstep.core.job import SECRET, Job, Resources, resource_problems
 from lockstep.core.rank import RankInfo
 from lockstep.core.variables import Variables, check_range, port_of
 from lockstep.errors import UsageError
@@ -28,6 +31,7 @@ VARIABLES: Final = (
     "MASTER_PORT",
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and the like
+_ANSWER_S: Final = 5.0
 _LONGEST_WARNING_S: Final = 65_535  # Slurm's own limit
 _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 _STEPS: Final = 16  # ports between those of two jobs: the first steps of neighbours do not share one
@@ -62,12 +66,56 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return RankInfo(rank, size, local_rank, on_nodes[node], "slurm", master, port)
 
 
+def located(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
+    """Return the rank with an address of rank 0's host that Slurm has, where its name stands for none on this host.
+
+    Where Slurm has none either the name stays, and who looks for it says so.
+    """
+    name = info.master or ""
+    if info.launcher != "slurm" or env.get("MASTER_ADDR") or _is_known(name):
+        return info
+    found = node_address(_show_node(name))
+    if not found and env.get("ENVIRONMENT") == "BATCH" and name in _first(env.get("SLURM_JOB_NODELIST", "")):
+        found = env.get("SLURM_LAUNCH_NODE_IPADDR", "")  # of where srun runs: a batch script is on the job's first host
+    return replace(info, master=found) if _is_known(found) else info
+
+
+def node_address(text: str) -> str:
+    """Return the address of a node from what `scontrol show node NAME` prints; "" where there is none."""
+    match = re.search(r"(?:^|\s)NodeAddr=(\S+)", text)
+    return match[1] if match else ""
+
+
+def _show_node(name: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):  # no scontrol here, or a Slurm that does not answer
+        command = ["scontrol", "show", "node", name]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False).stdout
+    return ""
+
+
+def _first(nodes: str) -> tuple[str, ...]:
+    with suppress(ValueError):
+        return hosts(nodes)[:1]
+    return ()
+
+
+def _is_known(host: str) -> bool:
+    """Whether a name or an address stands for a host here."""
+    with suppress(OSError, UnicodeError):
+        return bool(host and socket.getaddrinfo(host, None))
+    return False
+
+
 def command(job: Job) -> list[str]:
     """Return the line for srun, inside of an allocation or with one of its own. One failed task ends all."""
     count = job.processes_per_node
     layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={count}"]
     named = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
-    return ["srun", *layout, *named, "--kill-on-bad-exit=1", *job.options, *job.program]
+    return ["srun", *layout, *named, "--kill-on-bad-exit=1", *_asked(job), *job.options, *job.program]
+
+
+def _asked(job: Job) -> list[str]:
+    return [f"{option}={value}" for option, value in job.resources.named.items()]
 
 
 @dataclass(frozen=True)
@@ -106,7 +154,9 @@ def checked(batch: Batch) -> Batch:
         problems.append(
             f"--warn-before: {batch.warn_before_s} s before the end is before the start with --time {batch.time}"
         )
+    problems += resource_problems(batch.job)
     words = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
+    words |= batch.job.resources.named
     words |= {f"--option {word!r}": word for word in batch.job.options}
     problems += [
         f"{name}: a line of a batch script has no place for a line break" for name in words if "\n" in words[name]
@@ -119,9 +169,10 @@ def checked(batch: Batch) -> Batch:
 def script(batch: Batch) -> str:
     """Return the batch script, for bash; its comments tell whoever reads it in the run folder why it is so."""
     job = batch.job
-    call = shlex.join(command(replace(job, options=())))
+    call = shlex.join(command(replace(job, options=(), resources=Resources())))  # a step has what the job has
     run = shlex.quote(batch.run)
     time = f"#SBATCH --time={batch.time}\n" if batch.time else ""
+    asked = "".join(f"#SBATCH {shlex.quote(word)}\n" for word in _asked(job))
     options = f"# --option\n#SBATCH {shlex.join(job.options)}\n" if job.options else ""
     again = ""
     if batch.on_again:
@@ -133,6 +184,8 @@ def script(batch: Batch) -> str:
         nodes=job.nodes,
         each=job.processes_per_node,
         time=time,
+        asked=asked,
+        secret=SECRET,
         log=shlex.quote(batch.log),
         warn=batch.warn_before_s,
         options=options,
@@ -160,7 +213,7 @@ _SCRIPT: Final = """\
 #SBATCH --chdir={folder}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={each}
-{time}\
+{time}{asked}\
 # What Slurm says, and what the ranks print; a start that goes on adds to it.
 #SBATCH --output={log}
 #SBATCH --open-mode=append
@@ -173,6 +226,9 @@ _SCRIPT: Final = """\
 
 # srun does not take these over from the job by itself, since Slurm 22.05.
 if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+# The ranks sign with it what they tell each other. Drawn at each start, it is in no file and no command line.
+if [ -z "${{{secret}:-}}" ]; then {secret}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n'); fi
+export {secret}
 {again}\
 
 echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST"

@@ -1,4 +1,4 @@
-"""torchrun, and all that is built on torch's elastic agent: torch.distributed.launch and our own local start."""
+"""torchrun, and all that is built on torch's elastic agent, as torch.distributed.launch is."""
 
 from __future__ import annotations
 
@@ -101,12 +101,11 @@ def _meeting(job: Job) -> list[str]:
             f"--nodes: {job.nodes} hosts for torchrun, but nobody says where they meet; say --endpoint HOST:PORT, "
             f"or name them in --hosts FILE"
         )
-    endpoint = job.endpoint or f"{job.hosts[0] if job.hosts else 'localhost'}:{job.port}"
     nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"
     if job.meets_by == "static":
-        host, _, port = endpoint.rpartition(":")
+        host, _, port = job.meets_at.rpartition(":")
         return [nodes, f"--node-rank={job.host}", f"--master-addr={host}", f"--master-port={port}"]
-    words = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={endpoint}"]
+    words = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={job.meets_at}"]
     if job.id:
         words.append(f"--rdzv-id={job.id}")
     if job.fewest is not None:

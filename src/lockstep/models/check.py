@@ -1,16 +1,34 @@
-"""Whether a model fits the data: found on shapes alone, before any process is started."""
+"""Whether a model fits the data: found with a few samples of it, before any process is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.own_code import OwnCode, described, place
+
+
+class Form(NamedTuple):
+    """What a tensor is but for its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def averaged(self) -> Form:
+        """Return the form of an average of such tensors over time (parallel/ema.py)."""
+        wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
+        return Form(self.shape, wide)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,63 +37,121 @@ class Summary:
 
     parameters: int
     dims: tuple[int, ...]
+    tensors: Mapping[str, Form]  # of its state
+    trained: Mapping[str, Form]  # of its parameters that want a gradient, in the model's order
+    batchnorm: bool  # whether a layer normalises over the samples of a micro-batch
+    buffers: frozenset[str]  # by their names
 
 
 def check_model(
-    build: Callable[[], nn.Module],
-    *,
-    name: str,
-    shape: tuple[int, ...],
-    classes: int,
-    smallest: int = 2,
-    dtype: torch.dtype = torch.float32,
+    build: Callable[[], nn.Module], *, name: str, evaluation: Tensor, training: Tensor, classes: int
 ) -> Summary:
-    """Raise UsageError unless inputs of `shape` become [n, classes], in evaluation and in training.
+    """Raise UsageError unless inputs become [n, classes], in evaluation and in training, where something is trained.
 
-    `smallest` is the number of samples in the run's smallest micro-batch: BatchNorm may want more of them.
+    `evaluation` and `training` are inputs as the model sees them, with the values of real samples; `training` has as
+    many as the run's smallest micro-batch: BatchNorm may want more of them.
     The model is built on the meta device, without memory or arithmetic, and on the CPU only where that fails.
     Let `build` leave pretrained weights out: their values do not matter here.
     """
-    trial = partial(_trial, build, name, (smallest, *shape), dtype)
-    try:
-        evaluated, trained, summary = trial("meta")
-    except Exception:  # a model may read values while it is built or runs; what fails on the CPU too is told
-        evaluated, trained, summary = trial("cpu")
-    _check_outputs(name, evaluated, 2, classes)
-    _check_outputs(name, trained, smallest, classes)
+    trial = partial(_trial, build, name, evaluation, training)
+    # The real build warns too. On the meta device torch warns of each weight that is loaded, since it has no values.
+    with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
+        try:
+            evaluated, trained, summary = trial("meta")
+        except Exception:  # a model may read values while it is built or runs; what fails on the CPU too is told
+            evaluated, trained, summary = trial("cpu")
+    _check_outputs(name, evaluated, len(evaluation), classes)
+    _check_outputs(name, trained, len(training), classes)
+    if not trained.requires_grad:
+        raise UsageError(
+            f"model {name}: its outputs carry no gradient while training, so nothing would be learned; let forward "
+            f"compute them from the parameters by torch's functions, without detach(), no_grad() and .data"
+        )
     return summary
 
 
-@torch.no_grad()
+def check_weights(name: str, model: nn.Module) -> None:
+    """Raise UsageError unless the model has parameters that can be trained, all of them with a shape."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for path, tensor in tensors:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"model {name}: {path} gets its shape only from the first inputs, when training has begun; use layers "
+                f"with all sizes given, or run it once on inputs like the data's before it is returned"
+            )
+        if tensor.is_quantized or tensor.layout != torch.strided:
+            raise UsageError(f"model {name}: {path} is of {tensor.dtype}, {tensor.layout}; use dense tensors")
+    for path, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UsageError(f"model {name}: {path} is of {parameter.dtype}; train its real and imaginary parts")
+        if _overlaps(parameter):
+            raise UsageError(f"model {name}: elements of {path} share memory, as expand() makes them; clone it")
+    for path, layer in model.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if layer.max_norm is not None:
+            raise UsageError(
+                f"model {name}: {path} has max_norm={layer.max_norm:g}, by which each forward changes the weights: a "
+                f"micro-batch would see what those before it on the same process have left; leave max_norm out"
+            )
+        if layer.sparse:
+            raise UsageError(
+                f"model {name}: {path} has sparse=True, and sparse gradients cannot be added in the one order that "
+                f"gives the same bits everywhere; leave sparse out"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"model {name}: it has no parameter that is trained (requires_grad), so there is no run")
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def _trial(
-    build: Callable[[], nn.Module], name: str, size: tuple[int, ...], dtype: torch.dtype, device: str
+    build: Callable[[], nn.Module], name: str, evaluation: Tensor, training: Tensor, device: str
 ) -> tuple[Any, Any, Summary]:
-    """Return the outputs for two samples in evaluation and for `size` in training."""
+    """Return the outputs in evaluation and in training."""
     with torch.device(device):
         model = build()
-        two, smallest = torch.zeros((2, *size[1:]), dtype=dtype), torch.zeros(size, dtype=dtype)
-        evaluated = _outputs(model.eval(), name, two)
-        trained = _outputs(model.train(), name, smallest)
+        check_weights(name, model)
+        model.eval()
+        with torch.no_grad():
+            evaluated = _outputs(model, name, evaluation.to(device))
+        model.train()
+        trained = _outputs(model, name, training.to(device))
     parameters = list(model.parameters())
     dims = tuple(sorted({parameter.ndim for parameter in parameters}))
-    return evaluated, trained, Summary(sum(parameter.numel() for parameter in parameters), dims)
+    batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    summary = Summary(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        dims=dims,
+        tensors={name: _form(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)},
+        trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
+        batchnorm=batchnorm,
+        buffers=frozenset(name for name, _ in model.named_buffers()),
+    )
+    return evaluated, trained, summary
+
+
+def _form(tensor: Tensor) -> Form:
+    return Form(tuple(tensor.shape), tensor.dtype)
 
 
 def _outputs(model: nn.Module, name: str, inputs: Tensor) -> Any:
     try:
         return model(inputs)
-    except LockstepError:
+    except (LockstepError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a stranger's model may raise anything
-        if "Expected more than 1 value per channel" in str(error):
+    except BaseException as error:  # a stranger's model may raise anything, and may even exit
+        told = described(error, "" if place(error) else "choose a model or an image size that fit each other")
+        if "Expected more than 1 value per channel" in told:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {len(inputs)} sample, too few for BatchNorm; "
                 f"choose batch and microbatches so that every micro-batch, the last step's of an epoch too, "
                 f"has at least 2 samples, or set last_batch: drop"
             ) from error
-        raise UsageError(
-            f"model {name}: it cannot take inputs of shape {tuple(inputs.shape)}: "
-            f"{type(error).__name__}: {error}; choose a model or an image size that fit each other"
+        raise OwnCodeError(
+            f"model {name}: it cannot take inputs of shape {tuple(inputs.shape)} and {inputs.dtype}: {told}"
         ) from error
 
 
@@ -91,3 +167,5 @@ def _check_outputs(name: str, outputs: object, samples: int, classes: int) -> No
             f"has {classes} classes; set its number of classes to {classes} (a function of yours is given it "
             f"as num_classes where it has that parameter)"
         )
+    if not outputs.is_floating_point():
+        raise UsageError(f"model {name}: its outputs are of {outputs.dtype}; return one float for each class")

@@ -8,12 +8,14 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Literal
 
+import torch
 from torch import nn
 
 from lockstep.core.names import suggestion
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.importing import import_object
 from lockstep.models.pretrained import fetching, with_fitting_weights
+from lockstep.own_code import OwnCode, described
 
 Source = Literal["auto", "lockstep", "timm", "torchvision"]
 Place = Literal["lockstep", "timm", "torchvision", "path"]
@@ -53,6 +55,10 @@ def build_model(
         model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model {name}: it is of type {type(model).__name__}; return a torch.nn.Module")
+    if torch.get_default_device().type != "meta":
+        without = [path for path, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
+        if without:
+            raise UsageError(f"model {name}: {without[0]} is on the meta device, without values; make it on the CPU")
     return model
 
 
@@ -98,6 +104,8 @@ def _factory(place: Place, name: str, pretrained: bool) -> Factory:
             factory = import_object(OURS[name], "model")
         case "path":
             factory = import_object(name, "model")
+            if not callable(factory):
+                raise UsageError(f"model {name}: it is of type {type(factory).__name__}; name a function or a class")
         case "timm":
             import timm
 
@@ -125,14 +133,18 @@ def _from_data(place: Place, name: str, factory: Factory, classes: int, shape: t
                 )
             return {"num_classes": classes}
         case "path":
-            return _taken(factory, {"num_classes": classes})
+            with OwnCode(f"model {name}"):  # a signature is what its object says it is
+                return _taken(factory, {"num_classes": classes})
         case "lockstep":
             sizes = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
             return _taken(factory, {"num_classes": classes} | sizes)
 
 
 def _taken(factory: Factory, arguments: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(factory).parameters.values()
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # a function written in C may have none
+        return {}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
     names = {parameter.name for parameter in parameters}
@@ -144,11 +156,9 @@ def _explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Say of any error while a model is built which arguments it was given: they come from the recipe."""
     try:
         yield
-    except LockstepError:
+    except (LockstepError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a stranger's function may raise anything
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UsageError(
-            f"model {name}: it cannot be built with {given}: {type(error).__name__}: {error}; "
-            f"correct recipe.model.options"
-        ) from error
+    except BaseException as error:  # a stranger's function may raise anything, and may even exit
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
+        told = described(error, "correct recipe.model.options or the function")
+        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {told}") from error

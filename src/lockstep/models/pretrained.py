@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.locking import exclusive
+from lockstep.locking import exclusive, private_folder
 
 _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 
@@ -22,12 +19,11 @@ _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 def fetching(name: str) -> Iterator[None]:
     """Let one process of the node at a time build a pretrained model, so that the first one downloads alone.
 
-    The lock lies in the node's own temporary folder: a home folder may be shared by nodes, on a file system
-    without locks. What fails on the way to the weights becomes a UsageError.
+    The lock lies on the node itself: a home folder may be shared by nodes, on a file system without locks. What fails
+    on the way to the weights becomes a UsageError.
     """
-    lock = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}" / "pretrained.lock"
     try:
-        with exclusive(lock):
+        with exclusive(private_folder() / "pretrained.lock"):
             yield
     except Exception as error:
         if not _is_network(error):

@@ -50,19 +50,23 @@ class State:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
-class Engine(Protocol):
-    """A model being trained, however it lies on the ranks. All ranks call each verb in the same order."""
+class Stepping(Protocol):
+    """What the loop asks of an engine: a step is one call of each, in this order, on all ranks."""
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
         """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none."""
         ...
 
-    def gradients(self) -> dict[str, Held]:
-        """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
-        ...
-
     def update(self, lr: float, max_norm: float | None) -> Update:
         """Clip the gradient to `max_norm`, move the weights and forget the gradient."""
+        ...
+
+
+class Engine(Stepping, Protocol):
+    """A model being trained, however it lies on the ranks. All ranks call each verb in the same order."""
+
+    def gradients(self) -> dict[str, Held]:
+        """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
         ...
 
     def evaluation(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
@@ -79,4 +83,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of threads and streams."""
+        ...
+
+
+class Auditable(Engine, Protocol):
+    """An engine on whose ranks any micro-batch can be computed, since each computes the whole model."""
+
+    def repeat(self, microbatch: MicroBatch, step: Step) -> None:
+        """Compute a shadow beside the step, for its `note` alone.
+
+        Call it before forward_backward, or after one that is to be done again: gradients there are forgotten.
+        """
         ...

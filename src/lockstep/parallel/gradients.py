@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.tree import Block, Counter, total
+from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import Lane
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Note
 
 Parts = list[Tensor]
 
@@ -36,9 +37,6 @@ class _Bucket:
     def like(self) -> Tensor:
         return self.parameters[0].new_empty(sum(parameter.numel() for parameter in self.parameters))
 
-    def push(self, leaf: int) -> None:
-        self.counter.push(leaf, [_take_gradient(parameter) for parameter in self.parameters])
-
 
 @final
 class Gradients:
@@ -46,21 +44,23 @@ class Gradients:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        trained: Sequence[Named],
         canonical: CanonicalSum,
         lane: Lane,
         alone: bool,
         bucket_bytes: int,
     ) -> None:
-        self._parameters = parameters
+        self._names = {parameter: name for name, parameter in trained}
+        self._parameters = [parameter for _, parameter in trained]
         self._canonical = canonical
         self._lane = lane
         self._alone = alone
-        self._buckets = [_Bucket(bucket) for bucket in _partition(parameters, None if alone else bucket_bytes)]
+        self._buckets = [_Bucket(bucket) for bucket in _partition(self._parameters, None if alone else bucket_bytes)]
         self._waiting: list[Callable[[], Tensor]] = []
         self._leaves = 0
         self._last_leaf: int | None = None
         self._armed = False
+        self._note: Note | None = None
         if not alone:
             self._watch()
 
@@ -71,17 +71,26 @@ class Gradients:
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._armed = microbatch.index == self._last_leaf and not self._alone
+        self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.shadow)
+        self._note = microbatch.note
+        if microbatch.shadow:  # it is beside the step, whose sums may be there: what it makes must not be added to them
+            for parameter in self._parameters:
+                parameter.grad = None
         if self._armed:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        if self._armed or self._nothing_to_add:
+        if self._armed:
+            return
+        if self._nothing_to_add and not microbatch.shadow:
+            self._show(self._parameters, [_or_zeros(parameter) for parameter in self._parameters])
             return
         for bucket in self._buckets:
-            bucket.push(microbatch.index)
+            parts = self._taken(bucket)
+            if not microbatch.shadow:
+                bucket.counter.push(microbatch.index, parts)
 
     def finish(self) -> None:
         """See GradientSum."""
@@ -122,8 +131,18 @@ class Gradients:
             if bucket.missing and not everything:
                 return
             if self._last_leaf is not None:
-                bucket.push(self._last_leaf)
+                bucket.counter.push(self._last_leaf, self._taken(bucket))
             self._waiting.append(self._lane.submit(partial(self._sum, bucket, bucket.counter.pieces())))
+
+    def _taken(self, bucket: _Bucket) -> Parts:
+        parts = [_take_gradient(parameter) for parameter in bucket.parameters]
+        self._show(bucket.parameters, parts)
+        return parts
+
+    def _show(self, parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
+        if self._note is not None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                self._note(f"gradient of {self._names[parameter]}", gradient)
 
     def _sum(self, bucket: _Bucket, pieces: Mapping[Block, Parts]) -> Tensor:
         flat = {block: _flatten(parts, bucket.parameters) for block, parts in pieces.items()}
@@ -146,9 +165,13 @@ def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> 
 
 
 def _take_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
+    gradient = _or_zeros(parameter)
     parameter.grad = None
-    return torch.zeros_like(parameter) if gradient is None else gradient
+    return gradient
+
+
+def _or_zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _give_gradients(parameters: list[nn.Parameter], gradients: Parts) -> None:

@@ -27,8 +27,10 @@ from lockstep.core.order import Step
 from lockstep.core.shard import Held, alike, local, rows_of
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
+from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.compiled import compiled
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layout import Layout, Slots
@@ -58,6 +60,7 @@ class LocalEngine:
         lay: Lay,
     ) -> None:
         self._task = task
+        self._model_code = OwnCode(task.name, shared=True)
         self._numerics = numerics
         self._device = world.device
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
@@ -65,7 +68,7 @@ class LocalEngine:
         self._running = RunningStatistics(self._model)
         self._lane = world.lane()
         self._layout = lay(self._model, self._lane)
-        self._forward = torch.compile(self._model) if numerics.compile else self._model
+        self._forward = compiled(self._model) if numerics.compile else self._model
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -84,7 +87,7 @@ class LocalEngine:
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
         """See Engine."""
         leaves = min(self._numerics.microbatches, step.samples)
-        if leaves == 1 and self._alone and not self._running.size:
+        if leaves == 1 and self._alone and not self._running.size and microbatches[0].note is None:
             return self._only(microbatches[0], step)
         statistics: Counter[Tensor] = Counter(add_)
         own_losses: list[Tensor] = []
@@ -92,6 +95,7 @@ class LocalEngine:
         wait = None
         for microbatch in microbatches:
             loss = self._forward_one(microbatch, step)
+            self._show(microbatch, loss)
             if not microbatch.shadow:
                 own_losses.append(loss.detach())
                 statistics.push(microbatch.index, self._statistics(loss, len(microbatch.inputs)))
@@ -104,6 +108,17 @@ class LocalEngine:
         self._loss, self._observed = total[0], total[1:] / step.samples
         self._gradients.finish()
         return Sums(self._loss, step.samples, own_losses)
+
+    def repeat(self, microbatch: MicroBatch, step: Step) -> None:
+        """See Auditable."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        loss = self._forward_one(microbatch, step)
+        self._show(microbatch, loss)
+        self._gradients.before_backward(microbatch)
+        self._backward(loss, step)
+        self._gradients.after_backward(microbatch)
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
@@ -171,15 +186,25 @@ class LocalEngine:
         for generator in self._generators:
             generator.manual_seed(seed)
         with self._training:
-            outputs = self._forward(self._numerics.laid_out(microbatch.inputs))
+            with self._model_code:
+                outputs = self._forward(self._numerics.laid_out(microbatch.inputs))
             return self._task.loss_sum(outputs, microbatch.targets)
+
+    def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
+        if microbatch.note is not None:
+            microbatch.note("loss", loss)
+            microbatch.note("BatchNorm statistics", self._running.observed(len(microbatch.inputs)))
 
     def _backward(self, loss: Tensor, step: Step) -> None:
         share = self._share(step.samples, loss.dtype)
-        loss.backward(self._updates.scaled(share))  # type: ignore[no-untyped-call]
+        with self._model_code:
+            loss.backward(self._updates.scaled(share))  # type: ignore[no-untyped-call]
 
     def _only(self, microbatch: MicroBatch, step: Step) -> Sums:
-        """Do what forward_backward does for a step's only micro-batch, where there is nothing to add."""
+        """Do what forward_backward does for a step's only micro-batch, where there is nothing to add.
+
+        It saves 78 us of a step: a fifth of a tiny MLP's (0.37 ms), 2 % of one of 512 wide, nothing of a ViT's.
+        """
         self._gradients.begin(1, [microbatch])
         loss = self._forward_one(microbatch, step)
         self._backward(loss, step)
@@ -201,6 +226,6 @@ class LocalEngine:
         return self._lane.submit(partial(self._canonical, statistics.pieces(), leaves, self._no_statistics))
 
     def _predict(self, inputs: Tensor) -> Tensor:
-        with self._autocast:
+        with self._autocast, self._model_code:
             outputs: Tensor = self._forward(self._numerics.laid_out(inputs))
         return outputs

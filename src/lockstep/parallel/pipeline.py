@@ -27,6 +27,7 @@ from lockstep.core.pipeline_schedule import Action, Schedule, actions
 from lockstep.core.shard import Held, local
 from lockstep.core.tree import Counter, total
 from lockstep.errors import TrainingError, UsageError
+from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import State, Sums, Update
@@ -66,7 +67,7 @@ class Pipe:
 class PipelineEngine:
     """A model whose stages lie on the ranks of `world`; every rank is given all micro-batches of its pipeline.
 
-    `shape` is that of one sample, for which operations are counted; None: stages are cut by their parameters alone.
+    Where the task knows no sample, for which operations are counted, stages are cut by their parameters alone.
     """
 
     def __init__(
@@ -76,11 +77,9 @@ class PipelineEngine:
         world: World,
         numerics: Numerics,
         pipe: Pipe,
-        shape: tuple[int, ...] | None,
     ) -> None:
-        if numerics.compile:
-            raise UsageError("strategy pipeline: compile would not give the bits of a single process; set it to false")
         self._task = task
+        self._model_code = OwnCode(task.name, shared=True)
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
@@ -89,7 +88,7 @@ class PipelineEngine:
         self._pipeline, self._rank = divmod(world.rank, self._ranks)
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = task.build_model()
-        cut = find_cut(self._model, self._last + 1, shape, pipe.cut)
+        cut = find_cut(self._model, self._last + 1, task.sample, pipe.cut)
         owner = owners(self._model, cut)
         trained = trained_parameters(self._model)
         if self._last:
@@ -199,12 +198,17 @@ class PipelineEngine:
             case "forward":
                 self._forward(action.stage, microbatch, step)
             case "backward_weight":
-                stage.backward_weight(index)
+                with self._model_code:
+                    stage.backward_weight(index)
             case "backward":
-                back = stage.backward(index, self._gradients_of(action.stage, index, step))
+                gradients = self._gradients_of(action.stage, index, step)
+                with self._model_code:
+                    back = stage.backward(index, gradients)
                 self._send_back(action.stage, index, back)
             case "backward_input":
-                back = stage.backward_input(index, self._gradients_of(action.stage, index, step))
+                gradients = self._gradients_of(action.stage, index, step)
+                with self._model_code:
+                    back = stage.backward_input(index, gradients)
                 self._send_back(action.stage, index, back)
 
     def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
@@ -217,7 +221,8 @@ class PipelineEngine:
         def compute(values: Values) -> Sequence[Tensor | int]:
             before[:] = self._seed(step, index, states)
             with self._around:
-                outputs = _checked(self._training[number](*values))
+                with self._model_code:
+                    outputs = _checked(self._training[number](*values))
                 return [self._task.loss_sum(_tensor(outputs[0]), microbatch.targets)] if last else outputs
 
         outputs = self._stages[number].forward(index, inputs, len(microbatch.inputs), compute)
@@ -316,7 +321,7 @@ class PipelineEngine:
         outputs: Values = []
         for number, module in self._evaluating.items():
             values = self._arrived(number, number - 1, 0) if number else [self._numerics.laid_out(inputs)]
-            with self._autocast:
+            with self._autocast, self._model_code:
                 outputs = list(_checked(module(*values)))
             if number != self._last:
                 self._leave(outputs, number + 1, number + 1, 0)

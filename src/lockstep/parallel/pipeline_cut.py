@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lockstep.core.names import suggestion
 from lockstep.core.partition import balanced
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline_trace import Line, tensors_of
+from lockstep.parallel.pipeline_trace import Line, batch_of, tensors_of
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered in vain, once there is a cut
@@ -32,16 +32,16 @@ class Cut:
     entered: frozenset[str] = frozenset()
 
 
-def find_cut(model: nn.Module, stages: int, shape: tuple[int, ...] | None, names: Sequence[str] = ()) -> Cut:
+def find_cut(model: nn.Module, stages: int, sample: Tensor | None, names: Sequence[str] = ()) -> Cut:
     """Return a cut of `model` into so many stages, by cost or before the modules `names`.
 
-    Operations are counted on samples of `shape`; with None parameters alone are. `model`, which may lie on the meta
+    Operations are counted on samples like `sample`; with None parameters alone are. `model`, which may lie on the meta
     device, is left as it is. A model that cannot be cut so raises UsageError that says why.
     """
-    blank, shape = _blank(model, shape)
+    blank, sample = _blank(model, sample)
     if names:
-        return _by_hand(blank, stages, names, shape)
-    return _by_cost(blank, stages, shape)
+        return _by_hand(blank, stages, names, sample)
+    return _by_cost(blank, stages, sample)
 
 
 def owners(model: nn.Module, cut: Cut) -> dict[str, int]:
@@ -78,7 +78,7 @@ def _parts(line: Line, cut: Cut) -> list[range]:
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.body)], strict=True)]
 
 
-def _by_hand(model: nn.Module, stages: int, names: Sequence[str], shape: tuple[int, ...] | None) -> Cut:
+def _by_hand(model: nn.Module, stages: int, names: Sequence[str], sample: Tensor | None) -> Cut:
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "
@@ -91,8 +91,8 @@ def _by_hand(model: nn.Module, stages: int, names: Sequence[str], shape: tuple[i
     above = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     cut = Cut(tuple(names), frozenset(above))
     line = Line(model, cut.entered, training=True)
-    if shape is not None:
-        line.measure(shape)
+    if sample is not None:
+        line.measure(sample)
     for number, part in enumerate(_parts(line, cut)):
         reason = line.obstacle(part.start) if number else None
         if reason:
@@ -103,13 +103,13 @@ def _by_hand(model: nn.Module, stages: int, names: Sequence[str], shape: tuple[i
     return cut
 
 
-def _by_cost(model: nn.Module, stages: int, shape: tuple[int, ...] | None) -> Cut:
+def _by_cost(model: nn.Module, stages: int, sample: Tensor | None) -> Cut:
     entered: frozenset[str] = frozenset()
     shut: set[str] = set()  # what cannot be entered
     best, lowest, vain = None, float("inf"), 0
     while vain < PATIENCE:
         line = Line(model, entered, training=True)
-        costs = _costs(line, shape)
+        costs = _costs(line, sample)
         allowed = {place: name for place, name in line.calls() if place and line.obstacle(place) is None}
         places = balanced(costs, stages, allowed, line.trains())
         if places is not None:
@@ -133,10 +133,10 @@ def _by_cost(model: nn.Module, stages: int, shape: tuple[int, ...] | None) -> Cu
     return best
 
 
-def _costs(line: Line, shape: tuple[int, ...] | None) -> list[float]:
+def _costs(line: Line, sample: Tensor | None) -> list[float]:
     shares = [_shares(line.weights())]
-    if shape is not None:
-        shares.append(_shares(line.measure(shape)))
+    if sample is not None:
+        shares.append(_shares(line.measure(sample)))
     return [sum(each) / len(shares) for each in zip(*shares, strict=True)]
 
 
@@ -177,23 +177,23 @@ def _refusal(line: Line, stages: int) -> str:
     )
 
 
-def _blank(model: nn.Module, shape: tuple[int, ...] | None) -> tuple[nn.Module, tuple[int, ...] | None]:
-    """Return a copy on the meta device, and the shape if the copy can run there; the model where it has no copy."""
+def _blank(model: nn.Module, sample: Tensor | None) -> tuple[nn.Module, Tensor | None]:
+    """Return a copy on the meta device, and the sample if the copy can run there; the model where it has no copy."""
     memo = {id(tensor): _on_meta(tensor) for _, tensor in tensors_of(model)}
     try:
         blank = copy.deepcopy(model, memo)
     except Exception:  # a stranger's model may hold what has no copy
         return model, None
-    if shape is None:
+    if sample is None:
         return blank, None
     try:
         with torch.no_grad():
-            blank.train()(torch.zeros((2, *shape), device="meta"))
+            blank.train()(batch_of(sample))
     except Exception:  # it reads values, which are not there
         return blank, None
-    return blank, shape
+    return blank, sample
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -78,13 +78,13 @@ class Line:
         """Return for each place whether a parameter to train is used there."""
         return [any(tensor.requires_grad for tensor in used) for used in self._used]
 
-    def measure(self, shape: tuple[int, ...]) -> list[int]:
-        """Return the operations of the forward at each place, for a sample of `shape`; the model is on the meta device.
+    def measure(self, sample: Tensor) -> list[int]:
+        """Return the operations of the forward at each place, for one like `sample`; the model is on the meta device.
 
         From here on `obstacle` knows what cannot cross, too.
         """
         run = _Measuring(self._root, self._graph)
-        run.run(torch.zeros((2, *shape), device="meta"))
+        run.run(batch_of(sample))
         self._unfit = frozenset(run.unfit)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
@@ -126,6 +126,11 @@ class Line:
         if node.op == "call_module":
             weights += [tensor for _, tensor in tensors_of(self._modules[_name(node)])]
         return weights
+
+
+def batch_of(sample: Tensor) -> Tensor:
+    """Return two samples of the shape and dtype of `sample`, on the meta device."""
+    return torch.zeros((2, *sample.shape), dtype=sample.dtype, device="meta")
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -6,11 +6,8 @@ found the generators, so it is the same forward, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,11 +21,6 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
     """
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
-        unit.forward = partial(_run, unit.forward)  # on the instance: whatever is called around a forward stays
+        # On the instance: whatever is called around a forward stays.
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
     return model
-
-
-def _run(forward: Callable[..., Any], *inputs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*inputs)
-    return checkpoint(forward, *inputs, use_reentrant=False)

@@ -32,8 +32,8 @@ def rows(world: World, places: Sequence[Place], bucket_bytes: int, offload: bool
     """
 
     def lay(model: nn.Module, lane: Lane) -> Layout:
-        parameters = [parameter for _, parameter in trained_parameters(model)]
-        gradients = Gradients(parameters, world.canonical(places), lane, world.size == 1, bucket_bytes)
+        trained = trained_parameters(model)
+        gradients = Gradients(trained, world.canonical(places), lane, world.size == 1, bucket_bytes)
         return RowLayout(model, gradients, world, offload)
 
     return lay

@@ -4,7 +4,8 @@ Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data paral
 members of a replica go through a step in rounds, one micro-batch each. In a round's backward each member is dealt its
 rows of all the members' gradients, and adds them by the tree (core/tree.py), so that it never holds more than rows of
 sums. After the last round the replicas add theirs. Members without a micro-batch of their own in a round compute
-another's along, since parameters are gathered from all; what they find counts for nothing.
+another's along, since parameters are gathered from all; what they find counts for nothing. So does what all compute
+beside a step: that is a round in which no member has a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lockstep.runtime.canonical import CanonicalSum, Deal, add_
 from lockstep.runtime.fsdp import Sharded, own_gradient
 from lockstep.runtime.lane import InlineLane, Lane
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
 _UNDER_WAY: Final = 4
@@ -59,12 +60,13 @@ class ShardedLayout:
         self._speaks = place.replica == 0
         grid = world.grid(place.members)
         units = find_units(model)
+        paths = {module: path for path, module in model.named_modules()}
         dealt = _Dealt(
             place,
             Deal(place.member, place.members, grid.within),
             CanonicalSum(place.replica, [Place(r, place.replicas) for r in range(place.replicas)], grid.across),
             lane,
-            len(units) + 1,
+            [*(paths[unit] for unit in units), "what is in no block"],
         )
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
@@ -131,10 +133,12 @@ class ShardGradients:
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
+        self._dealt.note = microbatch.note
         self._model.begin_round(last=microbatch is self._last)
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
+        self._model.end_backward()
         self._dealt.end_round()
         if microbatch is not self._last:
             self._model.end_round()
@@ -151,17 +155,20 @@ class ShardGradients:
 class _Dealt:
     """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`."""
 
-    def __init__(self, place: Place, deal: Deal, across: CanonicalSum, lane: Lane, units: int) -> None:
+    def __init__(self, place: Place, deal: Deal, across: CanonicalSum, lane: Lane, units: Sequence[str]) -> None:
+        self.note: Note | None = None
+        self._units = units
         self._place = place
         self._deal = deal
         self._across = across
         self._lane = lane
-        self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in range(units)]
-        self._order = [*reversed(range(units - 1)), units - 1]  # as most backwards go: the rest of the model is last
+        self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in units]
+        last = len(units) - 1
+        self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
         self._incomplete: deque[int] = deque()
         self._leaves = 0
         self._rounds: Iterator[tuple[int, int]] = iter(())
-        self._round = (0, 0)
+        self._round = (0, 0)  # of no holders
         self._remaining = 0
         self._under_way: deque[Callable[[], None]] = deque()
         self._outputs: dict[int, Tensor] = {}
@@ -179,6 +186,8 @@ class _Dealt:
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Take what a unit's backward made (runtime/fsdp.py); after the last round `output` becomes the sum."""
+        if self.note is not None:
+            self.note(f"gradient of {self._units[unit]}", gradients)
         while len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()()
         self._under_way.append(self._lane.submit(partial(self._push, unit, *self._round, gradients)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.parallel.engine import Update
@@ -13,6 +14,8 @@ from lockstep.parallel.layout import Trained
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
 from lockstep.runtime.precision import loss_scaler
+
+_SCALE: Final = "lr_scale"  # of a parameter group: timm's name for it, and a checkpoint keeps it
 
 
 @final
@@ -23,6 +26,7 @@ class Updates:
         self, layout: Trained, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device
     ) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms)
+        keep_ratios(self.optimizer)
         self._bare_step = bare_step(self.optimizer)
         self._layout = layout
         self._trained = [tensor for _, tensor in layout.trained]
@@ -67,7 +71,7 @@ class Updates:
 
     def _step(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(_SCALE, 1.0)
         if not self._scales:
             self._bare_step()
             return True
@@ -81,6 +85,14 @@ class Updates:
 
     def _gradients(self) -> list[Tensor]:
         return [gradient(tensor) for tensor in self._trained]
+
+
+def keep_ratios(optimizer: Optimizer) -> None:
+    """Note in each parameter group whose rate is not the optimizer's what it is times that, as timm's groups do."""
+    for group in optimizer.param_groups:
+        scale = group.get(_SCALE, 1.0) * float(group["lr"]) / float(optimizer.defaults["lr"])
+        if scale != 1.0:
+            group[_SCALE] = scale
 
 
 def gradient(parameter: Tensor) -> Tensor:

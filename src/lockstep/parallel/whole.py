@@ -23,8 +23,7 @@ def whole(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
     """Return what lays a model whole on each of the ranks, which add gradients in buckets of about `bucket_bytes`."""
 
     def lay(model: nn.Module, lane: Lane) -> Layout:
-        parameters = [parameter for _, parameter in trained_parameters(model)]
-        gradients = Gradients(parameters, world.canonical(places), lane, world.size == 1, bucket_bytes)
+        gradients = Gradients(trained_parameters(model), world.canonical(places), lane, world.size == 1, bucket_bytes)
         return WholeLayout(model, gradients)
 
     return lay

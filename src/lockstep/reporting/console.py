@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lockstep.reporting import wording
 from lockstep.reporting.progress import Progress
-from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stepped, Stopped
+from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 
 @final
@@ -36,12 +36,17 @@ class Console:
         match event:
             case Started():
                 self._start(event, time)
+            case Warned():
+                self._line(f"warning: {event.text}")
             case Stepped():
                 self._step(event, time)
             case Evaluated():
                 self._line(wording.evaluated(event))
                 if self._progress is not None:
                     self._progress.accuracy(wording.top(event.top))
+            case Skipped():
+                for line in wording.skipped(event):
+                    self._line(line)
             case Saved():
                 self._line(wording.saved(event))
             case Stopped():

@@ -10,16 +10,18 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, final
 
+from lockstep import plainfile
 from lockstep.errors import TrainingError, UsageError
 from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
 _END_BYTES: Final = 65_536
+_LONGEST: Final = 1 << 20  # bytes of a line; an event has some hundreds
 
 
 @final
@@ -28,14 +30,17 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise TrainingError(f"{path}: event not written: {error.strerror}") from error
         _repair(self._descriptor)
 
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
         try:
-            self._append(text.encode())
+            self._append(text.encode(errors="backslashreplace"))  # the name of a file may hold what is no UTF-8
         except OSError as error:
             raise TrainingError(f"{self._path}: event not written: {error.strerror}") from error
 
@@ -71,25 +76,36 @@ def figures(event: Event, time: float) -> dict[str, Any]:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log, which may be growing still: an unfinished last line is left out."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):
-                    yield _parsed(path, number, line)
+        with plainfile.reader(path) as file:
+            for number in count(1):
+                line = file.readline(_LONGEST + 1)
+                if len(line) > _LONGEST:
+                    raise UsageError(f"{path}:{number}: a line of more than {_LONGEST:,} bytes; the log is damaged")
+                if not line.endswith(b"\n"):
+                    return
+                yield _parsed(path, number, line)
     except FileNotFoundError:
         raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def last_step(path: Path) -> int:
-    """Return the step that the last event of a log is of, 0 where there is none; only the end of the log is read."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        lines = file.read().splitlines(keepends=True)
-    for line in reversed(lines):
-        with suppress(ValueError):  # half a line, at either end
-            return int(json.loads(line)["step"])
-    return 0
+    """Return the step that the last event of a log is of, 0 where there is none."""
+    step = last(path).get("step")
+    return step if isinstance(step, int) else 0
+
+
+def last(path: Path) -> dict[str, Any]:
+    """Return the last event of a log, empty where there is none; only the end of the log is read."""
+    try:
+        with plainfile.reader(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+            lines = file.read(_END_BYTES).splitlines()
+    except FileNotFoundError:
+        return {}
+    found = (_json(line) for line in reversed(lines))  # None: half a line, at either end
+    return next((event for event in found if isinstance(event, dict)), {})
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -108,13 +124,20 @@ def _finite(value: Any) -> Any:
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{path}:{number}: not JSON ({error}); the log is damaged") from error
+    event = _json(line)
+    if event is None:
+        raise UsageError(f"{path}:{number}: not JSON; the log is damaged")
     if not isinstance(event, dict):
         raise UsageError(f"{path}:{number}: not an event; the log is damaged")
     return event
+
+
+def _json(line: bytes) -> Any:
+    """Return what a line holds, None where it is not JSON, or nested so deeply that Python gives up."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _repair(descriptor: int) -> None:
@@ -124,9 +147,7 @@ def _repair(descriptor: int) -> None:
     tail = _tail(descriptor, size)
     if not tail:
         return
-    try:
-        json.loads(tail)
-    except ValueError:
+    if _json(tail) is None:
         os.ftruncate(descriptor, size - len(tail))
     else:
         os.write(descriptor, b"\n")

@@ -1,15 +1,16 @@
-"""Several runs at a glance: a table with one line for each."""
+"""Several runs at a glance: a table with one line for each, in what their recipes differ, and why some failed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.core.text import printable_line
 from lockstep.reporting import wording
 from lockstep.reporting.status import State, Status
 
@@ -18,16 +19,24 @@ _HEADINGS: Final = ("run", "state", "step", "epoch", "images/s", "left", "loss",
 _NUMBERS: Final = ("step", "epoch", "images/s", "left", "loss", "top1")
 _LEFT_OUT: Final = ("epoch", "top1", "images/s", "loss", "last")  # one after the other, where a terminal is narrow
 _GAP: Final = "  "
+_MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
+_WIDEST: Final = 24  # of such a column
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, what is known of it, and its number and state in Slurm's queue, in words."""
+    """A run folder, what is known of it, and its number and state in Slurm's queue, in words.
+
+    `recipe` has the values of its recipe as text, by their dotted keys; it is empty where nobody knows. `failure` is
+    why the last start failed, if it did.
+    """
 
     folder: str
     state: State
     status: Status
     job: str
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
 
 
 def overview(runs: Sequence[Run], now: float, stream: TextIO, terminal: bool | None = None) -> None:
@@ -37,14 +46,29 @@ def overview(runs: Sequence[Run], now: float, stream: TextIO, terminal: bool | N
     """
     terminal = stream.isatty() if terminal is None else terminal
     console = Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
-    columns = [_Column(heading, [row[at] for row in _rows(runs, now)]) for at, heading in enumerate(_HEADINGS)]
+    rows = [cells(run, now) for run in runs]
+    columns = [_Column(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
+    keys = differing(runs)
+    columns[2:2] = _recipes(runs, keys[:_MOST_KEYS])
     shown = [column for column in columns if any(column.cells)]
-    left_out = _narrowed(shown, console.width) if terminal else []
+    left_out = _narrowed(shown, console.width, keys[:_MOST_KEYS]) if terminal else []
     console.print(_line(shown, None, "bold"), soft_wrap=True)
     for number, run in enumerate(runs):
         console.print(_line(shown, number, _STYLES.get(run.state, "")), soft_wrap=True)
     if left_out:
         console.print(f"left out, for want of room: {', '.join(left_out)}", soft_wrap=True)
+    if keys[_MOST_KEYS:]:
+        console.print(f"the recipes also differ in {', '.join(keys[_MOST_KEYS:])}", soft_wrap=True)
+    for run in runs:
+        if run.failure:
+            console.print(f"{printable_line(run.folder)} failed: {run.failure}", soft_wrap=True)
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Return the keys in which the recipes differ that are known, in their order."""
+    recipes = [run.recipe for run in runs if run.recipe]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    return [key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1]
 
 
 def cells(run: Run, now: float) -> tuple[str, ...]:
@@ -52,7 +76,7 @@ def cells(run: Run, now: float) -> tuple[str, ...]:
     status = run.status
     going = run.state not in ("done", "unreadable")
     return (
-        run.folder,
+        printable_line(run.folder),
         run.state,
         _of(status.step, status.steps),
         _of(status.epoch, status.epochs),
@@ -89,14 +113,27 @@ class _Column:
         return space + text if self.heading in _NUMBERS else text + space
 
 
-def _rows(runs: Sequence[Run], now: float) -> list[tuple[str, ...]]:
-    return [cells(run, now) for run in runs]
+def _recipes(runs: Sequence[Run], keys: Sequence[str]) -> list[_Column]:
+    """Return a column for each key of the recipes."""
+    headings = _headings(keys)
+    return [_Column(headings[key], [_cut(run.recipe.get(key, "")) for run in runs]) for key in keys]
 
 
-def _narrowed(columns: list[_Column], width: int) -> list[str]:
-    """Take columns away until the rest fits, and return the headings of those."""
+def _headings(keys: Sequence[str]) -> dict[str, str]:
+    """Return short names of keys: `lr` of optimizer.lr.value; the whole key where two would be alike."""
+    short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
+    taken = [*_HEADINGS, *short.values()]
+    return {key: name if taken.count(name) == 1 else key for key, name in short.items()}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def _narrowed(columns: list[_Column], width: int, keys: Sequence[str]) -> list[str]:
+    """Take columns away until the rest fits, and return the headings of those; those of `keys` go last."""
     taken = []
-    for heading in _LEFT_OUT:
+    for heading in (*_LEFT_OUT, *reversed(_headings(keys).values())):
         if sum(column.width + len(_GAP) for column in columns) - len(_GAP) <= width:
             break
         found = [column for column in columns if column.heading == heading]

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 State = Literal["queued", "running", "saved", "done", "died", "unreadable"]
 
 _REPORTS: Final = 20  # of steps, over which speed is measured: an evaluation now and then is in, former hours are not
+_LARGEST: Final = 1e15  # no figure of an event is; larger ones are no floats, or times that no calendar has
 _WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
 
@@ -48,18 +49,21 @@ class _Seen:
 
 
 def status(events: Iterable[Mapping[str, Any]]) -> Status:
-    """Return what a run's events say, in the order of their log. Of what stands there twice the later one counts."""
+    """Return what a run's events say, in the order of their log. Of what stands there twice the later one counts.
+
+    KeyError or ValueError where they are no events of this version.
+    """
     seen = _Seen()
     event: Mapping[str, Any] = {}
     for event in events:
         _take(seen, event)
-    step, steps = event.get("step"), seen.started.get("steps")
-    per_epoch, epochs = seen.started.get("steps_per_epoch"), seen.started.get("epochs")
+    step, steps = _count(event, "step"), _count(seen.started, "steps")
+    per_epoch, epochs = _count(seen.started, "steps_per_epoch"), _number(seen.started, "epochs")
     steps_per_s, images_per_s = _speed(seen)
     return Status(
-        last=event.get("event"),
-        time=event.get("time"),
-        reason=event.get("reason"),
+        last=_text(event, "event"),
+        time=_number(event, "time"),
+        reason=_text(event, "reason"),
         step=step,
         steps=steps,
         epoch=-(-step // per_epoch) if step is not None and per_epoch else None,
@@ -91,12 +95,52 @@ def _take(seen: _Seen, event: Mapping[str, Any]) -> None:
         case "started":
             seen.started = event
             seen.reports.clear()
-            seen.reports.append((event["time"], event["step"], event["samples"]))
+            seen.reports.append(_report(event))
         case "step":
-            seen.loss = float(event["loss"])  # "NaN" too
-            seen.reports.append((event["time"], event["step"], event["samples"]))
+            seen.loss = _loss(event["loss"])
+            seen.reports.append(_report(event))
         case "evaluated":
-            seen.top1 = event.get("top1")
+            seen.top1 = _number(event, "top1")
+
+
+def _report(event: Mapping[str, Any]) -> tuple[float, int, int]:
+    time, step, samples = _number(event, "time"), _count(event, "step"), _count(event, "samples")
+    if time is None or step is None or samples is None:
+        raise KeyError(next(key for key in ("time", "step", "samples") if event.get(key) is None))
+    return time, step, samples
+
+
+def _number(event: Mapping[str, Any], key: str) -> float | None:
+    value = event.get(key)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value < _LARGEST:
+        raise ValueError(f"{key}: not a number of an event")
+    return float(value)
+
+
+def _count(event: Mapping[str, Any], key: str) -> int | None:
+    value = event.get(key)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{key}: not a count")
+    return value
+
+
+def _text(event: Mapping[str, Any], key: str) -> str | None:
+    value = event.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{key}: not text")
+    return value
+
+
+def _loss(value: Any) -> float:
+    if type(value) is float or (type(value) is int and abs(value) < _LARGEST):
+        return float(value)
+    if value not in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError("loss: not a number")
+    return float(value)
 
 
 def _speed(seen: _Seen) -> tuple[float | None, float | None]:

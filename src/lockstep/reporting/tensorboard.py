@@ -2,49 +2,68 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from time import time_ns
+from typing import Any, BinaryIO, Final, final
 
 from lockstep.training.events import Evaluated, Event, Started, Stepped
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 FOLDER: Final = "tensorboard"
 
 
 @final
 class TensorBoard:
-    """Writes the curves of one run into `folder`, from its `Started` event on."""
+    """Writes the curves of one run into `folder`, from its `Started` event on; a point is with the kernel at once.
+
+    torch's SummaryWriter writes on a thread, which ends with a traceback of its own when the folder is removed, and
+    then keeps whoever closes it waiting for ever.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writer: SummaryWriter | None = None
+        self._file: BinaryIO | None = None
 
     def write(self, event: Event, time: float) -> None:
         if isinstance(event, Started):
-            self._open(event)
-        if self._writer is None:
+            self._open(event, time)
+        if self._file is None:
             return
-        for name, value in _scalars(event).items():
-            self._writer.add_scalar(name, value, event.step, walltime=time)
-        if isinstance(event, Evaluated):
-            self._writer.flush()
+        # Imported here: it takes time, and only one process of a run needs it.
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(event).items()]
+        if values:
+            _append(self._file, Record(wall_time=time, step=event.step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _open(self, event: Started) -> None:
-        # Imported here: it takes time, and only one process of a run needs it.
-        from torch.utils.tensorboard import SummaryWriter
+    def _open(self, event: Started, time: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self.close()
-        # A run that goes on repeats the steps since its checkpoint: the former curve ends where it is taken
-        # up.
-        purge = event.step + 1 if event.resumed_from is not None else None
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Two starts of a run within a second have two names, in the order of the starts.
+        name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (self._folder / name).open("xb")
+        _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))
+        if event.resumed_from is not None:
+            # A run that goes on repeats the steps since its checkpoint: the former curve ends where it is taken up.
+            start = SessionLog(status=SessionLog.START)
+            _append(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
+
+
+def _append(file: BinaryIO, record: Any) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    RecordWriter(file).write(record.SerializeToString())
+    file.flush()
 
 
 def _scalars(event: Event) -> dict[str, float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lockstep.training.events import Done, Evaluated, Saved, Started, Stepped, Stopped
+from lockstep.core.text import printable_line
+from lockstep.training.events import Done, Evaluated, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
 
@@ -21,7 +22,7 @@ def started(event: Started, rate_rule: str) -> list[str]:
         rate_rule,
     ]
     if event.resumed_from is not None:
-        lines.append(f"goes on after step {event.step:,} from {event.resumed_from}")
+        lines.append(f"goes on after step {event.step:,} from {printable_line(event.resumed_from)}")
     if event.again:
         verb = "is" if event.again == 1 else "are"
         lines.append(f"{_counted(event.again, 'step')} done since then, by the log, {verb} done again")
@@ -57,15 +58,21 @@ def evaluated(event: Evaluated) -> str:
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 
+def skipped(event: Skipped) -> list[str]:
+    """Name the files that were skipped."""
+    return [f"skipped {printable_line(file)}: cannot be read as an image" for file in event.files]
+
+
 def saved(event: Saved) -> str:
     """Name a checkpoint and the beginning of its weights' hash."""
     best = "  best so far" if event.best else ""
-    return f"saved {event.path}  sha256 {event.weights_sha256[:12]}…{best}"
+    return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
 def stopped(event: Stopped, run_dir: str) -> str:
     """Say why the run ends early, and how it goes on."""
-    return f"stopped by {event.reason} after step {event.step:,}; start again with run.dir={run_dir} to go on"
+    again = f"start again with run.dir={printable_line(run_dir)} to go on"
+    return f"stopped by {event.reason} after step {event.step:,}; {again}"
 
 
 def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
@@ -81,7 +88,7 @@ def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
     rows += [
         ("skipped steps", f"{event.skipped_steps:,}"),
         ("skipped samples", f"{event.skipped_samples:,}"),
-        ("run folder", run_dir),
+        ("run folder", printable_line(run_dir)),
     ]
     return rows
 
@@ -94,7 +101,12 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 def fingerprint(event: Done) -> str:
     """Give the hash that two runs of one recipe share; other programs look for this line."""
-    return f"weights sha256 {event.weights_sha256}"
+    return hash_line(event.weights_sha256)
+
+
+def hash_line(weights_sha256: str) -> str:
+    """Name the hash of weights."""
+    return f"weights sha256 {weights_sha256}"
 
 
 def percent(fraction: float) -> str:

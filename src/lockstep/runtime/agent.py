@@ -1,48 +1,65 @@
-"""Starts the processes of a run on this machine with torch's elastic agent, and ends all when one fails.
+"""Starts the processes of a run on this machine, ends all when one fails, and reports the failure that came first.
 
-Nothing listens on the network for it: the agent and the workers meet in files of a private folder, and gloo talks
-over the loopback interface. A disk that is full may be why a worker ends, so the folder is in memory, where there is
-such a place, and its last words come through a pipe.
+Nothing listens on the network for it, and no folder is needed: the workers meet in a file that has no name, which the
+agent holds open, and gloo listens at the loopback interface (runtime/world.py). Through a pipe each worker says why it
+ends.
 """
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal, NoReturn, final
 
 from lockstep.core.rank import RankInfo
-from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
 from lockstep.parent import die_with_parent
-from lockstep.runtime import oom
+from lockstep.runtime import oom, ports
 from lockstep.runtime.failure import Failure, failure_of, from_json
+from lockstep.runtime.limits import over_files, refused
 from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.signals import STOPPING
-from lockstep.runtime.voice import log_name
+from lockstep.runtime.signals import stopping
+from lockstep.runtime.voice import log_name, outliving_terminal
 
 Worker = Callable[[Meeting], int]  # returns the exit code
 
-_MEMORY: Final = Path("/dev/shm")  # torch's agent needs it too, for its semaphores
-_PATIENCE_S: Final = 1.0  # ten looks of the agent at its workers
 _LOOK_S: Final = 0.5
-_GRACE_S: Final = 5.0  # for workers to end once one has failed: less than torch gives them
-_LAST_WORDS: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
+_PATIENCE_S: Final = 2.0  # for the cause to show where a worker has ended only because it lost another
+_GRACE_S: Final = 5.0  # for workers to end once one has failed
+_PIPE: Final = 1 << 16
+_DONE: Final = b"done "
+
+
+@dataclass(frozen=True)
+class End:
+    """How a worker ended, as the agent saw it at `time`, in seconds since 1970.
+
+    `code` as in subprocess: -N is death by signal N. `result` is the exit code that it reported when its work was done,
+    `failure` why it ended before that. A worker that was killed has neither; nor has one that left by os._exit.
+    """
+
+    rank: int
+    code: int
+    time: float
+    result: int | None = None
+    failure: Failure | None = None
+
+    @property
+    def secondary(self) -> bool:
+        """Whether it ended only because of another rank."""
+        return self.failure is not None and self.failure.secondary
 
 
 def run_workers(
@@ -51,121 +68,198 @@ def run_workers(
     method: Literal["fork", "spawn"],
     timeout_s: float,
     logs: Path | None = None,
+    failed: Callable[[str], None] | None = None,
 ) -> int:
     """Run `worker` in so many processes, each with all others met, and return the exit code of the run.
 
-    `logs` has the logs of the ranks, if they keep any, for the message of one that was killed.
+    `logs` has the logs of the ranks, if they keep any, for the message of one that was killed. `failed` is called with
+    one line about the failure that ended the run.
 
     Signals that stop a run go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends.
     A second SIGINT kills them. The failure that came first is printed; the others, which only lost a peer, are not.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    check_loopback()
+    started = _Started(oom.Killed())
+    with ExitStack() as held:
+        received = held.enter_context(_relayed_signals(started))
+        rendezvous = held.enter_context(_nameless_file())
+        held.callback(started.end)  # while the file is there: who looks for one that is gone waits for it
+        for rank in range(processes):
+            started.start(rank, method, partial(_begin, worker, rank, processes, rendezvous, timeout_s))
+        ends = started.watch()
+        first = cause(ends)
+        if first is None:
+            return max(end.result or 0 for end in ends)
+        if -first.code in received:
+            return _ended_by(-first.code)
+        failure = first.failure or _silent(first, processes, started.memory(first.rank), logs)
+    # All workers are gone by now: none prints after this.
+    print(failure.words, file=sys.stderr)
+    if failed:
+        failed(failure.line)
+    return failure.exit_code
 
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # we say ourselves what went wrong
-    killed = oom.Killed()
-    heard, told = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(processes)), strict=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=f"lockstep-{os.getpid()}-", dir=_in_memory()) as folder,
-        _relayed_signals(folder) as received,
-        _watched(killed) as peaks,
-    ):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{folder}/agent",
-            rdzv_configs={"store_type": "file"},
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),  # left out, torch makes a folder and leaves it behind
-            start_method=method,
-            local_addr="127.0.0.1",
-            signals_to_handle="SIGQUIT",  # those that stop a run are ours
-        )
+
+def cause(ends: Sequence[End]) -> End | None:
+    """Return the end of the worker that failed first of its own accord; None where all have done their work.
+
+    Who only lost another rank is the cause where no other is known.
+    """
+    failed = [end for end in ends if end.result is None]
+    return min(failed, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None)
+
+
+def check_loopback() -> None:
+    """Raise PreflightError where processes of this machine cannot reach each other."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            socket.create_connection(listening.getsockname(), timeout=_PATIENCE_S).close()
+    except OSError as error:
+        if over_files(error):
+            raise refused("connect to itself", error) from error
+        raise PreflightError(
+            f"the loopback interface does not work ({error.strerror or error}), and the processes of a run on one "
+            f"machine talk over it; switch it on (ip link set {ports.loopback()} up)"
+        ) from error
+
+
+@dataclass
+class _Process:
+    """A worker: its process, what tells that it ended, and the end of the pipe that brings its last words."""
+
+    process: BaseProcess
+    ending: int  # a descriptor that can be read once the process has ended
+    words: Connection
+    end: End | None = None
+    peak: int = 0  # bytes of memory, the most that was seen
+
+
+@final
+class _Started:
+    """The workers that were started, by rank."""
+
+    def __init__(self, killed: oom.Killed) -> None:
+        self._workers: list[_Process] = []
+        self._killed = killed
+
+    def start(self, rank: int, method: Literal["fork", "spawn"], body: Callable[[Connection], None]) -> None:
+        """Start the next worker."""
+        fork = method == "fork"
+        context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         try:
-            codes = elastic_launch(config, _begin)(worker, folder, told, timeout_s)
-        except ChildFailedError as error:
-            first = error.get_first_failure()[1]
-            if -first.exitcode in received:
-                return _ended_by(-first.exitcode)
-            memory = killed.words(peaks.get(first.pid, 0))
-            for pipe in told:  # else a message of which a part has come would be waited for
-                pipe.close()
-            return _explain(_heard(heard), processes, first.local_rank, first.exitcode, memory, logs)
-        return max(int(code) for code in codes.values())
+            words, theirs = context.Pipe(duplex=False)
+            with theirs:
+                process = context.Process(target=body, args=(theirs,))
+                process.start()
+                self._workers.append(_Process(process, os.pidfd_open(process.pid or 0), words))
+        except OSError as error:
+            raise refused(f"start rank {rank}", error) from error
+
+    def watch(self) -> list[End]:
+        """Return how the workers ended: all of them, or, where one fails, those that have ended when that is clear."""
+        clear_at = float("inf")
+        while running := [worker for worker in self._workers if worker.end is None]:
+            wait([worker.ending for worker in running], _LOOK_S)
+            for rank, worker in enumerate(self._workers):
+                if worker.end is None:
+                    worker.peak = max(worker.peak, oom.peak_bytes(worker.process.pid or 0))
+                    worker.end = _end_of(rank, worker)
+            first = cause(self.ends)
+            if first is None:
+                self._killed.look()
+            elif not first.secondary:
+                break
+            else:
+                clear_at = min(clear_at, time.monotonic() + _PATIENCE_S)
+                if time.monotonic() >= clear_at:
+                    break
+        return self.ends
+
+    @property
+    def ends(self) -> list[End]:
+        return [worker.end for worker in self._workers if worker.end]
+
+    def memory(self, rank: int) -> str:
+        """Say what memory a worker had that was killed, and whether memory ran out."""
+        return self._killed.words(self._workers[rank].peak)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the workers that run; return whether any were ever started."""
+        for worker in self._workers:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker.ending, number)
+        return bool(self._workers)
+
+    def end(self) -> None:
+        """End the workers that still run: one may be stopped, and not even hear of it."""
+        self.signal(signal.SIGTERM)
+        until = time.monotonic() + _GRACE_S
+        for worker in self._workers:
+            wait([worker.ending], max(0.0, until - time.monotonic()))
+        self.signal(signal.SIGKILL)
+        for worker in self._workers:
+            worker.process.join(_GRACE_S)  # one that waits for a device or a disk may not even be killed
+            worker.words.close()
+            os.close(worker.ending)
 
 
-def _in_memory() -> Path | None:
-    """Return a place in memory for a folder; None where there is none, and the usual one has to do."""
-    return _MEMORY if os.access(_MEMORY, os.W_OK) else None
+def _end_of(rank: int, worker: _Process) -> End | None:
+    """Return how a worker ended; None where it runs."""
+    code = worker.process.exitcode
+    if code is None:
+        return None
+    said = b""
+    os.set_blocking(worker.words.fileno(), False)  # a loader process that is left may hold its other end
+    with suppress(BlockingIOError):
+        while part := os.read(worker.words.fileno(), _PIPE):
+            said += part
+    now = time.time()
+    if said.startswith(_DONE):  # whatever became of the process after its work
+        return End(rank, code, now, result=int(said.removeprefix(_DONE)))
+    with suppress(ValueError):  # killed while it spoke
+        return End(rank, code, now, failure=from_json(said))
+    return End(rank, code, now)
 
 
-def _begin(worker: Worker, folder: str, told: Sequence[Connection], timeout_s: float) -> int:
+def _begin(worker: Worker, rank: int, size: int, rendezvous: str, timeout_s: float, words: Connection) -> None:
     """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
     os.setpgid(0, 0)
-    for number in (*STOPPING, signal.SIGALRM):  # a fork brought the agent's way with them, a spawn Python's
+    for number in stopping():  # a fork brought the agent's way with them, a spawn Python's
         signal.signal(number, signal.SIG_DFL)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, told[rank]))
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # a model may ask
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, words))
     try:
-        meeting.join(f"file://{folder}/workers")
-        return worker(meeting)
+        with outliving_terminal():  # of a spawned process: a forked one has its parent's
+            meeting.join(rendezvous)
+            code = worker(meeting)
     except BaseException as error:
-        meeting.end(failure_of(error, meeting.info, meeting.voice))  # torch's own way prints a traceback
+        meeting.end(failure_of(error, meeting.info, meeting.voice))
+    os.write(words.fileno(), _DONE + str(code).encode())
 
 
-def _end(told: Connection, meeting: Meeting, failure: Failure) -> NoReturn:
+def _end(words: Connection, meeting: Meeting, failure: Failure) -> NoReturn:
     """End this worker; what there is to say, the agent says."""
     try:
-        told.send_bytes(replace(failure, text=failure.text[-_LAST_WORDS:]).to_json().encode())
+        os.write(words.fileno(), failure.to_json().encode())
         meeting.fail(failure)
         sys.stdout.flush()
-        if failure.secondary:
-            _let_the_cause_be_seen()
     finally:  # whatever becomes of its last words
         os._exit(failure.exit_code)
 
 
-def _let_the_cause_be_seen() -> None:
-    """Wait to be ended by the agent: of two that fail it tells one, and that is not to be the one that lost a peer."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_PATIENCE_S)
-
-
-def _heard(pipes: Iterable[Connection]) -> list[Failure]:
-    """Return what the workers, all of them gone, had to say."""
-    failures = []
-    for pipe in pipes:
-        with suppress(EOFError, OSError):  # killed while it spoke
-            if pipe.poll():
-                failures.append(from_json(pipe.recv_bytes()))
-    return failures
-
-
-def _explain(said: list[Failure], processes: int, rank: int, code: int, memory: str, logs: Path | None) -> int:
-    """Print the first failure that has a cause of its own, and return its exit code.
-
-    `rank` ended with `code` before any other, as far as the agent saw. A rank that was killed could not say why; then
-    `memory` tells what it had.
-    """
-    said.sort(key=lambda failure: (failure.secondary, failure.time))
-    if said and (not said[0].secondary or rank in {failure.rank for failure in said}):
-        print(said[0].words, file=sys.stderr)
-        return said[0].exit_code
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended without a word, with exit code {code}"
-    how += f" ({memory})" if memory else ""
+def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
+    """Return the failure of a worker that could not say why it ended."""
+    if end.code < 0:
+        how = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
+    else:
+        how = f"exited with code {end.code} before its work was done"
     advice = "Start again with the same run.dir to go on from the last checkpoint"
-    log = str(logs / log_name(rank)) if logs else ""
+    log = str(logs / log_name(end.rank)) if logs else ""
     text = f"error: {how}; the other ranks were stopped. {advice}"
-    print(Failure(rank, processes, socket.gethostname(), text, log=log).words, file=sys.stderr)
-    return EXIT_FAILED
+    return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log)
 
 
 def _ended_by(number: int) -> int:
@@ -175,39 +269,20 @@ def _ended_by(number: int) -> int:
 
 
 @contextmanager
-def _watched(killed: oom.Killed) -> Iterator[dict[int, int]]:
-    """While the block runs, note how much memory each worker, by its pid, has had; it is yielded, in bytes.
-
-    Also kill workers that do not end though another has failed: one that is stopped, for example. torch asks them to
-    end and waits for half a minute. A timer looks, and no thread: those do not go well with forks.
-    """
-    peaks: dict[int, int] = {}
-    workers: dict[int, BaseProcess] = {}
-    failed_at: list[float] = []
-
-    def look(_number: int, _frame: FrameType | None) -> None:
-        workers.update({worker.pid or 0: worker for worker in multiprocessing.active_children()})
-        for pid in workers:
-            peaks[pid] = max(oom.peak_bytes(pid), peaks.get(pid, 0))
-        if not any(worker.exitcode for worker in workers.values()):
-            killed.look()
-        else:
-            failed_at.append(time.monotonic())
-            if failed_at[-1] - failed_at[0] >= _GRACE_S:
-                for worker in workers.values():
-                    worker.kill()
-
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+def _nameless_file() -> Iterator[str]:
+    """Yield where the workers meet: a file in memory that nobody can remove, and that is gone with this process."""
     try:
-        yield peaks
+        descriptor = os.memfd_create("lockstep")
+    except OSError as error:
+        raise refused("open a file in memory", error) from error
+    try:
+        yield f"file:///proc/{os.getpid()}/fd/{descriptor}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        os.close(descriptor)
 
 
 @contextmanager
-def _relayed_signals(folder: str) -> Iterator[list[int]]:
+def _relayed_signals(started: _Started) -> Iterator[list[int]]:
     """Pass the signals that stop a run on to the workers while the block runs; yield those that came so far."""
     received: list[int] = []
     agent = os.getpid()
@@ -217,24 +292,15 @@ def _relayed_signals(folder: str) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         received.append(number)
-        workers = multiprocessing.active_children()
-        if not workers:
-            raise SystemExit(_ended_by(number))
         at_once = received.count(signal.SIGINT) > 1
-        for worker in workers:
-            with suppress(ProcessLookupError):
-                os.kill(worker.pid or 0, signal.SIGKILL if at_once else number)
+        if not started.signal(signal.SIGKILL if at_once else number):
+            raise SystemExit(_ended_by(number))
         if at_once:
-            shutil.rmtree(folder, ignore_errors=True)
             os._exit(EXIT_INTERRUPTED)
 
-    before = {number: signal.signal(number, relay) for number in STOPPING}
+    before = {number: signal.signal(number, relay) for number in stopping()}
     try:
         yield received
     finally:
         for number, action in before.items():
             signal.signal(number, action)
-
-
-def _loopback() -> str:
-    return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"

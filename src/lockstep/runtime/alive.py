@@ -25,13 +25,14 @@ def identity() -> str:
 def state(process: str) -> State:
     """Return what became of a process that once said its `identity`; unknown where it is stopped, or not in sight."""
     try:
-        numbers, pid, started = process.rsplit(" ", 2)
+        numbers, number, started = process.rsplit(" ", 2)
         if numbers != _numbers_of():
             return "unknown"
+        pid = int(number)
     except (OSError, ValueError):
         return "unknown"
     try:
-        found = _stat(int(pid))
+        found = _stat(pid)
     except OSError:
         return "gone"
     return _STATES.get(found[_STATE], "unknown") if found[_STARTED] == started else "gone"

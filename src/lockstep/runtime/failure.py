@@ -6,17 +6,27 @@ import json
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from typing import final
+from math import isfinite
+from typing import Any, Final, final
 
 from lockstep.core.rank import RankInfo
+from lockstep.core.text import printable, printable_line
 from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
-from lockstep.runtime.peers import PeerLostError
+from lockstep.own_code import own_error
+from lockstep.runtime.job_store import fields, whole
+from lockstep.runtime.limits import over_files
+from lockstep.runtime.peers import PeerLostError, lost_peer
 from lockstep.runtime.voice import Voice, tagged
+
+_LONGEST: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank by an error. `secondary`: only because of another rank. `log` is its file, if it has one."""
+    """The end of a rank by an error. `secondary`: only because of another rank. `log` is its file, if it has one.
+
+    Its text is fit to print, and the middle of a long one is left out.
+    """
 
     rank: int
     size: int
@@ -26,6 +36,15 @@ class Failure:
     secondary: bool = False
     log: str = ""
     time: float = 0.0  # seconds since 1970
+
+    def __post_init__(self) -> None:
+        text = printable(self.text)
+        if len(text) > _LONGEST:
+            cut = f"\n... {len(text) - _LONGEST:,} characters ...\n"
+            text = f"{text[: _LONGEST // 2]}{cut}{text[-(_LONGEST // 2) + len(cut) :]}"
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "host", printable_line(self.host))
+        object.__setattr__(self, "log", printable_line(self.log))
 
     @property
     def words(self) -> str:
@@ -46,15 +65,31 @@ class Failure:
 
 
 def from_json(text: str | bytes) -> Failure:
-    """Return the failure that `to_json` wrote."""
-    return Failure(**json.loads(text))
+    """Return the failure that `to_json` wrote; raise ValueError for any other text."""
+    return parsed(json.loads(text))
+
+
+def parsed(value: Any) -> Failure:
+    """Return the failure that JSON tells; raise ValueError for anything that no failure is."""
+    kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
+    failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float}))
+    whole(failure.rank, most=whole(failure.size, least=1) - 1)
+    whole(failure.exit_code, least=1, most=255)  # not 0: nobody may say of a failure that all went well
+    if not isfinite(failure.time):
+        raise ValueError("time: expected a finite number")
+    return failure
 
 
 def failure_of(error: BaseException, info: RankInfo, voice: Voice) -> Failure:
-    """Return the failure that an error is."""
+    """Return the failure that an error is. Of a lost peer or a limit only the log has the traceback."""
+    known = over_files(error) or lost_peer(error)
+    if known is not None:
+        voice.note("".join(traceback.format_exception(error)))
+        error = known
+    error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
-    log = str(voice.log or "")
+    log = str(voice.log) if voice.log and voice.log.exists() else ""
     return Failure(info.rank, info.size, voice.host, _described(error), code, secondary, log, time.time())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lockstep.core.shard import Held, Shard
+from lockstep.errors import UsageError
 
 # Called in backward with the number of a unit, the gradients of its parameters as one flat tensor with a part for each
 # member, and the flat tensor that the unit's sharded gradients are views of.
@@ -40,13 +43,22 @@ class Sharded:
         self._model = model
         self._mesh = mesh
         self._keep_gathered = keep_gathered
+        self._receive = receive
+        self._copied_at_once = offload and mesh.device_type == "cuda"
+        self._calls = [0] * (len(units) + 1)
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         for number, unit in enumerate((*units, model)):
             fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy)
-            self._units[number].set_custom_reduce_scatter(_Handing(number, receive))
+            self._units[number].set_custom_reduce_scatter(_Handing(partial(self._hand, number)))
             self._units[number].set_gradient_divide_factor(1.0)
             self._units[number].set_force_sum_reduction_for_comms(True)
+            unit.register_forward_pre_hook(partial(self._count, number))
+            # Around fully_shard's own hook, which turns tensors that want a gradient into others.
+            unit.register_forward_pre_hook(_hide_repeated, prepend=True, with_kwargs=True)
+            unit.register_forward_pre_hook(_show_repeated, with_kwargs=True)
+            unit.register_forward_hook(_without_views, prepend=True)
         self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
         # Which parameters a micro-batch uses may differ from rank to rank.
         self._units[-1].set_reduce_scatter_unused_params(True)
@@ -55,6 +67,13 @@ class Sharded:
         """Call before each backward of a step, and say of the last one that it is."""
         if self._keep_gathered:
             self._units[-1].set_reshard_after_backward(last)
+
+    def end_backward(self) -> None:
+        """Call when a backward is over: what units gave that were called several times in its forward is complete."""
+        for unit, (gradients, output) in self._waiting.items():
+            self._receive(unit, gradients, output)
+        self._waiting.clear()
+        self._calls = [0] * len(self._calls)
 
     def end_round(self) -> None:
         """Call after each backward but a step's last one: what reduce-scatter gave out then was no gradient."""
@@ -75,6 +94,28 @@ class Sharded:
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         return {name: (self._shard(cast(Any, p), speaks), cast(Any, p)) for name, p in parameters.items()}
 
+    def _count(self, unit: int, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls[unit] += 1
+
+    def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
+        """Pass on what a unit's backward made, once for each unit and backward.
+
+        fully_shard reduces after the backward of each call. Autograd adds the calls of a unit up itself: of each
+        parameter the whole gradient comes after one of them, and zeros after the others.
+        """
+        if self._calls[unit] <= 1:
+            self._receive(unit, gradients, output)
+        elif self._copied_at_once:
+            raise UsageError(
+                f"{type(self._units[unit]).__name__} is called {self._calls[unit]} times in one forward, and its "
+                f"gradients would leave the GPU before they are complete; set the strategy's offload to false"
+            )
+        elif unit not in self._waiting:
+            self._waiting[unit] = gradients, output  # whose views become the gradients: those of later calls are added
+        else:
+            _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
+
     def _held(self, tensor: Tensor, speaks: bool) -> Held:
         return self._shard(tensor, speaks) if isinstance(tensor, DTensor) else tensor
 
@@ -94,9 +135,8 @@ def own_gradient(parameter: DTensor) -> Tensor:
 
 @final
 class _Handing(ReduceScatter):
-    def __init__(self, number: int, receive: Receive) -> None:
-        self._number = number
-        self._receive = receive
+    def __init__(self, hand: Callable[[Tensor, Tensor], None]) -> None:
+        self._hand = hand
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty([int(each) for each in size], dtype=dtype, device=device)
@@ -104,5 +144,52 @@ class _Handing(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self._receive(self._number, input_tensor, output_tensor)
+        self._hand(input_tensor, output_tensor)
         return None
+
+
+@final
+class _Repeated:
+    """Stands for an argument that is the very tensor which argument `key` is."""
+
+    def __init__(self, key: int | str) -> None:
+        self.key = key
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _hide_repeated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Keep one of several arguments that are one tensor: attention, for one, goes another way where key is query."""
+    first: dict[int, int | str] = {}
+
+    def once(key: int | str, value: Any) -> Any:
+        known = first.setdefault(id(value), key) if isinstance(value, Tensor) else key
+        return value if known == key else _Repeated(known)
+
+    return tuple(once(key, value) for key, value in enumerate(args)), {key: once(key, kwargs[key]) for key in kwargs}
+
+
+def _show_repeated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def shown(value: Any) -> Any:
+        if not isinstance(value, _Repeated):
+            return value
+        return args[value.key] if isinstance(value.key, int) else kwargs[value.key]
+
+    return tuple(shown(value) for value in args), {key: shown(value) for key, value in kwargs.items()}
+
+
+def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Return outputs that share memory with no other, to autograd, though they lie where they lay.
+
+    fully_shard gathers a unit's parameters for its backward in a hook of its outputs, which one that is changed in
+    place loses if it is a view.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    alone = torch.ops.aten._unsafe_view
+    return tree_map_only(Tensor, lambda output: alone(output, output.shape) if output._is_view() else output, outputs)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -11,23 +11,46 @@ kernel knows better: one that runs is waited for, and one that is gone is not.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from lockstep.core.rank import ranks_in_words
+from lockstep.core.text import printable_line
 from lockstep.runtime import alive, oom
 from lockstep.runtime.failure import Failure
+from lockstep.runtime.job_store import UntrustedError, fields, whole
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.voice import log_name
 
 _BEAT_S: Final = 0.5
 _MISSED: Final = 4  # beats; a rank that runs does not miss as many
-_LEFT: Final = "left"
 _GRACE: Final = 6  # looks, for the main thread to hear by itself of a failure elsewhere
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself at a look: what the others may want to know of it when they hear no more.
+
+    `left`: it is done, and this is its last one.
+    """
+
+    look: int
+    process: str = ""
+    peak: int = 0  # bytes
+    doing: str = ""
+    left: bool = False
+
+
+def parsed(value: Any) -> Beat:
+    """Return the beat that JSON tells; raise ValueError for anything that is none."""
+    kinds = {"look": int, "process": str, "peak": int, "doing": str, "left": bool}
+    beat = Beat(**fields(value, kinds))
+    whole(beat.look)
+    whole(beat.peak)
+    return replace(beat, doing=printable_line(beat.doing))
 
 
 @final
@@ -43,7 +66,7 @@ class Heartbeat:
         self._patience = max(_MISSED, round(patience_s / _BEAT_S))
         rank, size = meeting.info.rank, meeting.info.size
         self._watched = range(1, size) if rank == 0 else range(1)
-        self._beats: dict[int, bytes] = {}  # by rank: the last one heard
+        self._beats: dict[int, Beat] = {}  # by rank: the last one heard
         self._killed = oom.Killed()
         self._looks = 0  # at the store
         self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's last new beat
@@ -63,7 +86,7 @@ class Heartbeat:
                 thread.join(_BEAT_S)  # one that talks to a store which is gone may never end
         if self._meeting.store and kind is None:
             with suppress(RuntimeError):  # rank 0 has left
-                self._meeting.store.set(_key(self._meeting.info.rank), _LEFT)
+                self._meeting.store.set(_key(self._meeting.info.rank), asdict(Beat(self._looks + 1, left=True)))
 
     def cause(self) -> Failure | None:
         """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
@@ -84,16 +107,13 @@ class Heartbeat:
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.is_set():
-                store.set(_key(self._meeting.info.rank), self._own(process))
-                heard = [rank for rank in self._watched if rank in self._beats or store.check([_key(rank)])]
+                store.set(_key(self._meeting.info.rank), asdict(self._own(process)))
+                heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
-                found = store.multi_get([_key(rank) for rank in heard]) if heard else []
-                beats = dict(zip(heard, found, strict=True))
+                beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parsed), strict=True))
                 for rank in self._watched:
-                    still = beats.get(rank) == self._beats.get(rank) != _LEFT.encode()
-                    self._silent[rank] = self._silent[rank] + 1 if still else 0
-                self._beats = beats
-                if all(beats.get(rank) == _LEFT.encode() for rank in self._watched):
+                    self._hear(rank, beats.get(rank))
+                if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
                 if self._failed is None and all(missed < _MISSED for missed in self._silent.values()):
                     self._killed.look()
@@ -101,10 +121,16 @@ class Heartbeat:
                 self._looks += 1
                 self._over.wait(_BEAT_S)
 
-    def _own(self, process: str) -> str:
-        """Return what this rank says at a beat: what the others may want to know of it when they hear no more."""
-        doing = self._meeting.doing().words
-        return json.dumps({"look": self._looks, "process": process, "peak": oom.peak_bytes(), "doing": doing})
+    def _own(self, process: str) -> Beat:
+        return Beat(self._looks, process, oom.peak_bytes(), self._meeting.doing().words)
+
+    def _hear(self, rank: int, beat: Beat | UntrustedError | None) -> None:
+        """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""
+        last = self._beats.get(rank)
+        if isinstance(beat, Beat) and (last is None or beat.look > last.look):
+            self._beats[rank], self._silent[rank] = beat, 0
+        elif last is None or not last.left:
+            self._silent[rank] += 1
 
     def _listen(self) -> None:
         """End where nothing more is to be expected."""
@@ -124,23 +150,22 @@ class Heartbeat:
     def _lost(self, looks: int) -> list[int]:
         """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
         silent = [rank for rank, missed in self._silent.items() if missed >= _MISSED]
-        seen = {rank: alive.state(self._last(rank)["process"]) for rank in silent}
+        seen = {rank: alive.state(self._last(rank).process) for rank in silent}
         enough = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
 
-    def _last(self, rank: int) -> dict[str, Any]:
+    def _last(self, rank: int) -> Beat:
         """Return what a rank said last."""
-        said = self._beats.get(rank, b"")
-        return json.loads(said) if said.startswith(b"{") else {"process": "", "peak": 0, "doing": ""}
+        return self._beats.get(rank, Beat(0))
 
     def _failure_of(self, lost: list[int]) -> Failure:
         """Return the failure of ranks that are lost."""
         rank = lost[0]
         last = self._last(rank)
-        gone = alive.state(last["process"]) == "gone"
+        gone = alive.state(last.process) == "gone"
         near = self._meeting.hosts[rank] == self._meeting.voice.host
-        memory = self._killed.words(last["peak"]) if near else oom.had(last["peak"])
-        doing = f", last {last['doing']}" if last["doing"] else ""
+        memory = self._killed.words(last.peak) if near else oom.had(last.peak)
+        doing = f", last {last.doing}" if last.doing else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
         return self._gone(lost, f"nothing heard of it for {self._silent[rank] * _BEAT_S:.0f} s{doing}", why)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -29,8 +30,11 @@ def run_on_hosts(
     say: Callable[[str], None],
     patience_s: float = PATIENCE_S,
     needed: int | None = None,
+    secret: str = "",
 ) -> Ended:
     """Run `commands`, by their hosts' names, until all have ended; return the first end that is an error, if any.
+
+    `secret`, if there is one, is the first line of each command's stdin.
 
     With `needed`, an error of one ends nobody as long as so many others are left, and is not returned if they end well.
 
@@ -48,6 +52,8 @@ def run_on_hosts(
         try:
             for host, command in commands.items():
                 running[host] = _start(host, command, events)
+                if secret:
+                    _give(running[host], secret)
             while running:
                 event = _next(events, deadline)
                 if isinstance(event, Ended):
@@ -83,6 +89,13 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
 
     threading.Thread(target=wait, daemon=True).start()
     return process
+
+
+def _give(process: subprocess.Popen[bytes], secret: str) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # ended already, which is told
+        process.stdin.write(os.fsencode(f"{secret}\n"))
+        process.stdin.flush()
 
 
 def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -> Ended | signal.Signals | None:

@@ -18,7 +18,8 @@ from lockstep.errors import LockstepError
 from lockstep.runtime.failure import Failure, PeerFailedError, failure_of
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.peers import PeerLostError
+from lockstep.runtime.peers import lost_peer
+from lockstep.runtime.secret import job_secret
 
 _REFUSE_S: Final = 4.0
 _TELL_S: Final = 2.0  # the store may be gone
@@ -33,14 +34,16 @@ def as_rank(
 
     An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
     """
-    meeting = Meeting(info, timeout_s, _end)
+    meeting = Meeting(info, timeout_s, _end, job_secret(os.environ))
     heartbeat = Heartbeat(meeting, lost_after_s)
     try:
         meeting.join(rendezvous)
         with heartbeat:
             try:
                 code = work(meeting)
-            except PeerLostError as error:
+            except Exception as error:
+                if lost_peer(error) is None:
+                    raise
                 # Where nobody knows of a cause, as when a link between two other hosts is cut, this is all there is.
                 unexplained = replace(failure_of(error, meeting.info, meeting.voice), secondary=False)
                 meeting.end(heartbeat.cause() or unexplained)
@@ -48,7 +51,7 @@ def as_rank(
         return code
     except PeerFailedError as error:
         meeting.end(replace(error.failure, secondary=True))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the user's code may exit
         meeting.end(failure_of(error, meeting.info, meeting.voice))
 
 
@@ -59,6 +62,7 @@ def refuse(info: RankInfo, rendezvous: str, error: LockstepError) -> NoReturn:
     """
     meeting = Meeting(info, _REFUSE_S, _end)
     try:
+        meeting.secret = job_secret(os.environ)
         meeting.join(rendezvous)
     except (LockstepError, RuntimeError):
         meeting.store = None  # nobody to tell
@@ -72,7 +76,7 @@ def alone() -> Meeting:
 
 def met(info: RankInfo, rendezvous: str, timeout_s: float) -> Meeting:
     """Return the meeting of this rank with the others, which it has joined."""
-    meeting = Meeting(info, timeout_s, _end)
+    meeting = Meeting(info, timeout_s, _end, job_secret(os.environ))
     meeting.join(rendezvous)
     return meeting
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import TrainingError
 from lockstep.runtime.peers import naming_lost_peers
@@ -116,10 +118,28 @@ class Post:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Do the part of a backward that leads to `inputs`, and return what `backward_weight` needs for the weights."""
+    """Do the part of a backward that leads to `inputs`, and return what `backward_weight` needs for the weights.
+
+    The gradients of `inputs` are seen by hooks on the way, and kept nowhere.
+    """
     from torch.distributed.pipelining import _backward as torch_backward  # here, because it takes half a second
 
-    _, groups = torch_backward.stage_backward_input(list(edges), list(gradients), list(inputs), iter(weights))
+    # As torch's stage_backward_input, but from edges: up to torch 2.14 it wants the outputs themselves, which are gone.
+    starts, ends = ([get_gradient_edge(each).node for each in tensors] for tensors in (inputs, weights))
+    groups: list[dict[str, Any]] = torch_backward.get_param_groups(
+        starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
+    )
+    hooks: list[RemovableHandle] = []
+    for group in groups:
+        nodes = group["intermediates"] = list(group["intermediates"])
+        arrived = group["grads"] = [()] * len(nodes)
+        hooks += [node.register_prehook(partial(arrived.__setitem__, number)) for number, node in enumerate(nodes)]
+    try:
+        if edges and inputs:
+            torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return groups
 
 

@@ -1,4 +1,4 @@
-"""Where rank 0 is to listen: whether it can, and who is there already."""
+"""Where rank 0 is to listen: at one address, and no more of the network than that; and who is there already."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -15,33 +16,73 @@ from lockstep.errors import UsageError
 _LISTENING: Final = "0A"  # in /proc/net/tcp (include/net/tcp_states.h)
 
 
-def check(host: str, port: int) -> None:
-    """Raise UsageError where this process cannot listen at `host`, with the reason; a port in use with its holder."""
-    problem = trouble(host, port)
-    if problem:
-        raise UsageError(f"rendezvous {host}:{port}: rank 0 cannot listen there: {problem}")
+def check(host: str, port: int, near: bool) -> None:
+    """Raise UsageError where rank 0 cannot listen at `host`, as `listener` does."""
+    listener(host, port, near).close()
 
 
-def trouble(host: str, port: int) -> str:
-    """Return why this process cannot listen at `host` and what to do, or "" where it can.
+def listener(host: str, port: int, near: bool) -> socket.socket:
+    """Return a socket that listens at the address that `host` has here; `near`: all ranks are on this host.
 
-    torch listens on all addresses, whichever is named; that `host` is one of this machine's is looked at as well.
+    UsageError, with the reason and what to do, where that cannot be; it names who holds a port that is in use.
     """
+    place = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
-        return "ports go from 1 to 65535; choose another port"
+        raise UsageError(f"{place}ports go from 1 to 65535; choose another port")
     try:
-        for address in (host, ""):
-            found = socket.getaddrinfo(address or "0.0.0.0", port, type=socket.SOCK_STREAM)
-            family, *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may have IPv6 alone
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may have IPv6 alone
+        if not near and _is_loopback(str(address[0])) and not _means_loopback(host):
+            return _everywhere(port)
+        return socket.create_server(address, family=family)
+    except socket.gaierror as error:
+        raise unknown(host, port, error) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            return f"{error.strerror}; name an address of rank 0's host, or another port"
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            raise UsageError(f"{place}{reason}; name an address of rank 0's host, or another port") from error
         held = holder(port)
-        return f"{error.strerror}{f' by {held}' if held else ''}; choose another port, or end what holds it"
-    return ""
+        used = f"Address already in use{f' by {held}' if held else ''}"
+        raise UsageError(f"{place}{used}; choose another port, or end what holds it") from error
+
+
+def check_known(host: str, port: int) -> None:
+    """Raise UsageError where a name stands for no address on this host."""
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        raise unknown(host, port, error) from error
+
+
+def unknown(host: str, port: int, error: OSError) -> UsageError:
+    """Return the error of a name that stands for no address on this host."""
+    return UsageError(
+        f"rendezvous {host}:{port}: {socket.gethostname()} does not know the host {host} ({error.strerror}); "
+        f"name an address of rank 0's host instead: placement.rendezvous=tcp://ADDRESS:{port}"
+    )
+
+
+def loopback() -> str:
+    """Return the name of the interface by which the processes of a host reach each other, and nobody else them."""
+    return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether a loopback address is what was asked for. Debian gives one to a host's own name, for itself alone."""
+    with suppress(ValueError):
+        return _is_loopback(host)
+    return host == "localhost"
+
+
+def _everywhere(port: int) -> socket.socket:
+    """Return a socket that listens on all interfaces: the other hosts know this one by an address that it does not."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def holder(port: int) -> str:

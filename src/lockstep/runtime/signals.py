@@ -10,14 +10,25 @@ from typing import Final, Literal, final
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
-Reason = Literal["SIGINT", "SIGTERM", "SIGUSR1"]
+Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 
 # Wishes as numbers, so that ranks can agree on the largest: Ctrl-C wins, since somebody waits at the terminal. SIGUSR1
-# is what batch systems are often told to send some minutes before the end of a job's time.
-WISHES: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGTERM", 3: "SIGINT"}
-EXIT_CODES: Final[dict[Reason, int]] = {"SIGUSR1": EXIT_SAVED, "SIGTERM": EXIT_SAVED, "SIGINT": EXIT_INTERRUPTED}
-STOPPING: Final = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-_INTERRUPT: Final = 3
+# is what batch systems are often told to send some minutes before the end of a job's time; SIGHUP comes when the
+# terminal is closed.
+WISHES: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
+EXIT_CODES: Final[dict[Reason, int]] = {
+    "SIGUSR1": EXIT_SAVED,
+    "SIGHUP": EXIT_SAVED,
+    "SIGTERM": EXIT_SAVED,
+    "SIGINT": EXIT_INTERRUPTED,
+}
+_INTERRUPT: Final = 4
+
+
+def stopping() -> list[signal.Signals]:
+    """Return the signals that stop a run: not SIGHUP where it is ignored, as nohup has it."""
+    numbers = [signal.Signals[name] for name in WISHES.values()]
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @final
@@ -26,8 +37,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.wish = 0
-        for wish, name in WISHES.items():
-            signal.signal(signal.Signals[name], partial(self._heard, wish))
+        wishes = {signal.Signals[name]: wish for wish, name in WISHES.items()}
+        for number in stopping():
+            signal.signal(number, partial(self._heard, wishes[number]))
 
     def _heard(self, wish: int, _number: int, _frame: FrameType | None) -> None:
         if wish == self.wish == _INTERRUPT:

@@ -12,7 +12,6 @@ known only where one has done fewer steps than another.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -20,18 +19,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Literal, final
+from typing import Any, Final, Literal, final, get_args
 
-from lockstep.runtime.doing import Doing
+from lockstep.core.text import printable_line
+from lockstep.runtime.doing import Doing, Phase
+from lockstep.runtime.job_store import JobStore, UntrustedError, fields, text, whole
 from lockstep.runtime.meeting import Meeting
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
 
 _LOOK_S: Final = 1.0
 _ANSWER_S: Final = 5.0  # some looks, so that every rank that runs at all has seen the question
 _PAUSE_S: Final = 0.05
 _LINES: Final = 8  # of a late rank's stack
+_SENT_LINES: Final = 100  # of a stack, which may be deep
 
 _OURS: Final = "lockstep/"
 _TORCH: Final = "torch/distributed/"
@@ -134,14 +133,16 @@ class StallWatch:
         question = self._question
         with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
             store = self._connected()
-            if store.add(_asked_key(question), 1) > 1:
+            if store.add(f"stall {question} first", 1) > 1:
                 return
+            store.set(_asked_key(question), question)
             until = time.monotonic() + _ANSWER_S
             found: dict[int, tuple[str, Place]] = {}
             while len(found) < self._size and time.monotonic() < until and not self._over.wait(_PAUSE_S):
                 for rank in range(self._size):
-                    if rank not in found and store.check([_answer_key(question, rank)]):
-                        found[rank] = _read(store.get(_answer_key(question, rank)))
+                    if rank not in found and store.has(_answer_key(question, rank)):
+                        with suppress(UntrustedError):
+                            found[rank] = store.read(_answer_key(question, rank), parsed)
             if not self._over.is_set():
                 self._tell(told(found, self._size, _first_line(self._rank, place, seconds)))
 
@@ -150,17 +151,24 @@ class StallWatch:
         with suppress(RuntimeError):
             store = self._connected()
             while not self._over.wait(self._pause_s):
-                if store.check([_asked_key(self._question)]):
+                if store.has(_asked_key(self._question)) and self._is_asked(store):
                     place = self._place()  # first: what comes next takes a while
-                    said = json.dumps({"host": self._meeting.voice.host, **asdict(place), "record": self._record()})
+                    said = {"host": self._meeting.voice.host, **asdict(place), "record": self._record()}
+                    said["stack"] = place.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), said)
                     self._question += 1
+
+    def _is_asked(self, store: JobStore) -> bool:
+        """Return whether it is a rank that asks."""
+        with suppress(UntrustedError):
+            return store.read(_asked_key(self._question), whole) == self._question
+        return False
 
     @property
     def _pause_s(self) -> float:
         return min(_LOOK_S, self._patience_s / 4)
 
-    def _connected(self) -> Store:
+    def _connected(self) -> JobStore:
         """Return a connection of its own for a thread: whoever waits in one keeps the others from it."""
         assert self._meeting.store is not None
         return self._meeting.store.clone()
@@ -229,9 +237,17 @@ def _answer_key(question: int, rank: int) -> str:
     return f"stall {question} answer {rank}"
 
 
-def _read(answer: bytes) -> tuple[str, Place]:
-    said = json.loads(answer)
-    return said["host"], Place(Doing(**said["doing"]), tuple(said["stack"]), said["waits"], said["record"])
+def parsed(value: Any) -> tuple[str, Place]:
+    """Return the host and the place that an answer in JSON tells; raise ValueError for anything that is none."""
+    waits = value.get("waits") if type(value) is dict else None
+    kinds = {"host": str, "doing": dict, "stack": list, "waits": type(waits), "record": str}
+    said = fields(value, kinds)
+    doing = Doing(**fields(said["doing"], {"phase": str, "step": int}))
+    whole(doing.step)
+    stack = tuple(printable_line(text(line)) for line in said["stack"])
+    if doing.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
+        raise ValueError("expected the place of a rank")
+    return printable_line(said["host"]), Place(doing, stack, waits, printable_line(said["record"]))
 
 
 def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,7 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, final
 
+from lockstep import plainfile
 from lockstep.core.rank import RankInfo
+
+_STDOUT, _STDERR = 1, 2
 
 
 @final
@@ -36,9 +39,13 @@ class Voice:
         with suppress(OSError):  # a terminal that is gone
             sys.stderr.flush()
             os.write(self._terminal, line.encode())
+        self.note(line)
+
+    def note(self, text: str) -> None:
+        """Write `text` into this rank's log, if it has one."""
         if self.log is not None:
             with _Log(self.log) as log:
-                log.write(line)
+                log.write(text)
 
     @contextmanager
     def logged(self, path: Path) -> Iterator[TextIO]:
@@ -51,12 +58,40 @@ class Voice:
         self.log = path
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # whatever is behind it by then
+        with suppress(OSError):  # the log says so; later it is not made again: a refused start removes its run folder
+            path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
             redirected = _copied_to(log) if self._info.rank == 0 else _moved_to(log)
             with redirected:
                 yield log
         if log.trouble:
             self.say(f"warning: {path}: the log has gaps: {log.trouble}")
+
+
+@final
+class _Lasting(io.TextIOBase, TextIO):
+    """A stream that writes at once, and as much as can be."""
+
+    encoding = "utf-8"
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, text: str, /) -> int:
+        data = text.encode(errors="replace")
+        with suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        return len(text)
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
 
 
 @final
@@ -70,8 +105,7 @@ class _Log(io.TextIOBase, TextIO):
         self.trouble = ""
         self._lock = threading.Lock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._descriptor = plainfile.descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             self.trouble = error.strerror or str(error)
             self._descriptor = os.open(os.devnull, os.O_WRONLY)
@@ -124,6 +158,27 @@ class _Both(io.TextIOBase):
         return True
 
 
+@contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """While the block runs, let what is printed be dropped where it cannot be written; the logs of the ranks have it.
+
+    A terminal may be closed, a reader gone (`| head`), a disk full: no reason for a run to end. Descriptors that are
+    closed are opened on nothing, else the next file to be opened would be the terminal.
+    """
+    before = sys.stdout, sys.stderr
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(descriptor)
+    for stream in before:
+        with suppress(OSError, AttributeError):  # Python has no stream for one that was closed
+            stream.flush()
+    sys.stdout, sys.stderr = _lasting(before[0], _STDOUT), _lasting(before[1], _STDERR)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def log_name(rank: int) -> str:
     """Return the name of a rank's log."""
     return f"rank-{rank}.log"
@@ -165,6 +220,13 @@ def _moved_to(log: _Log) -> Iterator[None]:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _lasting(stream: TextIO | None, standard: int) -> TextIO:
+    """Return a lasting stream in place of one; of one that is no file, as in a notebook, nothing but itself."""
+    if stream is None:
+        return _Lasting(standard)
+    return _Lasting(stream.fileno()) if _has_descriptor(stream) else stream
 
 
 def _has_descriptor(stream: TextIO) -> bool:

@@ -24,6 +24,7 @@ from lockstep.core.devices import device_number, shared
 from lockstep.core.mesh import Place
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
+from lockstep.runtime import ports
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.meeting import Meeting
@@ -151,17 +152,21 @@ class World:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
         if self.size == 1:
             return
-        digests = [hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest() for value in facts.values()]
-        mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(facts), -1)
-        table = torch.zeros(self.size, *mine.shape, dtype=torch.uint8)
-        table[self.rank] = mine
-        self.add_(table)
+        texts = [json.dumps(value, sort_keys=True).encode() for value in facts.values()]
+        table = self.gather(b"".join(hashlib.sha256(text).digest() for text in texts))
         for number, name in enumerate(facts):
-            others = [rank for rank in range(self.size) if not torch.equal(table[rank, number], table[0, number])]
+            found = [row[32 * number : 32 * (number + 1)] for row in table]
+            others = [rank for rank in range(self.size) if found[rank] != found[0]]
             if others:
                 raise UsageError(
                     f"{name}: rank {', '.join(map(str, others))} differs from rank 0; start all ranks with the same"
                 )
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return what each rank gives, by rank: bytes of one length on all. All ranks call it."""
+        table = torch.zeros(self.size, len(own), dtype=torch.uint8)
+        table[self.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self.add_(table)]
 
     def tell(self, text: str) -> str:
         """Return rank 0's `text` on every rank."""
@@ -173,6 +178,13 @@ class World:
         if data:
             message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return bytes(self.add_(message).tolist()).decode()
+
+    def all_tell(self, text: str) -> list[str]:
+        """Return the `text` of each rank, by rank, on every rank."""
+        own = text.encode()
+        lengths = [int.from_bytes(each) for each in self.gather(len(own).to_bytes(8))]
+        padded = self.gather(own.ljust(max(1, *lengths)))
+        return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -207,10 +219,12 @@ def open_world(meeting: Meeting, device: torch.device) -> World:
     info = meeting.info
     if meeting.store is None:
         return World(info, device)
+    if info.local_size == info.size and len(set(meeting.hosts)) == 1:
+        _stay_on_this_host(info.launcher == "lockstep")
     timeout = timedelta(seconds=meeting.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with naming_lost_peers():
-        own = dist.PrefixStore("group", meeting.store)  # type: ignore[attr-defined]
+        own = dist.PrefixStore("group", meeting.store.unsigned)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
@@ -256,6 +270,15 @@ class _StopAgreement:
         self._work.wait()
         self._work = None
         return int(self._sent)
+
+
+def _stay_on_this_host(own: bool) -> None:
+    """Let gloo and NCCL listen at the loopback interface: no rank is elsewhere.
+
+    Variables of the user's decide, but not in a run of Lockstep's `own`, where they can only be meant for others.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
 
 
 def _check_devices(world: World) -> None:

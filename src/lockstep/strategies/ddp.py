@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from lockstep.core.mesh import Place, check_work
+from lockstep.core.mesh import Place
+from lockstep.core.work import check_work
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -29,6 +30,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step"
     needs: ClassVar[str] = "at most as many processes as micro-batches; memory for the whole model in each"
     recomputes: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "the sum of the gradients, once a step, while backward goes on"

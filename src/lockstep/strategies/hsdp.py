@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from lockstep.core.mesh import Place, check_work
+from lockstep.core.mesh import Place
+from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
@@ -32,6 +33,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "processes that the replicas divide; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "as zero3 within a replica; between replicas a shard of the gradients once a step"

@@ -5,17 +5,18 @@ Huang et al. 2019, "GPipe", has the idea and the first schedule; core/pipeline_s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.mesh import Place
 from lockstep.core.pipeline_schedule import Schedule
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline import Pipe, PipelineEngine
@@ -45,6 +46,7 @@ class Strategy:
         "the gradients once a step, with shard the new parameters too"
     )
     recomputes: ClassVar[bool] = True
+    compiles: ClassVar[bool] = False
     cuts_model: ClassVar[bool] = True
 
     schedule: Schedule = "1f1b"
@@ -89,20 +91,19 @@ class Strategy:
                 f"each process of a pipeline; name {stages - 1}, or leave cut out"
             )
 
-    def check_model(self, build: Callable[[], nn.Module], shape: tuple[int, ...], processes: int) -> None:
+    def check_model(self, build: Callable[[], nn.Module], sample: Tensor, processes: int) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut into the stages for so many processes.
 
-        It is built on the meta device, or on the CPU where that fails; `shape` is that of one sample.
+        It is built on the meta device, or on the CPU where that fails; `sample` is one input.
         """
         stages = processes // self._pipelines * self._per_rank()
-        try:
-            with torch.device("meta"):
+        with warnings.catch_warnings(action="ignore"):  # the real build warns too, and not of values that are not there
+            try:
+                with torch.device("meta"):
+                    blank = build()
+            except Exception:  # a stranger's model may read values while it is built; what fails on the CPU too is told
                 blank = build()
-        except LockstepError:
-            raise
-        except Exception:  # a stranger's model may read values while it is built
-            blank = build()
-        find_cut(blank, stages, shape, self.cut)
+        find_cut(blank, stages, sample, self.cut)
 
     def place(self, rank: int, size: int) -> Place:
         """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""
@@ -112,7 +113,7 @@ class Strategy:
     def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         pipe = Pipe(self.schedule, self.replicate, self.shard, self._per_rank(), self.cut, self.recompute)
-        return PipelineEngine(task, make_optimizer, world, numerics, pipe, task.sample_shape)
+        return PipelineEngine(task, make_optimizer, world, numerics, pipe)
 
     @property
     def _pipelines(self) -> int:

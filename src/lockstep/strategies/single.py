@@ -24,6 +24,7 @@ class Strategy:
     cuts: ClassVar[str] = "nothing"
     needs: ClassVar[str] = "one process; memory for the whole model and its optimizer state"
     recomputes: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = False
     communication: ClassVar[str] = "none"

@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from lockstep.core.mesh import Place, check_work
+from lockstep.core.mesh import Place
+from lockstep.core.work import check_work
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -30,6 +31,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; the optimizer's state, by rows"
     needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "the sum of the gradients and the new parameters, once a step"

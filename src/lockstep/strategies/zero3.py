@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-from lockstep.core.mesh import Place, check_work
+from lockstep.core.mesh import Place
+from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
@@ -28,6 +29,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "the parameters twice and the gradients once for each micro-batch, block by block"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from torch import Tensor, nn
 
 SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
+
+
+Note = Callable[[str, Tensor], None]  # what something is, and its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,20 +20,28 @@ class MicroBatch:
 
     `index` is its number in the step; dim 0 of `inputs` and `targets` runs over its samples. A `shadow` is computed by
     another rank too: this one only takes part in what all do together meanwhile, and its result counts for nothing.
+    `note`, where there is one, sees what the micro-batch gives: its loss, its BatchNorm statistics, and each gradient
+    as it goes into the step's sum.
     """
 
     index: int
     inputs: Tensor
     targets: Tensor
     shadow: bool = False
+    note: Note | None = field(default=None, compare=False)
 
 
 class Task(Protocol):
     """A model with its loss and its metrics."""
 
     @property
-    def sample_shape(self) -> tuple[int, ...] | None:
-        """The shape of one input, without the dim of samples, where it is known."""
+    def name(self) -> str:
+        """What errors call the model, such as `model my.nets:net`."""
+        ...
+
+    @property
+    def sample(self) -> Tensor | None:
+        """One input, without the dim of samples, where it is known: its shape and dtype, on the meta device."""
         ...
 
     def build_model(self) -> nn.Module:

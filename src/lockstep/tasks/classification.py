@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,13 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
+from lockstep.own_code import OwnCode
 from lockstep.tasks.base import SKIPPED
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+_TOLERANCE: Final = 1e-2  # of the sum of a mixture, which may have been rounded to bfloat16
+_SHOWN: Final = 6  # values of a target
 
 
 @final
@@ -31,7 +35,8 @@ class Classification:
     loss: Loss | None = None
     label_smoothing: float = 0.0
     topk: tuple[int, ...] = (1, 5)
-    sample_shape: tuple[int, ...] | None = None
+    name: str = "model"
+    sample: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.loss is not None and self.label_smoothing:
@@ -49,9 +54,15 @@ class Classification:
 
         A user's loss that returns one value for each sample is added up here; a scalar is taken as their sum.
         """
-        if self.loss is not None:
-            return _summed(self.loss(outputs, targets), len(targets))
-        return cross_entropy_sum(outputs, targets, self.label_smoothing)
+        if self.loss is None:
+            with OwnCode(f"{self.name}: the cross entropy of its outputs"):
+                return cross_entropy_sum(outputs, targets, self.label_smoothing)
+        loss = _summed(self.loss(outputs, targets), len(targets))
+        if outputs.requires_grad and not loss.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                "loss: it carries no gradient; compute it from the outputs by torch's functions alone, without detach()"
+            )
+        return loss
 
     @property
     def count_names(self) -> tuple[str, ...]:
@@ -75,24 +86,55 @@ def find_loss(name: str) -> Loss | None:
         return None
     if ":" not in name:
         raise UsageError(f"loss {name}: there is no such loss; use cross_entropy or package.module:function")
-    loss: Loss = import_object(name, "loss")
-    return loss
+    loss = import_object(name, "loss")
+    if not callable(loss):
+        raise UsageError(f"loss {name}: it is of type {type(loss).__name__}; name a function of outputs and targets")
+    code = OwnCode(f"loss {name}")
+
+    def called(outputs: Tensor, targets: Tensor) -> Tensor:
+        with code:
+            value: Tensor = loss(outputs, targets)
+            return value
+
+    return called
 
 
-def check_loss(loss: Loss, classes: int) -> None:
+def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
     """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
 
-    With a mean the size of a micro-batch would decide the weight of its samples.
+    With a mean the size of a micro-batch would decide the weight of its samples. The first of `targets` that counts
+    is the target of both.
     """
-    outputs = torch.linspace(-1.0, 1.0, classes).expand(2, classes).contiguous()
-    targets = torch.zeros(2, dtype=torch.int64)
+    counted = _truth(targets)[1]
+    target = targets[counted][:1] if counted.any() else targets[:1]
+    outputs, targets = torch.linspace(-1.0, 1.0, classes).expand(2, classes).contiguous(), torch.cat([target, target])
+    given = outputs.clone(), targets.clone()
     both, one = loss(outputs, targets), loss(outputs[:1], targets[:1])
+    if not (torch.equal(outputs, given[0]) and torch.equal(targets, given[1])):
+        raise UsageError("loss: the function changes what it is given, which is used again; let it work on copies")
     twice, once = _summed(both, 2), _summed(one, 1)
     if both.ndim == 0 and once != 0 and torch.isclose(twice, once):
         raise UsageError(
             f"loss: two equal samples give {twice.item():.6g}, one alone {once.item():.6g}: that is a mean; "
             f"return the sum, as with reduction='sum', or one value for each sample, as with reduction='none'"
         )
+
+
+def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
+    """Raise UsageError unless `targets` are what a Classification takes; `samples` are their numbers in `label`."""
+    floating = targets.is_floating_point()
+    if targets.shape[1:] != ((classes,) if floating else ()):
+        found = f"its target has shape {list(targets.shape[1:])} and {targets.dtype}"
+        raise UsageError(f"{label} sample {samples[0]}: {found}; {_expected(classes)}")
+    if floating:
+        no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
+        wrong = (targets < 0).any(1) | ~targets.isfinite().all(1) | no_mixture
+    else:
+        wrong = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        found = f"its target is {_shown(targets[first])}"
+        raise UsageError(f"{label} sample {samples[first]}: {found}; {_expected(classes)}")
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -102,6 +144,19 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor, label_smoothing: float =
     if targets.is_floating_point():
         return F.cross_entropy(outputs, _smooth(targets.to(outputs.dtype), label_smoothing), reduction="sum")
     return F.cross_entropy(outputs, targets, ignore_index=SKIPPED, reduction="sum", label_smoothing=label_smoothing)
+
+
+def _expected(classes: int) -> str:
+    return (
+        f"only classification is trained so far, and the data has {classes} classes: a target is a whole number from 0 "
+        f"to {classes - 1}, or {classes} floats, none negative, whose sum is 1"
+    )
+
+
+def _shown(target: Tensor) -> str:
+    values = [f"{value:.6g}" for value in target.flatten()[:_SHOWN].tolist()]
+    more = ", ..." if target.numel() > _SHOWN else ""
+    return f"[{', '.join(values)}{more}]" if target.ndim else values[0]
 
 
 def _smooth(targets: Tensor, smoothing: float) -> Tensor:
@@ -117,6 +172,8 @@ def _summed(loss: Tensor, samples: int) -> Tensor:
             f"loss: the function returned shape {tuple(loss.shape)} for {samples} samples; "
             f"return a sum, of shape (), or one value for each sample, of shape ({samples},)"
         )
+    if not loss.is_floating_point():
+        raise UsageError(f"loss: the function returned values of {loss.dtype}; return floats")
     return loss.sum()
 
 

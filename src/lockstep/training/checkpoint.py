@@ -6,13 +6,14 @@
 │   ├── optimizer.safetensors   <parameter>/<slot>, such as layer1.weight/momentum_buffer
 │   ├── ema.safetensors         if the recipe averages weights
 │   ├── state.json              step, epoch, samples, recipe, ...: nothing of placement or time
-│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights
+│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights; with a key, an HMAC of these
 ├── latest -> step-00000120
 └── best -> step-00000060
 
 Everything in it is a function of the snapshot, so the manifests of two runs that agree are the same bytes.
 Safetensors and JSON only: loading a stranger's checkpoint runs no code. One process writes, holding the run's
-lock.
+lock. Damage raises TrainingError, and an older checkpoint is taken; what was made, not damaged, so that it does not
+belong here raises UsageError.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lockstep import plainfile
 from lockstep.core.shard import Held, Shard, local
 from lockstep.errors import TrainingError, UsageError
-from lockstep.training import durable, tensorfile
+from lockstep.training import durable, signing, tensorfile
 from lockstep.training.durable import Written
 
-T = TypeVar("T")
 JSON: TypeAlias = Any  # None, bool, int, float, str, and lists and string-keyed dicts of these
 
 FOLDER: Final = "checkpoints"
@@ -51,6 +52,10 @@ OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
 
 _FORMAT: Final = 1
+_HMAC: Final = "hmac_sha256"
+_LARGEST_MANIFEST: Final = 1 << 16  # bytes; it lists four files
+_LARGEST_STATE: Final = 1 << 26  # some optimizers keep a number for each parameter
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
 # .tmp: being written or removed. .old: replaced by a newer writing of the same step, good until that is in
 # place.
@@ -99,13 +104,13 @@ class Manifest:
     weights_sha256: str
 
 
-def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool) -> Path:
+def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None) -> Path:
     """Write the checkpoint of `step` into `folder` (<run>/checkpoints); return its path, once on the disk.
 
     The snapshot is whole; for one that is cut see training/shards.py. Keeps the newest `keep` by step, and always those
     that `latest` and `best` point to: keep=0 keeps just these. A checkpoint of the same step is replaced. Leftovers of
-    killed runs are removed, so only one process may call it, under the run's lock. A full disk or any other failure to
-    write raises TrainingError; what was there before is untouched.
+    killed runs are removed, so only one process may call it, under the run's lock. With a `key` the manifest is signed.
+    A full disk or any other failure to write raises TrainingError; what was there before is untouched.
     """
     final = folder / step_name(step)
     try:
@@ -114,7 +119,7 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool) -> 
             name: durable.write(temporary / name, tensorfile.chunks(tensors))
             for name, tensors in whole_files(snapshot).items()
         }
-        publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best)
+        publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best, key)
     except OSError as error:
         abandon(final)
         raise TrainingError(not_written(final, error)) from error
@@ -136,16 +141,24 @@ def prepare(final: Path) -> Path:
 
 
 def publish(
-    final: Path, files: Mapping[str, Written], weights: str, state: Mapping[str, JSON], keep: int, best: bool
+    final: Path,
+    files: Mapping[str, Written],
+    weights: str,
+    state: Mapping[str, JSON],
+    keep: int,
+    best: bool,
+    key: bytes | None,
 ) -> None:
     """Give what lies in the prepared folder its name, once state and manifest are there too; see `save`."""
     temporary, folder = _aside(final, "tmp"), final.parent
     files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
-    content = {
+    content: dict[str, JSON] = {
         "format": _FORMAT,
         "files": {name: asdict(written) for name, written in files.items()},
         "weights_sha256": weights,
     }
+    if key is not None:
+        content[_HMAC] = signing.signature(key, _json(content))
     durable.write(temporary / MANIFEST, [_json(content)])
     durable.sync_folder(temporary)
     _install(final)
@@ -175,16 +188,16 @@ def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     return {name: {key: local(held) for key, held in tensors.items()} for name, tensors in snapshot.files.items()}
 
 
-def newest(folder: Path) -> Found | None:
+def newest(folder: Path, key: bytes | None = None) -> Found | None:
     """Load the newest whole checkpoint of `folder` (<run>/checkpoints); None where there is none at all.
 
     Each newer one that fails its hashes is named in `problems`. Where none is whole, TrainingError: to begin
-    anew silently would throw the run away.
+    anew silently would throw the run away. With a `key`, one that is not signed with it raises UsageError.
     """
     problems: list[str] = []
     for path in _candidates(folder):
         try:
-            return Found(read(path), path, problems)
+            return Found(read(path, key), path, problems)
         except TrainingError as error:
             problems.append(str(error))
     if problems:
@@ -194,7 +207,7 @@ def newest(folder: Path) -> Found | None:
     return None
 
 
-def load(path: Path, prefer: Literal["newest", "best"] = "newest") -> Found:
+def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | None = None) -> Found:
     """Load what a user points to: a checkpoint, a link such as `latest`, a run folder or its checkpoints.
 
     In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint asked
@@ -206,41 +219,63 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest") -> Found:
         found = "is a file" if path.exists() else "not found"
         raise UsageError(f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
-        return Found(read(path), path, [])
-    return _load_run(path, prefer)
+        return Found(read(path, key), path, [])
+    return _load_run(path, prefer, key)
 
 
-def read(path: Path) -> Snapshot:
-    """Load the checkpoint folder `path`; a file that does not match the manifest raises TrainingError."""
-    expected = manifest(path)
+def read(path: Path, key: bytes | None = None) -> Snapshot:
+    """Load the checkpoint folder `path`; a file that does not match the manifest raises TrainingError.
+
+    With a `key`, a manifest that is not signed with it raises UsageError.
+    """
+    expected = manifest(path, key)
     for name, written in expected.files.items():
         _verify(path / name, written)
     try:
         # Mapped, so that whoever wants but some rows reads no more than those.
         tensors = {name: safetensors.torch.load_file(path / name) for name in expected.files if name != STATE}
-        snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), json.loads(_bytes(path / STATE)))
-    except (SafetensorError, ValueError) as error:
+        snapshot = Snapshot(
+            tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), _mapping(path / STATE, _LARGEST_STATE)
+        )
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise TrainingError(f"{path}: cannot be read, though its hashes are right: {error}") from error
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
         raise TrainingError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
     return snapshot
 
 
-def manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint folder `path`; its files are not looked at."""
+def manifest(path: Path, key: bytes | None = None) -> Manifest:
+    """Return the manifest of the checkpoint folder `path`; its files are not looked at. For `key` see `read`."""
     place = path / MANIFEST
     try:
-        content = json.loads(_bytes(place))
-        version = content["format"]
-        files = {name: Written(str(file["sha256"]), int(file["bytes"])) for name, file in content["files"].items()}
-        weights = str(content["weights_sha256"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TrainingError(f"{place}: not a manifest ({error!r}); the checkpoint is damaged") from error
-    if version != _FORMAT:
-        raise TrainingError(f"{place}: format {version}, this version reads {_FORMAT}; use the one that wrote it")
+        content = _mapping(place, _LARGEST_MANIFEST)
+        signed = content.pop(_HMAC, None)
+        match content:
+            case {"format": int(version)} if type(version) is int and version != _FORMAT:
+                wanted = f"this version reads {_FORMAT}; use the one that wrote it"
+                raise TrainingError(f"{place}: format {str(version)[:40]}, {wanted}")
+            case {"format": int(version), "files": dict(listed), "weights_sha256": str(weights), **rest} if (
+                not rest and version is not True
+            ):
+                files = {name: _written(name, file) for name, file in listed.items()}
+            case _:
+                raise ValueError(f"its keys are {_listed(content)}")
+        if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
+            raise ValueError("a hash is none")
+    except (ValueError, RecursionError) as error:
+        raise TrainingError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
     if set(files) - {EMA} != {MODEL, OPTIMIZER, STATE}:
-        raise TrainingError(f"{place}: lists {', '.join(sorted(files))}; the checkpoint is damaged")
+        raise TrainingError(f"{place}: lists {_listed(files)}; the checkpoint is damaged")
+    if key is not None:
+        _check_signature(path, key, _json(content), signed)
     return Manifest(files, weights)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a checkpoint's folder is named after, None where it has a name of the user's own."""
+    name = left[1] if (left := _LEFTOVER.fullmatch(path.name)) else path.name
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def weights_sha256(model: Mapping[str, Held]) -> str:
@@ -269,7 +304,7 @@ def _install(final: Path) -> None:
         os.rename(final, _aside(final, "old"))
     os.rename(_aside(final, "tmp"), final)
     durable.sync_folder(final.parent)
-    shutil.rmtree(_aside(final, "old"), ignore_errors=True)
+    _remove(_aside(final, "old"))
 
 
 def _aside(final: Path, kind: Literal["tmp", "old"]) -> Path:
@@ -283,9 +318,17 @@ def _clear(folder: Path) -> None:
             if left[3] == "old" and not final.exists():
                 os.rename(path, final)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
         elif path.name.startswith((f".{LATEST}.tmp-", f".{BEST}.tmp-")):
             path.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link to one, as far as that can be."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _retain(folder: Path, keep: int) -> None:
@@ -297,7 +340,7 @@ def _retain(folder: Path, keep: int) -> None:
             # name.
             doomed = _aside(path, "tmp")
             os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)  # what stays is tried again by the next save
+            _remove(doomed)  # what stays is tried again by the next save
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -317,11 +360,11 @@ def _candidates(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def _load_run(path: Path, prefer: Literal["newest", "best"]) -> Found:
+def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) -> Found:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if prefer == "best" and (folder / BEST).is_symlink():
-        return load(folder / BEST)
-    found = newest(folder)
+        return load(folder / BEST, key=key)
+    found = newest(folder, key)
     if found is None:
         raise UsageError(f"{path}: holds no checkpoint; give the folder of a run that has saved one")
     if prefer == "best":
@@ -329,21 +372,59 @@ def _load_run(path: Path, prefer: Literal["newest", "best"]) -> Found:
     return found
 
 
+def _check_signature(path: Path, key: bytes, signed_text: bytes, signed: str | None) -> None:
+    if signed is None:
+        raise UsageError(
+            f"{path}: not signed, and run.key_file asks for it; whoever can write there may have made it. If you know "
+            f"that it is yours, go on from it once without run.key_file"
+        )
+    if not signing.is_signed(key, signed_text, signed):
+        raise UsageError(f"{path}: signed with another key than that of run.key_file, or changed since; do not use it")
+
+
+def _written(name: str, file: JSON) -> Written:
+    match file:
+        case {"sha256": str(sha256), "bytes": int(size), **rest} if not rest and size >= 0 and size is not True:
+            if _SHA256.fullmatch(sha256):
+                return Written(sha256, size)
+    raise ValueError(f"what it says of {name[:40]!r} is not a hash and a size")
+
+
 def _verify(path: Path, expected: Written) -> None:
-    found = _reading(path, durable.hashed)
-    if found.bytes != expected.bytes:
-        raise TrainingError(_differs(path, "bytes", expected.bytes, found.bytes))
-    if found.sha256 != expected.sha256:
-        raise TrainingError(_differs(path, "sha256", expected.sha256, found.sha256))
+    with _reading(path), plainfile.reader(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            raise TrainingError(_differs(path, "bytes", expected.bytes, size))
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected.sha256:
+        raise TrainingError(_differs(path, "sha256", expected.sha256, found))
 
 
-def _bytes(path: Path) -> bytes:
-    return _reading(path, Path.read_bytes)
+def _mapping(path: Path, limit: int) -> dict[str, JSON]:
+    """Return the JSON object that a file holds; ValueError or RecursionError where it is none."""
+    with _reading(path):
+        data = plainfile.content(path, limit)
+    content = json.loads(data, object_pairs_hook=_once)
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    return content
 
 
-def _reading(path: Path, read: Callable[[Path], T]) -> T:
+def _once(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return content
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name[:40] for name in sorted(names)[:8]) or "none"
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return read(path)
+        yield
     except FileNotFoundError:
         raise TrainingError(f"{path}: missing; the checkpoint is not whole") from None
     except OSError as error:

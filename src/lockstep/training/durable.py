@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import plainfile
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -48,7 +50,7 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
 
 def hashed(path: Path) -> Written:
     """Return what a file holds now."""
-    with path.open("rb") as file:
+    with plainfile.reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return Written(digest.hexdigest(), file.tell())
 

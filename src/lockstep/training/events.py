@@ -47,6 +47,18 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """The numbers of this run may depend on its placement: `culprit` is what does it, `text` says where and how."""
+
+    step: int
+    epoch: int
+    samples: int
+    culprit: str
+    text: str
+    name: Literal["warning"] = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """Step number `step` (from 1) is done; figures are of this step alone, speed since the last report."""
 
@@ -81,6 +93,17 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Files that could not be read as images, each reported once in a start; their samples count as nothing."""
+
+    step: int
+    epoch: int
+    samples: int
+    files: tuple[str, ...]
+    name: Literal["skipped"] = "skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A checkpoint is on disk, synced and hashed."""
 
@@ -101,7 +124,7 @@ class Stopped:
     step: int
     epoch: int
     samples: int
-    reason: Literal["SIGINT", "SIGTERM", "SIGUSR1"]
+    reason: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
 
 
@@ -117,8 +140,9 @@ class Done:
     best: dict[str, float] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_samples: int = 0
+    audited: int = 0  # steps that this start audited
     seconds: float = 0.0
     name: Literal["done"] = "done"
 
 
-Event = Started | Stepped | Evaluated | Saved | Stopped | Done
+Event = Started | Warned | Stepped | Evaluated | Skipped | Saved | Stopped | Done

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
+from lockstep import plainfile
 from lockstep.errors import UsageError
 
 LOCK: Final = "lock"
@@ -55,7 +56,7 @@ def lock(run_dir: Path) -> Lock:
     removing it would let two processes hold locks on two files of the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         _take(descriptor, run_dir)
     except BaseException:
@@ -75,6 +76,8 @@ def _take(descriptor: int, run_dir: Path) -> None:
             f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run here would "
             "go unnoticed; choose a run.dir on another one"
         ) from error
+    if not os.fstat(descriptor).st_nlink:  # a start that was refused had made the folder, and removed it
+        raise UsageError(f"{run_dir}: was removed by another start that was refused; start again")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
 

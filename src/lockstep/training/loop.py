@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
-from lockstep.parallel.engine import Engine, Update
+from lockstep.parallel.engine import Stepping, Update
 from lockstep.runtime.meter import Meter
-from lockstep.runtime.signals import WISHES, StopRequest
+from lockstep.runtime.signals import WISHES
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
@@ -76,18 +76,25 @@ class Progress:
             self.best, self.best_loss, self.best_at = evaluated.top, evaluated.loss, self.step
 
 
+class Stop(Protocol):
+    """What asks to stop: `wish` is 0, or a number of runtime/signals.py."""
+
+    @property
+    def wish(self) -> int: ...
+
+
 Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
 
 
 def train(
-    engine: Engine,
+    engine: Stepping,
     world: World,
     batches: Batches,
     plan: Plan,
     progress: Progress,
     evaluate: Callable[[Progress], Evaluated],
     save: Callable[[Progress], Iterable[Saved]],
-    stop: StopRequest,
+    stop: Stop,
 ) -> Iterator[Event]:
     """Train from `progress` to the end of the plan, or to the step boundary at which the ranks agree to stop.
 

@@ -15,8 +15,10 @@ from typing import final
 import torch
 
 from lockstep.core.shard import Held, Shard, whole
+from lockstep.errors import TrainingError
 from lockstep.runtime.world import World
 from lockstep.training import checkpoint, shards
+from lockstep.training.agreement import Disagreement, disagreement
 from lockstep.training.checkpoint import Snapshot
 from lockstep.training.events import Saved
 from lockstep.training.loop import Progress
@@ -24,12 +26,26 @@ from lockstep.training.loop import Progress
 
 @final
 class Saver:
-    """Writes checkpoints into `folder`, keeping the newest `keep`. All ranks make one, and call it alike."""
+    """Writes checkpoints into `folder`, keeping the newest `keep`. All ranks make one, and call it alike.
 
-    def __init__(self, world: World, folder: Path, keep: int, beside: bool) -> None:
+    `buffers` are the names of tensors that are no parameters, for the message where ranks disagree. With a `key` each
+    checkpoint is signed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        keep: int,
+        beside: bool,
+        buffers: frozenset[str] = frozenset(),
+        key: bytes | None = None,
+    ) -> None:
         self._world = world.beside() if beside else world
         self._folder = folder
         self._keep = keep
+        self._buffers = buffers
+        self._key = key
         self._executor = ThreadPoolExecutor(1, "saver") if beside else None
         self._running: Future[Saved] | None = None
 
@@ -63,11 +79,12 @@ class Saver:
 
     def _written(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
         weights = checkpoint.weights_sha256(whole(snapshot.model))
-        self._world.compare({"weights": weights})
+        if (found := disagreement(self._world, snapshot.model, weights)) is not None:
+            raise TrainingError(_not_saved(step, found, self._buffers))
         if not snapshot.is_whole:
-            weights = shards.save(self._world, self._folder, step, snapshot, self._keep, best)
+            weights = shards.save(self._world, self._folder, step, snapshot, self._keep, best, self._key)
         elif self._world.rank == 0:
-            checkpoint.save(self._folder, step, snapshot, self._keep, best)
+            checkpoint.save(self._folder, step, snapshot, self._keep, best, self._key)
         return Saved(
             step=step,
             epoch=epoch,
@@ -77,6 +94,23 @@ class Saver:
             best=best,
             seconds=time.perf_counter() - began,
         )
+
+
+def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
+    """Say of ranks that disagree what differs, who is the odd one, what may have done it and what to do."""
+    fault = "a fault of a processor or its memory"
+    if buffers.issuperset(found.names):
+        kind = "buffer"
+        cause = f"the forward pass changes them, each rank by its own micro-batches, or {fault}"
+    else:
+        kind = "weight" if buffers.isdisjoint(found.names) else "weight or buffer"
+        cause = f"{fault}, or code that changes weights other than by the optimizer"
+    subject = f"a {kind} differs" if len(found.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
+    return (
+        f"after step {step} {subject} between ranks: {found.listed}: {found.who}; not saved. Likely: {cause}. "
+        f"`lockstep verify` names code that does it; placement.audit_every finds a rank that computes wrongly; the "
+        f"same command goes on from the last checkpoint"
+    )
 
 
 @torch.no_grad()

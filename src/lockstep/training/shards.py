@@ -23,7 +23,9 @@ from lockstep.training.checkpoint import Snapshot
 T = TypeVar("T")
 
 
-def save(world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool) -> str:
+def save(
+    world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None
+) -> str:
     """Write the checkpoint of `step`, as checkpoint.save does; return the SHA-256 of the weights. All ranks call it.
 
     Where one rank cannot write, all raise TrainingError.
@@ -44,7 +46,7 @@ def save(world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, b
     def publish(temporary: Path) -> str:
         files = {name: durable.hashed(temporary / name) for name in frames}
         weights = _weights_sha256(temporary / checkpoint.MODEL)
-        checkpoint.publish(final, files, weights, snapshot.state, keep, best)
+        checkpoint.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
     try:

@@ -1,0 +1,104 @@
+"""What a shell offers to complete: recipes, keys of the configuration and their values. Quick: no torch.
+
+bash gives `key=value` as three words, zsh and fish as one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final, get_args
+
+import click
+from click.shell_completion import CompletionItem
+
+# Common names of things that have more than can be listed without importing them.
+_NAMES: Final = {
+    "recipe.model": ("digits_convnet", "botnet50", "resnet18", "resnet50"),
+    "recipe.optimizer": ("sgd", "adamw", "lars", "lamb"),
+    "recipe.loss": ("cross_entropy",),
+}
+_PLACES: Final = ("run.dir", "run.resume", "recipe.data.root")
+
+
+def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a file or folder."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete [RECIPE] [KEY=VALUE]..."""
+    found = overrides(ctx, param, incomplete)
+    if ctx.params.get(param.name or "") or "=" in incomplete:
+        return found
+    from lockstep.config.load import shipped
+
+    # The shell adds its files to what it is given; it must hear of them first.
+    recipes = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]
+    return [CompletionItem(incomplete, type="file"), *recipes, *(found if incomplete else ())]
+
+
+def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete KEY=VALUE."""
+    given = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
+    key, equals, start = incomplete.partition("=")
+    if equals:
+        return [CompletionItem(f"{key}={value}") for value in _values(key, start)]
+    keys = list(_keys())
+    if given[1:] and given[-1] == "=":
+        return [CompletionItem(value) for value in _values(given[-2], incomplete)]
+    if given and given[-1] in keys and not incomplete:  # the cursor is right behind its =
+        return [CompletionItem(value) for value in _values(given[-1], "")]
+    return [CompletionItem(f"{each}=") for each in keys if each.startswith(incomplete)]
+
+
+def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the keys that hold a value, and the sections for which a name may stand."""
+    from lockstep.config.overrides import SHORTHAND
+    from lockstep.config.wording import section_at
+
+    section = section_at(path)
+    for name in section.model_fields if section else ():
+        here = (*path, name)
+        if section_at(here) is None or here in SHORTHAND:
+            yield ".".join(here)
+        yield from _keys(here)
+
+
+def _values(key: str, start: str) -> list[str]:
+    """Return the values of a key that begin with `start`, as far as they can be listed."""
+    if key in _PLACES:
+        return list(_files(start))
+    return [value for value in _choices(key.removesuffix(".name")) if value.startswith(start)]
+
+
+def _choices(key: str) -> Sequence[str]:
+    from lockstep.config.across import strategies
+    from lockstep.config.wording import section_at
+
+    if key in _NAMES:
+        return _NAMES[key]
+    if key == "recipe.data":
+        from lockstep.data.sources import NAMES
+
+        return NAMES
+    if key == "placement.strategy":
+        return ["auto", *strategies()]
+    path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())
+    section = section_at(path[:-1])
+    field = section.model_fields.get(path[-1]) if section else None
+    kind = field.annotation if field else None
+    if kind is bool or bool in get_args(kind):
+        return ["true", "false"]
+    return [each for each in get_args(kind) if isinstance(each, str)]
+
+
+def _files(start: str) -> Iterator[str]:
+    folder, slash, name = start.rpartition("/")
+    try:
+        entries = sorted(os.scandir(f"{folder}{slash}" or "."), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.startswith(name) and (name or not entry.name.startswith(".")):
+            yield f"{folder}{slash}{entry.name}{'/' if entry.is_dir() else ''}"

@@ -1,0 +1,151 @@
+"""Which code is the user's own, and where in it something stands: `net.py:12`.
+
+The user's own is what lies neither in Python's library, nor among installed packages, nor in Lockstep, and whatever a
+recipe names by an import path.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Final
+
+import numpy as np
+import torch
+
+import lockstep
+from lockstep.config.recipe import Recipe
+from lockstep.own_code import is_installed, is_own, located
+
+_BUILDING: Final = ("__init__", "__new__", "__post_init__")  # what is set there is no state that a forward changes
+_IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
+
+
+def import_paths(recipe: Recipe) -> dict[str, str]:
+    """Return what a recipe names by an import path: `model`, `loss`, `data`."""
+    names = {"model": recipe.model.name, "loss": recipe.loss.name, "data": recipe.data.name}
+    by_path = recipe.model.source == "auto"  # with its source given, a colon is part of timm's own names
+    return {part: name for part, name in names.items() if ":" in name and (part != "model" or by_path)}
+
+
+def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
+    """Return the modules of the user's own code that are imported; `paths` are import paths of a recipe."""
+    packages = {path.partition(":")[0].partition(".")[0] for path in paths}
+    found = {}
+    for name, module in list(sys.modules.items()):
+        # Some libraries put objects there that make attributes up.
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and (name.partition(".")[0] in packages or is_own(file)):
+            found[name] = module
+    return found
+
+
+def place_of(thing: object) -> str:
+    """Return where a function, a class or that of an object begins; "" where that is not known, or a library's."""
+    found = inspect.unwrap(thing) if callable(thing) else thing
+    if not (inspect.isclass(found) or inspect.isroutine(found)):
+        found = type(found)
+    try:
+        file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+    except (TypeError, OSError):  # of C, or typed into an interpreter
+        return ""
+    return located(file, line) if file and not is_librarys(file) else ""
+
+
+def place_of_attribute(kind: type, name: str) -> str:
+    """Return where the methods of a class, or of those it comes from, change `self.<name>`, as far as can be told."""
+    for each in kind.__mro__:
+        file = _file(each)
+        if file is None or not is_own(file):
+            continue
+        lines, first = inspect.getsourcelines(each)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        line = _line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
+        if line is not None:
+            return located(file, first + line - 1)
+    return ""
+
+
+def place_of_global(module: ModuleType, name: str) -> str:
+    """Return where functions of a module change its global `name`, as far as can be told, else where it is made."""
+    file = _file(module)
+    if file is None:
+        return ""
+    tree = ast.parse(inspect.getsource(module))
+
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+    line = _line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
+    return located(file, line)
+
+
+def place_of_frame(frame: FrameType | None) -> str:
+    """Return the line of a frame, or of the nearest one above it that is not of Python's own library.
+
+    "" where that is one of torch, of NumPy or of Lockstep: they do what they do for reasons of their own.
+    """
+    while frame is not None and _of_python(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None or is_librarys(frame.f_code.co_filename) else place_of_line(frame, frame.f_lineno)
+
+
+def place_of_line(frame: FrameType, line: int) -> str:
+    """Return a line of the code that a frame runs."""
+    return located(frame.f_code.co_filename, line)
+
+
+def is_librarys(file: str) -> bool:
+    """Return whether a source file is of Python, torch, NumPy or Lockstep."""
+    return _of_python(file) or file.startswith(_libraries())
+
+
+def _line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
+    """Return the first line in a function that changes something, else the first that uses it at all."""
+    nodes = [node for function in _functions(tree) for node in ast.walk(function)]
+    lines = [(not _changes(node, is_it), node.lineno) for node in nodes if is_it(node) or _changes(node, is_it)]  # type: ignore[attr-defined]
+    return min(lines)[1] if lines else None
+
+
+def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    """Return whether a node assigns to something, to an item of it, or calls what by its name changes it in place."""
+    match node:
+        case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
+            return is_it(node)
+        case ast.Subscript(value=value, ctx=ast.Store()):
+            return is_it(value)
+        case ast.Attribute(value=value, attr=name):
+            return is_it(value) and (name.endswith("_") or name in _IN_PLACE)
+    return False
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name not in _BUILDING:
+            yield node
+
+
+def _file(thing: type | ModuleType) -> str | None:
+    try:
+        return inspect.getsourcefile(thing)
+    except TypeError:  # built in
+        return None
+
+
+def _of_python(file: str) -> bool:
+    return file.startswith(("<", *_python())) and not is_installed(file)
+
+
+@cache
+def _python() -> tuple[str, ...]:
+    return tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib")})
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    return tuple(f"{Path(inspect.getfile(package)).parent}/" for package in (lockstep, np, torch))

@@ -1,0 +1,305 @@
+"""Looks at the user's data, model and loss in one process, before any placement runs.
+
+A micro-batch must give the same whatever was computed before it and whoever computes it. So two micro-batches are
+computed by a fresh copy of the model, the second of them alone by another, the first by a third which believes to be
+another rank; what forward left behind is looked for in attributes, buffers, generators and globals. It advances all of
+these, so it wants a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.commands import _own_code
+from lockstep.commands import _verify_trace as trace
+from lockstep.commands._probe_state import Globals, ModelState, streams, weights
+from lockstep.commands._probe_witness import witnessed
+from lockstep.commands._setup import Setup
+from lockstep.commands._verify_causes import Facts, LossFact, RandomSample
+from lockstep.core import random
+from lockstep.core.mesh import Place
+from lockstep.core.order import Steps, permutation
+from lockstep.core.rank import ALONE
+from lockstep.data.base import Split
+from lockstep.data.imported import ImportedSplit, OwnSplit
+from lockstep.errors import OwnCodeError
+from lockstep.importing import import_object
+from lockstep.models.initialise import initialise
+from lockstep.own_code import place as place_of_error
+from lockstep.runtime.precision import Precision, autocast
+from lockstep.runtime.pretended import as_rank
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
+
+_SAMPLES: Final = 8  # fetched twice, of each part
+_FEW: Final = 4  # the same, and of a micro-batch, for a quick look
+_LARGE: Final = 1 << 14  # numbers in a sample, of which fewer are computed
+_LOSS_SAMPLES: Final = 32  # whose loss is taken one by one
+_NO_KERNEL: Final = "does not have a deterministic implementation"
+
+T = TypeVar("T")
+Computed = Mapping[str, str]  # digests: of the loss, and of gradients by parameter
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How to look: what builds the model, what it computes and how."""
+
+    build: Callable[[], nn.Module]
+    given: Sequence[MicroBatch]
+    precision: Precision
+    backward: bool
+
+
+def facts_of(ready: Setup, device: torch.device) -> Facts:
+    """Look at data, model and loss of a recipe, as its run will compute them."""
+    samples = random_samples(ready, _SAMPLES)
+    look = _Look(ready.task.build_model, _given(ready, device), ready.recipe.precision, backward=True)
+    return _seen(ready, device, look, samples)
+
+
+def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> Facts:
+    """Look at `samples` of the data and at the `forward` pass of model and loss: at a few, in float32 on the CPU.
+
+    What only the backward pass or another device would show it does not see.
+    """
+    found = random_samples(ready, _FEW) if samples else []
+    if not forward:
+        return Facts(random_samples=found, places=_places(ready))
+    recipe, device = ready.recipe, torch.device("cpu")
+    few_samples = 2 if math.prod(ready.data.shape) > _LARGE else _FEW
+    batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
+    few = replace(
+        ready, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(ready.data.train), batch, steps=1)
+    )
+    build = partial(initialise, ready.blank, recipe.seed)
+    return _seen(ready, device, _Look(build, _given(few, device), "fp32", backward=False), found)
+
+
+def random_samples(ready: Setup, count: int) -> list[RandomSample]:
+    """Fetch some samples of both parts twice, and once as another rank, and return those that differ."""
+    seed = ready.recipe.seed
+    order = permutation(seed, 0, len(ready.data.train))[:count].tolist()
+    parts: list[tuple[str, Split, list[int], int | None]] = [
+        ("training", ready.data.train, order, random.key(random.AUGMENT, seed, 0)),
+        ("validation", ready.data.validation, [*range(min(count, len(ready.data.validation)))], None),
+    ]
+    return [each for part, split, indices, draw in parts for each in _random(part, split, indices, draw)]
+
+
+def _random(part: str, split: Split, indices: Sequence[int], draw: int | None) -> Iterator[RandomSample]:
+    def fetched() -> list[list[str]]:
+        return [_fetched(split, index, draw) for index in indices]
+
+    first, again = fetched(), [_fetched(split, index, draw) for index in reversed(indices)][::-1]
+    by_rank = first == again
+    others = _as_another_rank(fetched, first) if by_rank else again
+    for index, one, other in zip(indices, first, others, strict=True):
+        if what := _what_differs(one, other):
+            yield RandomSample(part, index, what, by_rank)
+
+
+def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
+    """Return what `compute` returns as rank 1 of 2, or `otherwise`, which says nothing, where it raises an error.
+
+    What waits for other ranks would find none; that it fails for want of them is no wrong result.
+    """
+    try:
+        with as_rank(1, 2):
+            return compute()
+    except Exception:  # a stranger's code may raise anything
+        return otherwise
+
+
+def _given(ready: Setup, device: torch.device) -> list[MicroBatch]:
+    """Return the micro-batches of the first step."""
+    loader = ready.loader(World(ALONE, device), Place(), 0)
+    with closing(loader.training(0)) as batches:  # type: ignore[type-var]
+        return next(batches)[1]
+
+
+def _seen(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> Facts:
+    try:
+        return _Probe(ready, device, look).facts(samples)
+    except (RuntimeError, OwnCodeError) as raised:
+        error = raised.__cause__ if isinstance(raised, OwnCodeError) and raised.__cause__ else raised
+        if _NO_KERNEL not in str(error):
+            raise
+        refused = str(error).partition(", but you set")[0].splitlines()[0]
+        place = place_of_error(error)
+        return Facts(random_samples=samples, refused=refused, places=_places(ready) | {"kernel": place})
+
+
+@final
+class _Probe:
+    """Fresh copies of a model, and micro-batches for them."""
+
+    def __init__(self, ready: Setup, device: torch.device, look: _Look) -> None:
+        self._ready = ready
+        self._world = World(ALONE, device)
+        self._look = look
+        self._numerics = ready.numerics()
+        self._modules = _own_code.own_modules(_own_code.import_paths(ready.recipe).values())
+
+    def facts(self, samples: Sequence[RandomSample]) -> Facts:
+        """Compute, and say what was seen."""
+        model, first, second = self._fresh(), self._look.given[0], self._look.given[-1]
+        kinds = {type(module) for module in model.modules()}
+        before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
+        one = self._compute(model, first)
+        drawn = [name for name, state in streams().items() if state != drawn_before[name]]
+        two = self._compute(model, second) if second is not first else one
+        after, globals_after = ModelState(model), Globals(self._modules, kinds)
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and name not in {*one, *two}]
+        other = self._fresh()
+        alone = self._compute(other, second)
+        changed, fewer = before.changed_buffers(after), ModelState(other)
+        own_loss = ":" in self._ready.recipe.loss.name
+        loss = self._loss(other, first) if self._look.backward or own_loss else None
+        elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), one)
+        again = one if elsewhere == one else self._compute(self._fresh(), first)
+        repeated = _first_difference(one, again)
+        attributes, variables = before.changed_attributes(after), globals_before.changed(globals_after)
+        counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
+        depends = _first_difference(two, alone) if second is not first else ""
+        explained = attributes or variables or drawn or counting or repeated
+        moved = self._changed_weights() if depends and not explained else []
+        evaluated = self._look.backward and not (depends or repeated)  # else training explains it
+        evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
+        places = {name: globals_after.place(name) for name in variables}
+        return Facts(
+            buffers=[name for name, _ in model.named_buffers()],
+            changed_buffers={name: before.kinds[name] for name in changed},
+            counting_buffers=counting,
+            changed_weights=moved,
+            attributes=attributes,
+            variables=variables,
+            streams=drawn,
+            unused=unused if self._look.backward else [],
+            random_samples=samples,
+            loss=loss,
+            repeated=repeated,
+            alone=depends,
+            by_rank="" if repeated else _first_difference(one, elsewhere),
+            reads=_as_another_rank(lambda: self._reads(first), {}) if drawn or elsewhere != one else {},
+            evaluation=evaluation,
+            evaluation_reads=evaluation_reads,
+            places=_places(self._ready) | places | _of_state(model, [*changed, *attributes, *moved]),
+        )
+
+    def _changed_weights(self) -> list[str]:
+        model = self._fresh()
+        before = weights(model)
+        self._compute(model, self._look.given[0])
+        return [name for name, digest in weights(model).items() if digest != before[name]]
+
+    def _evaluation(self) -> tuple[str, dict[str, str]]:
+        """Return what of a batch's evaluation depends on the batch before it, and what the code reads meanwhile."""
+        first, second = self._look.given[0], self._look.given[-1]
+        if self._evaluated(self._fresh(), first, second) == self._evaluated(self._fresh(), second):
+            return "", {}
+        model = self._fresh()
+        with witnessed() as found:
+            self._evaluated(model, first, second)
+        return "outputs", dict(found)
+
+    @torch.no_grad()
+    def _evaluated(self, model: nn.Module, *batches: MicroBatch) -> str:
+        """Evaluate batches one after the other; return the digest of the last one's outputs."""
+        model.eval()
+        torch.manual_seed(self._ready.recipe.seed)
+        with autocast(self._look.precision, self._world.device):
+            return [trace.digest([model(batch.inputs.clone())]) for batch in batches][-1]
+
+    def _fresh(self) -> nn.Module:
+        """Build the model; Python's and NumPy's generators are then in one state too."""
+        layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
+        model: nn.Module = self._look.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
+        return model.train()
+
+    def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
+        model.zero_grad(set_to_none=True)
+        loss = self._ready.task.loss_sum(self._outputs(model, microbatch), microbatch.targets)
+        if not self._look.backward:
+            return {"": trace.digest([loss])}
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"": trace.digest([loss])} | {name: trace.digest([each]) for name, each in gradients.items()}
+
+    def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Tensor:
+        key = random.key(random.FORWARD, self._ready.recipe.seed)
+        for generator in self._world.generators():
+            generator.manual_seed(random.torch_seed(random.extended(key, 0, microbatch.index)))
+        with autocast(self._look.precision, self._world.device):
+            outputs: Tensor = model(microbatch.inputs.clone())  # a model may change its inputs in place
+        return outputs
+
+    @torch.no_grad()
+    def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:
+        """Take the loss of some samples together and one by one, of the same outputs."""
+        outputs, targets = self._outputs(model, microbatch)[:_LOSS_SAMPLES], microbatch.targets[:_LOSS_SAMPLES]
+        together = float(self._ready.task.loss_sum(outputs, targets))
+        rows = [slice(number, number + 1) for number in range(len(outputs))]
+        one_by_one = sum(float(self._ready.task.loss_sum(outputs[row], targets[row])) for row in rows)
+        return LossFact(len(outputs), together, one_by_one)
+
+    def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
+        """Return what building and computing read beside their inputs, and the line of the user's code that does."""
+        with witnessed() as found:
+            self._compute(self._fresh(), microbatch)
+        return dict(found)
+
+
+def _places(ready: Setup) -> dict[str, str]:
+    """Return where the model's function, the loss and what fetches a sample of each part begin, as far as known."""
+    recipe = ready.recipe
+    paths = _own_code.import_paths(recipe)
+    named = {part: _own_code.place_of(import_object(path, part)) for part, path in paths.items()}
+    if "data" in paths:
+        parts = {"training": ready.data.train, "validation": ready.data.validation}
+        named |= {part: _own_code.place_of(_fetching(split)) or named["data"] for part, split in parts.items()}
+    return {part: place for part, place in named.items() if place}
+
+
+def _fetching(split: Split) -> object:
+    """Return what gives the samples of a split of the user's own."""
+    if isinstance(split, ImportedSplit):
+        return type(split.dataset).__getitem__
+    return type(split.split if isinstance(split, OwnSplit) else split).fetch
+
+
+def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return where the user's code changes attributes and buffers of a model, by their names."""
+    found = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        parts = path.split(".") if path else []
+        modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        places = (_own_code.place_of_attribute(type(module), own) for module in modules)
+        found[name] = next(filter(None, places), "")
+    return {name: place for name, place in found.items() if place}
+
+
+def _fetched(split: Split, index: int, draw: int | None) -> list[str]:
+    return [trace.digest([tensor]) for tensor in split.fetch(np.array([index]), draw)]
+
+
+def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
+    return next((what for what, a, b in zip(("inputs", "targets"), one, other, strict=True) if a != b), "")
+
+
+def _first_difference(one: Computed, other: Computed) -> str:
+    """Return what differs first, in words: the loss, or the gradient of a parameter."""
+    for name in one.keys() | other.keys() if one.keys() != other.keys() else one:
+        if one.get(name) != other.get(name):
+            return f"gradient of {name}" if name else "loss"
+    return ""

@@ -1,0 +1,223 @@
+"""Whether a checkpoint belongs to a run: its recipe, how far it came, and what follows from these.
+
+Hashes find damage, but not a checkpoint of another run, or one written to deceive. So what the recipe decides is worked
+out again and compared: every tensor's name, shape and dtype, the optimizer's slots and numbers, the loss scale. What a
+trained tensor holds follows from nothing but training; against changes there is run.key_file (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.commands._setup import Setup, check_classes
+from lockstep.config import load as loading
+from lockstep.config.base import values
+from lockstep.config.load import comparable
+from lockstep.config.recipe import Recipe
+from lockstep.config.run import Run
+from lockstep.core.shard import local
+from lockstep.errors import UsageError
+from lockstep.models.check import Form
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.optimizer_state import optimizer_state
+from lockstep.parallel.updating import keep_ratios
+from lockstep.runtime.precision import loss_scaler
+from lockstep.training import saved_state
+from lockstep.training.checkpoint import Snapshot
+from lockstep.training.loop import Progress
+from lockstep.training.saved_state import SavedState
+from lockstep.training.signing import read_key
+
+_SHOWN: Final = 8  # problems of a checkpoint
+
+
+def signing_key(run: Run) -> bytes | None:
+    """Return the key that the run's checkpoints are signed with, if it names one."""
+    return read_key(Path(run.key_file)) if run.key_file is not None else None
+
+
+def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
+    """Raise UsageError with the differing keys where the run at `place` has another recipe; data may have moved."""
+    if comparable(values(before)) == comparable(values(now)):
+        return
+    moved = ("data.root: ", "data.download: ")
+    lines = [line for line in loading.differences(before, now) if not line.startswith(moved)]
+    if before.microbatches != now.microbatches and "microbatches" not in now.model_fields_set:
+        # Up to 0.1 a recipe that left them out took as many as there were processes.
+        lines.append(f"recipe.microbatches is not set; recipe.microbatches={before.microbatches} resumes this run")
+    raise UsageError(
+        "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
+    )
+
+
+def saved_recipe(path: Path, snapshot: Snapshot) -> Recipe:
+    """Return the recipe that the checkpoint `path` was made by."""
+    try:
+        return Recipe.model_validate(saved_state.parsed(path, snapshot.state).recipe)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SHOWN]]
+        raise UsageError("\n".join([f"{path}: its recipe is none of this version:", *lines])) from None
+
+
+def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
+    """Return the state from which the run `ready` goes on. UsageError where the checkpoint cannot be of that run."""
+    check_recipe(path, saved_recipe(path, snapshot), ready.recipe)
+    state = evaluated(path, snapshot, ready)
+    updates = state.progress.step - state.progress.skipped_steps
+    problems = [*_optimizer_problems(snapshot.optimizer, state, ready, updates), *_loss_scale_problems(state, ready)]
+    _refuse(path, problems)
+    return state
+
+
+def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
+    """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
+    state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
+    check_classes(ready, state.classes, path)
+    names = [f"top{k}" for k in ready.task.topk]
+    may_skip = recipe.nonfinite == "skip" or recipe.precision == "fp16"
+    problems = [
+        *saved_state.progress_problems(state.progress, ready.steps, names, may_skip),
+        *_forms_problems("model", _forms(snapshot.model), ready.tensors),
+        *_average_problems(snapshot, ready),
+    ]
+    _refuse(path, problems)
+    return replace(state, progress=_ordered(state.progress, names))
+
+
+def _refuse(path: Path, problems: Sequence[str]) -> None:
+    if not problems:
+        return
+    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    raise UsageError(
+        "\n".join([f"{path}: not a checkpoint of this run, though its hashes are right:", *problems[:_SHOWN], *more])
+    )
+
+
+def _ordered(progress: Progress, names: Sequence[str]) -> Progress:
+    """Return the figures in the run's order, the first of which decides what is best: a file sorts them by name."""
+    top, best = ({name: shares[name] for name in names if shares} for shares in (progress.top, progress.best))
+    return replace(progress, top=top, best=best)
+
+
+def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
+    return {name: Form(tuple(local(held).shape), local(held).dtype) for name, held in tensors.items()}
+
+
+def _forms_problems(what: str, found: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
+    for name in sorted(found.keys() - expected.keys()):
+        yield f"{what}: {name} is none of this run's"
+    for name in sorted(expected.keys() - found.keys()):
+        yield f"{what}: {name} is missing"
+    for name in sorted(found.keys() & expected.keys()):
+        if found[name] != expected[name]:
+            yield f"{what}: {name} is {found[name]}, in this run {expected[name]}"
+
+
+def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
+    if (snapshot.ema is None) != (ready.recipe.ema is None):
+        yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
+    elif snapshot.ema is not None:
+        yield from _forms_problems(
+            "averaged weights", _forms(snapshot.ema), {name: form.averaged() for name, form in ready.tensors.items()}
+        )
+
+
+def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
+    """Compare with an optimizer over parameters of the same shapes that has made one update, or none if none was."""
+    _, numbers = _trial(ready, steps=0)
+    expected, after = _trial(ready, steps=min(updates, 1))
+    yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
+    yield from _differing("optimizer", {*state.slots}, {*after["slots"]})
+    if len(state.groups) != len(after["groups"]):
+        yield f"optimizer: {len(state.groups)} groups of parameters, in this run {len(after['groups'])}"
+        return
+    # Of a group's numbers some count updates; the others follow from the recipe. One that is missing was not known to
+    # the version of torch that wrote it.
+    for number, (own, first, last) in enumerate(zip(state.groups, numbers["groups"], after["groups"], strict=True)):
+        place = f"optimizer: group {number}"
+        yield from _differing(place, {*own}, {*own} & {*last})
+        for name in sorted(own.keys() & last.keys()):
+            if name in first and _same(first[name], last[name]) and not _same(own[name], last[name]):
+                yield f"{place}: {name} is {own[name]}, in this run {last[name]}"
+    yield from _count_problems({**_scalars(tensors), **_flat(state.slots, state.groups)}, expected, after, updates)
+
+
+def _count_problems(
+    found: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
+) -> Iterator[str]:
+    """Compare the optimizer's own counts of its updates, if they are 1 after the first, with those of the run."""
+    once = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
+    for name, value in sorted(found.items()):
+        if name.rpartition("/")[2] == "step" and once.get(name) == 1 and value != updates:
+            yield f"optimizer: {name} is {value}, after {updates} updates"
+        elif value is not None and not math.isfinite(value):
+            yield f"optimizer: {name} is {value}"
+
+
+def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
+    recipe, found = ready.recipe, state.loss_scale
+    scale = recipe.loss_scale
+    expected = loss_scaler(recipe.precision, torch.device("cpu"), scale.initial, scale.growth_interval).state_dict()
+    yield from _differing("loss scale", {*found}, {*expected})
+    if found.keys() != expected.keys() or not expected:
+        return
+    fixed = [name for name in expected if name not in ("scale", "_growth_tracker")]
+    for name in fixed:
+        if found[name] != expected[name]:
+            yield f"loss scale: {name} is {found[name]}, in this run {expected[name]}"
+    ratio = found["scale"] / scale.initial
+    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # doubled and halved, nothing else
+        yield f"loss scale: {found['scale']} is not {scale.initial} times a power of two"
+    if found["_growth_tracker"] not in range(scale.growth_interval):
+        yield f"loss scale: {found['_growth_tracker']} steps since it grew, at most {scale.growth_interval - 1}"
+
+
+def _differing(what: str, found: set[str], expected: set[str]) -> Iterator[str]:
+    yield from (f"{what}: {name} is none of this run's" for name in sorted(found - expected))
+    yield from (f"{what}: {name} is missing" for name in sorted(expected - found))
+
+
+def _same(one: object, other: object) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
+    plain = {name: local(held) for name, held in tensors.items()}
+    return {name: float(each) for name, each in plain.items() if not each.ndim and each.device.type != "meta"}
+
+
+def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all numbers of an optimizer by name, those of groups as optimizer_state names their tensors."""
+    of_groups = {f"group {number}/{name}": value for number, each in enumerate(groups) for name, value in each.items()}
+    return {**slots, **of_groups}
+
+
+def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of a new optimizer after so many steps: by shapes alone, in memory only where that fails."""
+    try:
+        return _stepped(ready, steps, "meta")
+    except Exception:  # some read values as they step
+        return _stepped(ready, steps, "cpu")
+
+
+def _stepped(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    trained = [
+        (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
+        for name, form in ready.trained.items()
+    ]
+    optimizer = ready.optimizer(trained, whole_norms)
+    keep_ratios(optimizer)
+    for _ in range(steps):
+        for _, parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        cast(Any, optimizer).step()
+    return optimizer_state(trained, optimizer)

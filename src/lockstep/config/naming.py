@@ -1,0 +1,105 @@
+"""What an override takes away: what was set for another model than it names, or in another way than it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from lockstep.config.document import UNREADABLE, Document, Path, dotted
+from lockstep.config.overrides import OVERRIDE
+from lockstep.config.wording import section_at
+from lockstep.config.write import flow, leaves
+
+# The sections that name something, and which of their keys do not depend on what that is.
+_KEPT: Final[dict[Path, tuple[Path, ...]]] = {
+    ("recipe", "model"): (),
+    ("recipe", "data"): (("download",), ("augment", "crop_padding"), ("augment", "flip")),
+    ("recipe", "optimizer"): (("lr",), ("weight_decay",), ("decay_bias_and_norm",)),
+    ("recipe", "schedule"): (("each",), ("warmup_epochs",), ("warmup_factor",), ("min_lr",)),
+    ("recipe", "loss"): (),
+    ("placement", "strategy"): (),
+}
+# Keys of which one is given.
+_EITHER: Final[tuple[tuple[Path, Path], ...]] = (
+    (("recipe", "epochs"), ("recipe", "steps")),
+    (("run", "save_every", "epochs"), ("run", "save_every", "steps")),
+    (("run", "evaluate_every", "epochs"), ("run", "evaluate_every", "steps")),
+)
+
+
+def drop_foreign(before: Document, after: Document) -> list[str]:
+    """Remove from `after`, which is `before` with overrides, what belonged to another name; return what to say of it.
+
+    What the overrides themselves set stays, whatever their order.
+    """
+    notes = []
+    for section, kept in _KEPT.items():
+        old, new = _name(before, section), _name(after, section)
+        if not isinstance(old, str) or new in (old, UNREADABLE):
+            continue
+        foreign = list(_foreign(after, section, kept))
+        said = [
+            f"{dotted(path[len(section) :])}={flow(value)[:60]} ({after.places[path]})"
+            for path, value in foreign
+            if value not in (_default(path), {})
+        ]
+        if said:
+            names = f"{flow(new)} instead of {flow(old)}"
+            notes.append(f"{dotted(section)} is {names}; dropped what was set for that: {', '.join(said)}")
+        for path, _ in foreign:
+            _remove(after, path)
+    return [*notes, *_other_ways(after)]
+
+
+def _other_ways(document: Document) -> Iterator[str]:
+    """Remove the key of the file instead of which an override gives another one; yield what to say of it."""
+    for pair in _EITHER:
+        for given, other in (pair, pair[::-1]):
+            typed, value = _at(document, given), _at(document, other)
+            if None in (typed, value) or document.places.get(given) != OVERRIDE:
+                continue
+            if (place := document.places[other]) != OVERRIDE:
+                del _at(document, other[:-1])[other[-1]]
+                yield f"{dotted(given)} instead of {dotted(other)}={flow(value)[:60]} ({place})"
+
+
+def _name(document: Document, section: Path) -> Any:
+    """Return what a section names: in its `name`, as a bare value, or by default."""
+    value = _at(document, section)
+    name = value.get("name") if isinstance(value, dict) else value
+    return _default((*section, "name")) if name is None else name
+
+
+def _default(path: Path) -> Any:
+    section = section_at(path[:-1])
+    field = section.model_fields.get(str(path[-1])) if section else None
+    default = field.default if field else None
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _foreign(document: Document, section: Path, kept: tuple[Path, ...]) -> Iterator[tuple[Path, Any]]:
+    """Yield each value of a section that comes from the file and goes with the name."""
+    value = _at(document, section)
+    for inner, found in leaves(value) if isinstance(value, dict) else ():
+        stays = inner == ("name",) or any(inner[: len(each)] == each for each in kept)
+        if not stays and document.places.get((*section, *inner)) != OVERRIDE:
+            yield (*section, *inner), found
+
+
+def _remove(document: Document, path: Path) -> None:
+    """Remove a value, and the mappings around it that it leaves empty."""
+    while len(path) > 2:
+        above = _at(document, path[:-1])
+        del above[path[-1]]
+        for place in [place for place in document.places if place[: len(path)] == path]:
+            del document.places[place]
+        path = path[:-1]
+        if above:
+            return
+
+
+def _at(document: Document, path: Path) -> Any:
+    value: Any = document.values
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

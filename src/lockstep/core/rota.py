@@ -1,0 +1,45 @@
+"""Which micro-batches of a step are computed twice, and by whom: functions of the step's number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.core.mesh import Place
+from lockstep.core.order import Step
+
+
+@dataclass(frozen=True)
+class Rota:
+    """Every `every` steps each rank repeats one micro-batch of another rank, or of its own where it is alone.
+
+    Who repeats whose, and which one, takes turns. `places` are those of all ranks.
+    """
+
+    every: int
+    places: Sequence[Place]
+    microbatches: int
+
+    def due(self, step: Step) -> bool:
+        """Whether micro-batches of `step` are repeated."""
+        return (step.number + 1) % self.every == 0
+
+    def watched(self, rank: int, step: Step) -> int:
+        """Return which micro-batch of `rank` is repeated; the step's last one where it has none of its own."""
+        leaves = min(self.microbatches, step.samples)
+        own = self.places[rank].indices(leaves) or [(leaves - 1, True)]
+        return own[self._turn(step) // self._others % len(own)][0]
+
+    def repeated(self, rank: int, step: Step) -> int | None:
+        """Return which micro-batch `rank` repeats in `step`, if any is due."""
+        if not self.due(step):
+            return None
+        distance = 1 + self._turn(step) % self._others
+        return self.watched((rank + distance) % len(self.places), step)
+
+    def _turn(self, step: Step) -> int:
+        return step.number // self.every
+
+    @property
+    def _others(self) -> int:
+        return max(1, len(self.places) - 1)

@@ -1,0 +1,29 @@
+"""Text that others wrote, made fit to print: nothing in it moves the cursor, colours, hides or reorders words."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+# The controls C0 and C1 with DEL, what is invisible or reorders (bidi marks, embeddings, overrides and isolates, tags),
+# Unicode's own line ends, and halves of surrogate pairs, which no stream can encode. Joiners stay: scripts need them.
+_UNSAFE: Final = (
+    r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U000e0000-\U000e007f"
+)
+_IN_TEXT: Final = re.compile(f"[{_UNSAFE}]")
+_IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with each control or invisible character as a visible escape, such as \x1b; \n and \t stay."""
+    return _IN_TEXT.sub(_escaped, text)
+
+
+def printable_line(text: str) -> str:
+    r"""Return `text` as `printable` does, with \n and \t escaped too: for a name, which is to stay in its line."""
+    return _IN_LINE.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")

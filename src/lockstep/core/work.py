@@ -1,0 +1,19 @@
+"""Whether each process has a micro-batch of its own. It imports nothing heavy: a recipe is checked before torch is."""
+
+from __future__ import annotations
+
+from lockstep.errors import UsageError
+
+
+def check_work(processes: int, microbatches: int) -> None:
+    """Raise UsageError where some process would never have a micro-batch of its own."""
+    if processes > microbatches:
+        raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
+
+
+def too_few(processes: int, microbatches: int) -> str:
+    """Say that there are fewer micro-batches than processes, and what more of them would change."""
+    return (
+        f"{processes} processes but only {microbatches} micro-batches; use at most {microbatches} processes, or set "
+        f"recipe.microbatches={processes}, which is another recipe: other bits, and BatchNorm over fewer samples"
+    )

@@ -1,0 +1,131 @@
+"""The user's own code: which files are the user's, and what they raise as one message with its file and line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final, final
+
+from lockstep.core.text import printable
+from lockstep.errors import LockstepError, OwnCodeError
+
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+_LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be checkouts, like the user's own
+# What these files raise is no fault of the code that was running: a peer or a loader process is gone.
+_OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
+_LONGEST: Final = 1_000  # characters of a message
+_MOST_LINES: Final = 8
+
+
+@final
+class OwnCode:
+    """A context in which the user's code runs: whatever it raises, SystemExit too, leaves it as OwnCodeError.
+
+    `label` says what the code is, such as `model my.nets:net`. Errors of Lockstep's and KeyboardInterrupt pass. Where
+    the block is `shared`, Lockstep's own hooks run in it too: what they raise, or an exchange in them, passes.
+    """
+
+    def __init__(self, label: str, shared: bool = False) -> None:
+        self._label = label
+        self._shared = shared
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
+            return
+        inside = trace.tb_next if trace else None  # without the frame that entered this context
+        if self._shared and _raised_by(inside) == "ours":
+            return
+        raise OwnCodeError(f"{self._label}: {described(error)}") from error
+
+
+def own_error(error: BaseException) -> OwnCodeError | None:
+    """Return what to tell of an error that came from the user's code without passing an `OwnCode`, else None."""
+    if isinstance(error, LockstepError | KeyboardInterrupt) or _raised_by(error.__traceback__) != "own":
+        return None
+    return OwnCodeError(described(error))
+
+
+def described(error: BaseException, advice: str = "") -> str:
+    """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or other advice."""
+    where = place(error)
+    advice = advice or ("mend it there" if where else "")
+    return _words(error) + (f" ({where})" if where else "") + (f"; {advice}" if advice else "")
+
+
+def place(error: BaseException) -> str:
+    """Return file and line of the innermost frame that is the user's, as `nets.py:12`, "" where there is none."""
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
+        return located(error.filename, error.lineno)
+    found = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
+    return located(*found[-1]) if found else ""
+
+
+def located(path: str, line: int | None) -> str:
+    """Return file and line as messages show them, below the current directory by their shorter name: `nets.py:12`."""
+    return f"{_short(path)}:{line}"
+
+
+def is_own(path: str) -> bool:
+    """Say whether a file of Python code is the user's: not Python's, not installed, not Lockstep's.
+
+    A package that is installed as editable lies where its user works on it, and is the user's.
+    """
+    if path.startswith("<") or is_installed(path):
+        return False
+    files = [os.__file__, __file__, *(getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)]
+    return not any(path.startswith(os.path.dirname(file) + os.sep) for file in files if file)
+
+
+def is_installed(path: str) -> bool:
+    """Say whether a file lies where packages are installed."""
+    return not _INSTALLED.isdisjoint(Path(path).parts)
+
+
+def _raised_by(trace: TracebackType | None) -> str:
+    """Return whose code the error is: "own" or "ours", by the innermost frame that is no library's, else ""."""
+    lockstep = os.path.dirname(__file__) + os.sep
+    frames = [name for name, _ in _frames(trace)]
+    if frames and "/torch/autograd/" in frames[-1]:  # what it runs is the model's graph, whoever asked it to
+        return ""
+    for name in reversed(frames):
+        if name.startswith(lockstep) or any(part in name for part in _OF_OTHERS):
+            return "ours"
+        if is_own(name):
+            return "own"
+    return ""
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _words(error: BaseException) -> str:
+    """Return an error's type and message, which may be of any length, hold anything, or raise when asked for."""
+    try:
+        plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else it has the place twice
+        name, message = type(error).__name__, str.__str__(str(plain))
+    except Exception as another:
+        return f"an exception whose message cannot be shown ({type(another).__name__})"
+    lines = printable(message[:_LONGEST]).strip().splitlines()
+    text = "\n".join(lines[:_MOST_LINES])
+    if len(message) > _LONGEST or len(lines) > _MOST_LINES:
+        text += " ..."
+    return f"{name}: {text}" if text else name
+
+
+def _short(path: str) -> str:
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the folder is gone
+        return path
+    return path.removeprefix(here)

@@ -1,0 +1,218 @@
+"""Finds ranks that compute or remember something else than they should, before it reaches the weights.
+
+A micro-batch gives the same bits on every rank. So now and then each rank repeats one of another rank's, and digests
+(core/digest.py) of what both found are compared, together with those of all that ranks hold alike. Where anything
+differs, the step is done again, all ranks repeat the micro-batches in question, and who departs from what most found is
+named (core/vote.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, final
+
+from torch import Tensor
+
+from lockstep.core.digest import Digests
+from lockstep.core.order import Step
+from lockstep.core.rota import Rota
+from lockstep.core.shard import Held, Shard, local
+from lockstep.core.vote import odd_ones
+from lockstep.errors import TrainingError
+from lockstep.parallel.engine import Auditable, State, Sums, Update
+from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
+
+_SHOWN: Final = 3  # names of what differs
+
+
+class Subject(NamedTuple):
+    """What several ranks can have an opinion of. `rows` tells shards apart: whoever holds the same has the same."""
+
+    kind: str
+    rows: str = ""
+
+
+Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for each name
+Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
+
+
+@final
+class AuditedEngine:
+    """An engine whose steps are audited when `rota` says so; it changes no number.
+
+    A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
+    results the ranks do not agree raises TrainingError on all of them. `audited` counts the others.
+    """
+
+    def __init__(self, engine: Auditable, world: World, rota: Rota, fetch: Callable[[Step, int], MicroBatch]) -> None:
+        self.audited = 0
+        self._engine = engine
+        self._world = world
+        self._rota = rota
+        self._fetch = fetch
+        self._digests = Digests()
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+        """See Engine."""
+        if not self._rota.due(step):
+            return self._engine.forward_backward(microbatches, step)
+        repeated, *own = microbatches
+        findings = self._held(self._engine.state()) if self._world.size > 1 else []  # else nobody holds the same
+        sums, computed = self._computed(step, repeated, own)
+        findings += computed
+        disputed = self._disputed(findings)
+        if disputed:
+            raise TrainingError(self._verdict(step, repeated, own, findings, disputed))
+        self.audited += 1
+        return sums
+
+    def gradients(self) -> dict[str, Held]:
+        """See Engine."""
+        return self._engine.gradients()
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        return self._engine.update(lr, max_norm)
+
+    def evaluation(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """See Engine."""
+        return self._engine.evaluation()
+
+    def state(self) -> State:
+        """See Engine."""
+        return self._engine.state()
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self._engine.load(state)
+
+    def close(self) -> None:
+        """See Engine."""
+        self._engine.close()
+
+    def _computed(self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch]) -> tuple[Sums, Findings]:
+        """Do a step, and note what other ranks have results for, causes first."""
+        findings = [self._repeated(step, repeated)]
+        watched, seen = self._rota.watched(self._world.rank, step), self._noted()
+        sums = self._engine.forward_backward(
+            [replace(each, note=seen.note) if each.index == watched else each for each in own], step
+        )
+        if digests := seen.values():  # none where this rank has no micro-batch in a short step
+            findings.append((_microbatch(watched), digests))
+        if self._world.size > 1:
+            findings += self._parts("the sum of the gradients", self._engine.gradients())
+            findings += self._parts("the loss of the step", {"loss": sums.total})
+        return sums, findings
+
+    def _repeated(self, step: Step, microbatch: MicroBatch) -> tuple[Subject, dict[str, str]]:
+        seen = self._noted()
+        self._engine.repeat(replace(microbatch, note=seen.note), step)
+        return _microbatch(microbatch.index), seen.values()
+
+    def _held(self, state: State) -> Findings:
+        """Note what the ranks should hold alike between steps."""
+        return [
+            *self._parts("the weights", state.model),
+            *self._parts("the optimizer's state", state.optimizer),
+            (Subject("the counters"), {name: _combined(value) for name, value in state.scalars.items()}),
+            *self._parts("the averaged weights", state.ema or {}),
+        ]
+
+    def _parts(self, kind: str, tensors: Mapping[str, Held]) -> Findings:
+        """Note what is whole on each rank, and this rank's rows of what is cut."""
+        whole, rows = self._noted(), self._noted()
+        for name, held in tensors.items():
+            (rows if isinstance(held, Shard) else whole).note(name, local(held))
+        cut = [(name, held.first, [*held.tensor.shape]) for name, held in tensors.items() if isinstance(held, Shard)]
+        found = [(Subject(kind), whole.values()), (Subject(kind, _combined(cut)), rows.values())]
+        return [(subject, digests) for subject, digests in found if digests]
+
+    def _disputed(self, findings: Findings) -> Opinions:
+        """Return what the ranks do not agree on. All ranks call it."""
+        own = [[*subject, _combined(digests)] for subject, digests in findings]
+        opinions: Opinions = {}
+        for rank, text in enumerate(self._world.all_tell(json.dumps(own))):
+            for kind, rows, found in json.loads(text):
+                opinions.setdefault(Subject(kind, rows), []).append((rank, found))
+        return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
+
+    def _verdict(
+        self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], findings: Findings, disputed: Opinions
+    ) -> str:
+        """Get further opinions, and say who is wrong about what. All ranks call it, and get the same."""
+        findings += self._computed(step, repeated, own)[1]
+        for index in range(self._rota.microbatches):
+            if _microbatch(index) in disputed:
+                findings.append(self._repeated(step, self._fetch(step, index)))
+        disputed = self._disputed(findings)
+        decided = [subject for subject, opinions in disputed.items() if odd_ones(opinions)]
+        subject = (decided or list(disputed))[0]
+        told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
+        ranks = [json.loads(text) for text in self._world.all_tell(json.dumps(told))]
+        return _verdict(step, subject, disputed[subject], ranks)
+
+    def _noted(self) -> _Noted:
+        return _Noted(self._digests)
+
+
+@final
+class _Noted:
+    """What a `note` (tasks/base.py) has seen, as digests."""
+
+    def __init__(self, digests: Digests) -> None:
+        self._digests = digests
+        self._seen: dict[str, Tensor] = {}
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        self._seen[name] = self._digests.of(tensor)
+
+    def values(self) -> dict[str, str]:
+        """Return the digest of each; waits for the device."""
+        return {name: f"{int(digest):x}" for name, digest in self._seen.items()}
+
+
+def _microbatch(index: int) -> Subject:
+    return Subject(f"micro-batch {index}")
+
+
+def _combined(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], told: Sequence[dict[str, Any]]) -> str:
+    """Say who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
+    found = [digests for rank in told for digests in rank["found"]]
+    names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    what = f"{subject.kind} ({', '.join(names[:_SHOWN])}{more})"
+    start = f"audit at step {step.number + 1}"
+    end = "The step was not applied and nothing of it was saved."
+    resume = "start again with the same run.dir: the run resumes from its last checkpoint"
+    odd = odd_ones(opinions)
+    results: dict[int, list[str]] = {}
+    for rank, result in opinions:
+        results.setdefault(rank, []).append(result)
+    if not odd:
+        enough = "" if len(results) > 2 else " (three ranks can tell)"
+        return (
+            f"{start}: {_ranks(sorted(results), told)} found different results for {what}, and no majority tells who "
+            f"is right{enough}. {end} If `lockstep verify` finds no fault in the recipe, use other hosts; {resume}"
+        )
+    most = Counter(result for _, result in opinions).most_common(1)[0][1]
+    lasting = all(len(set(results[rank])) == 1 for rank in odd)
+    repeated = f"; the fault was {'there again' if lasting else 'gone'} when the step was done again"
+    return (
+        f"{start}: {_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
+        f"{repeated if len(opinions) > len(results) else ''}. {end} Take the host out; {resume}"
+    )
+
+
+def _ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
+    listed = ", ".join(f"{rank} ({told[rank]['host']})" for rank in ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -1,0 +1,40 @@
+"""skipped.txt: the files that a run could not read, a path in each line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import final
+
+from lockstep import plainfile
+from lockstep.training.events import Event, Skipped
+
+
+@final
+class SkippedFiles:
+    """Adds to the file `path`, made with the first line; a file that an earlier start of the run met stays one line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: set[bytes] | None = None
+
+    def write(self, event: Event, time: float) -> None:
+        if not isinstance(event, Skipped):
+            return
+        if self._known is None:
+            self._known = set(self._before())
+        lines = [os.fsencode(file).replace(b"\n", b"\\n") for file in event.files]
+        new = [line for line in dict.fromkeys(lines) if line not in self._known]
+        self._known.update(new)
+        with os.fdopen(plainfile.descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+            file.write(b"".join(line + b"\n" for line in new))
+
+    def close(self) -> None:
+        """Do nothing: each event leaves the file whole."""
+
+    def _before(self) -> list[bytes]:
+        try:
+            with plainfile.reader(self._path) as file:
+                return file.read().splitlines()
+        except FileNotFoundError:
+            return []

@@ -1,0 +1,42 @@
+"""What this user or this process may have of files and processes, where that is too little for a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Mapping
+from typing import Final
+
+from lockstep.errors import PreflightError
+
+_WHY: Final[Mapping[int, str]] = {
+    errno.EAGAIN: "this user or this container may have no more processes (ulimit -u)",
+    errno.EMFILE: "a process may open no more files (ulimit -n)",
+    errno.ENOMEM: "out of memory",
+}
+
+
+def refused(what: str, error: OSError) -> PreflightError:
+    """Return the error of a run that `error` kept from doing `what`."""
+    return _error(f"cannot {what}: {error.strerror or error}", _WHY.get(error.errno or 0, ""))
+
+
+def over_files(error: BaseException) -> PreflightError | None:
+    """Return the error of a run that failed because a process may open no more files, None where it did of another.
+
+    What C++ could not open comes as text alone, and from inside exchanges too.
+    """
+    text = os.strerror(errno.EMFILE)
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, OSError | RuntimeError) and text in str(each):
+            return _error(text, _WHY[errno.EMFILE])
+        each = each.__cause__ or each.__context__
+    return None
+
+
+def _error(what: str, why: str) -> PreflightError:
+    files, processes = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    limits = f": {why}; now at most {files} files and {processes} processes" if why else ""
+    return PreflightError(f"{what}{limits}; raise the limit, or start fewer processes (placement.processes)")

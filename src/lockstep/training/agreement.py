@@ -1,0 +1,95 @@
+"""Whether the ranks hold the same weights and buffers, and which rank is the odd one where they do not.
+
+What all have whole must be the same on all; of what is cut, what the ranks that hold the same rows have. Two digests of
+each rank tell whether it is. Only where it is not are tensors compared one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from lockstep.core.shard import Held, Shard, local, whole
+from lockstep.core.vote import odd_ones
+from lockstep.runtime.world import World
+from lockstep.training import checkpoint, tensorfile
+
+_NAMED: Final = 5  # tensors that a message lists
+_HOST_BYTES: Final = 64
+_DIGEST_BYTES: Final = 16
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Tensors of which ranks that should hold the same do not. `odd` has those outvoted; None: nobody is."""
+
+    names: tuple[str, ...]
+    odd: tuple[int, ...] | None
+    hosts: tuple[str, ...]  # by rank
+
+    @property
+    def listed(self) -> str:
+        """The names, or the first of them."""
+        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
+        return ", ".join(self.names[:_NAMED]) + more
+
+    @property
+    def who(self) -> str:
+        """Which rank is the odd one, or why that cannot be told."""
+        if self.odd is None:
+            equal = "two ranks" if len(self.hosts) == 2 else "as many ranks as others"
+            return f"{equal} disagree, so which is wrong cannot be told"
+        ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd)
+        return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} other values than the majority"
+
+
+def disagreement(world: World, model: Mapping[str, Held], weights: str = "") -> Disagreement | None:
+    """Compare what the ranks hold of a model; None where they agree. All ranks call it, and get the same.
+
+    `weights` is the SHA-256 of what is whole of it, where that is known already.
+    """
+    if world.size == 1:
+        return None
+    cut = {name: held for name, held in model.items() if isinstance(held, Shard)}
+    layout = hashlib.sha256(json.dumps([(name, *_rows(cut[name])) for name in sorted(cut)]).encode()).digest()
+    own = [weights or checkpoint.weights_sha256(whole(model)), checkpoint.weights_sha256(cut)]
+    digests = world.gather(layout + b"".join(map(bytes.fromhex, own)))
+    wholes = {each[32:64] for each in digests}
+    if len(wholes) == 1 and len({each[:32] for each in digests}) == len({each[:32] + each[64:] for each in digests}):
+        return None
+    return _named(world, model)
+
+
+def _named(world: World, model: Mapping[str, Held]) -> Disagreement | None:
+    names = sorted(model)
+    host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
+    differing, odd = [], set[int]()
+    told = True
+    for number, name in enumerate(names):
+        start = _HOST_BYTES + 2 * _DIGEST_BYTES * number
+        same_rows: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
+        for rank, answer in enumerate(answers):
+            rows, content = answer[start : start + _DIGEST_BYTES], answer[start + _DIGEST_BYTES :][:_DIGEST_BYTES]
+            same_rows[rows].append((rank, content))
+        for opinions in same_rows.values():
+            if (found := odd_ones(opinions)) != []:
+                differing.append(name)
+                odd |= set(found or ())
+                told = told and found is not None
+    hosts = tuple(answer[:_HOST_BYTES].decode(errors="replace").rstrip() for answer in answers)
+    return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if told else None, hosts)
+
+
+def _digest(held: Held) -> bytes:
+    """Return which rows are held, and what is in them: two digests."""
+    rows = hashlib.sha256(json.dumps(_rows(held)).encode()).digest()[:_DIGEST_BYTES]
+    return rows + hashlib.sha256(tensorfile.raw(local(held))).digest()[:_DIGEST_BYTES]
+
+
+def _rows(held: Held) -> list[int]:
+    return [held.first, *held.tensor.shape] if isinstance(held, Shard) else []

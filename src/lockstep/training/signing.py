@@ -1,0 +1,50 @@
+"""Signs manifests of checkpoints with a key that only the user has, so that nobody else can write one."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from lockstep.errors import UsageError
+
+_SHORTEST: Final = 32  # bytes: fewer may be guessed
+_LONGEST: Final = 4096
+_HOW: Final = "make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
+_PURPOSE: Final = b"lockstep checkpoint manifest\n"  # what else is signed by the same key is no manifest
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key that a file holds. UsageError where others may read or write it, or it is no key."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"run.key_file {path}: cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"run.key_file {path}: not a regular file; {_HOW}")
+        if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"run.key_file {path}: others may use it (mode {stat.S_IMODE(found.st_mode):04o}, owner "
+                f"{found.st_uid}); it must be yours alone: chmod 600 {path}, or make a new key if somebody read it"
+            )
+        key = os.read(descriptor, _LONGEST + 1)
+    finally:
+        os.close(descriptor)
+    if not _SHORTEST <= len(key) <= _LONGEST:
+        raise UsageError(f"run.key_file {path}: holds {len(key)} bytes, a key has {_SHORTEST} to {_LONGEST}; {_HOW}")
+    return key
+
+
+def signature(key: bytes, data: bytes) -> str:
+    """Return the HMAC-SHA256 of a manifest's text, as hexadecimal digits."""
+    return hmac.new(key, _PURPOSE + data, hashlib.sha256).hexdigest()
+
+
+def is_signed(key: bytes, data: bytes, found: str) -> bool:
+    """Say whether `found` is the signature, in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(signature(key, data).encode(), found.encode())

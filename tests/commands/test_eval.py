@@ -1,0 +1,67 @@
+"""`lockstep eval` on folders that strangers made: what they name runs only if the user names it too."""
+
+import shutil
+from pathlib import Path
+
+import forging
+import pytest
+
+EVIL = """
+from pathlib import Path
+Path("ran").touch()
+anything = None
+"""
+
+
+@pytest.fixture
+def latest(finished, tmp_path: Path) -> Path:
+    """Return the newest checkpoint of a run folder, `run` in the test's folder, whose loss is a user's."""
+    shutil.copytree(finished("recipe.microbatches=4").folder / "run", tmp_path / "run", symlinks=True)
+    return (tmp_path / "run" / "checkpoints" / "latest").resolve()
+
+
+@pytest.mark.parametrize("section", ["model", "data", "loss"])
+def test_code_that_only_the_folder_names_does_not_run(run, start, latest, tmp_path, section):
+    (tmp_path / "evil.py").write_text(EVIL)
+
+    def named(state):
+        state["recipe"]["loss"] = {"name": "cross_entropy"}
+        state["recipe"][section] = {"name": "evil:anything"}
+
+    forging.change(latest, named)
+    refused = run("eval", "run", code=2)
+    assert f"names code, which would run with your rights: recipe.{section}.name=evil:anything" in refused.err
+    assert f"lockstep eval run recipe.{section}.name=evil:anything; or all of it, with --trust" in refused.err
+    assert not (tmp_path / "ran").exists()
+    start("eval", "run", "--trust").wait()  # whatever comes of it
+    assert (tmp_path / "ran").exists()
+
+
+def test_code_that_the_command_names_runs(run, latest):
+    refused = run("eval", "run", code=2)
+    assert "recipe.loss.name=held:cross_entropy" in refused.err
+    for words in (("recipe.loss.name=held:cross_entropy",), ("recipe.loss=held:cross_entropy",), ("--trust",)):
+        assert "evaluated 360 of 360" in run("eval", "run", *words).out
+    other = run("eval", "run", "recipe.loss.name=held:failing", "placement.processes=1")
+    assert "evaluated 360 of 360" in other.out
+
+
+def test_the_config_of_the_folder_names_no_code_either(run, latest, tmp_path):
+    (tmp_path / "evil.py").write_text(EVIL)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("held:cross_entropy", "evil:anything"))
+    run("eval", "run", "recipe.loss.name=held:cross_entropy")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_state_of_another_form_is_one_error(run, latest):
+    forging.change(latest, lambda state: state["progress"].update(step="many"))
+    refused = run("eval", "run", "--trust", code=2)
+    assert "state.json: not what this version writes:\nprogress.step: input should be a valid integer" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_an_evaluation_needs_no_optimizer(run, latest):
+    before = run("eval", "run", "--trust").out
+    forging.write(latest, "optimizer.safetensors", (8).to_bytes(8, "little") + b"{}      ")
+    assert run("eval", "run", "--trust").out == before

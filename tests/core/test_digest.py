@@ -1,0 +1,66 @@
+"""A digest sees every single bit, wherever it is, and nothing but the values' bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.core.digest import Digests
+
+DIGESTS = Digests()
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
+
+
+def digest(tensor: Tensor) -> int:
+    return int(DIGESTS.of(tensor))
+
+
+def flipped(tensor: Tensor, byte: int, bit: int) -> Tensor:
+    copy = tensor.clone()
+    copy.view(torch.uint8).view(-1)[byte] ^= 1 << bit
+    return copy
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    tensor = torch.arange(9).to(dtype)
+    bits = [(byte, bit) for byte in range(tensor.nbytes) for bit in range(8)]
+    found = {digest(flipped(tensor, byte, bit)) for byte, bit in bits}
+    assert len(found | {digest(tensor)}) == len(bits) + 1
+
+
+def test_bits_count_in_every_block_of_a_large_tensor() -> None:
+    tensor = torch.zeros(200_000)  # several blocks, the last one short
+    places = [0, 4 * 32_767 + 3, 4 * 32_768, 4 * 65_536 + 1, tensor.nbytes - 1]
+    assert len({digest(flipped(tensor, place, 7)) for place in places} | {digest(tensor)}) == len(places) + 1
+    swapped = tensor.clone()
+    swapped[5], swapped[32_768 + 5] = 1.0, -1.0
+    assert digest(swapped) != digest(-swapped)
+
+
+def test_two_flipped_signs_do_not_cancel() -> None:
+    tensor = torch.ones(1000)
+    for other in range(1, 1000):
+        both = tensor.clone()
+        both[[0, other]] = -1.0
+        assert digest(both) != digest(tensor)
+
+
+def test_zeros_of_both_signs_and_nans_are_told_apart() -> None:
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    assert digest(torch.tensor([torch.nan])) == digest(torch.tensor([torch.nan]))
+
+
+def test_the_memory_format_does_not_count() -> None:
+    tensor = torch.randn(4, 3, 5, 5)
+    assert digest(tensor.contiguous(memory_format=torch.channels_last)) == digest(tensor)
+    assert digest(tensor.repeat(2, 1, 1, 1)[::2]) == digest(tensor.repeat(2, 1, 1, 1)[::2].clone())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,)])
+def test_any_shape_has_one(shape: tuple[int, ...]) -> None:
+    assert digest(torch.ones(shape)) == digest(torch.ones(shape))
+
+
+def test_a_parameter_has_the_digest_of_its_values() -> None:
+    parameter = torch.nn.Parameter(torch.randn(3))
+    assert digest(parameter) == digest(parameter.data)

@@ -1,0 +1,285 @@
+"""An audit changes no bit, and names the rank that a flipped bit is on, wherever results can tell."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+import torch
+import toys
+import worlds
+from torch import Tensor
+from toys import Case
+
+from lockstep.core.order import Step
+from lockstep.core.shard import local
+from lockstep.errors import TrainingError
+from lockstep.runtime.world import World
+
+PLACED: list[tuple[str, int, tuple[tuple[str, int], ...]]] = [
+    ("single", 1, ()),
+    ("ddp", 2, ()),
+    ("ddp", 3, ()),
+    ("zero1", 3, ()),
+    ("zero2", 2, ()),
+    ("zero2", 3, ()),
+    ("zero3", 3, (("offload", 1),)),
+    ("hsdp", 4, (("replicate", 2),)),
+]
+CASES = {
+    "clipped, averaged": Case(6, clip=0.1, ema=True),
+    "adamw, bf16, channels last": Case(5, optimizer="adamw", precision="bf16", channels_last=True, audit_every=2),
+    "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20),
+    "not finite, skipped": Case(poisoned=1, skip_nonfinite=True),
+    "one micro-batch": Case(1, model=toys.Plain),
+}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", CASES)
+def test_an_audit_changes_no_bit(name: str) -> None:
+    case = CASES[name]
+    [alone] = worlds.run(1, toys.whole_trace, replace(case, audit_every=0))
+    for strategy, size, options in PLACED:
+        if size <= case.microbatches:
+            audited = replace(case, strategy=strategy, options=options, audit_every=case.audit_every or 1)
+            assert worlds.run(size, toys.whole_trace, audited, timeout=60.0) == [alone] * size, (strategy, size)
+
+
+class Moving(toys.Plain):
+    """Moves a buffer in each forward, as spectral_norm does."""
+
+    moved: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moved", torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.moved.mul_(1.01)
+        return super().forward(images) * self.moved
+
+
+@pytest.mark.worlds
+def test_a_buffer_that_moves_in_the_forward_is_as_it_was() -> None:
+    case = Case(4, samples=(12, 12), model=Moving)
+    assert worlds.run(1, toys.whole_trace, replace(case, audit_every=2)) == worlds.run(1, toys.whole_trace, case)
+
+
+# The third of three steps is audited. The fault comes just before it, or during it.
+AUDITED: Final = Step(2, 0, 24, 12, 24, False)
+RUN: Final = Case(6, samples=(12, 12, 12), ema=True, audit_every=3)
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip a high bit of the mantissa of the first element."""
+    with torch.no_grad():
+        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+
+
+def once(change: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+    """Return a hook that changes the first tensor that it is given last, and no other."""
+    left = [change]
+
+    def hook(*given: Any) -> Tensor:
+        tensor: Tensor = given[-1].clone()
+        if left:
+            left.pop()(tensor)
+        return tensor
+
+    return hook
+
+
+def weight(engine: Any) -> None:
+    flip(engine._model.stem.weight)
+
+
+def frozen_weight(engine: Any) -> None:
+    flip(engine._model.frozen.weight)
+
+
+def buffer(engine: Any) -> None:
+    flip(engine._running._running)
+    engine._running.restore()
+
+
+def momentum(engine: Any) -> None:
+    flip(local(engine.state().optimizer["stem.weight/momentum_buffer"]))
+
+
+def average(engine: Any) -> None:
+    flip(local(engine.state().ema["head.weight"]))
+
+
+def activation(engine: Any) -> None:
+    engine._model.stem.register_forward_hook(once(flip))
+
+
+def every_activation(engine: Any) -> None:
+    engine._model.stem.register_forward_hook(lambda *given: once(flip)(*given))
+
+
+def gradient_of_activation(engine: Any) -> None:
+    engine._model.stem.register_forward_hook(once(lambda output: output.register_hook(once(flip))))
+
+
+def gradient(engine: Any) -> None:
+    """Flip a bit that backward has made for the second micro-batch: the first one of this rank's own."""
+    weight = engine._model.head.weight
+    weight.register_hook(once(lambda _: weight.register_hook(once(flip))))
+
+
+def sum_of_gradients(engine: Any) -> None:
+    forward_backward = engine.forward_backward
+
+    def faulty(*given: Any) -> Any:
+        sums = forward_backward(*given)
+        engine.forward_backward = forward_backward
+        flip(local(next(iter(engine.gradients().values()))))
+        return sums
+
+    engine.forward_backward = faulty
+
+
+def inputs(engine: Any) -> None:
+    forward_one = engine._forward_one
+
+    def faulty(microbatch: Any, step: Step) -> Any:
+        changed = microbatch.inputs.clone()
+        flip(changed)
+        return forward_one(replace(microbatch, inputs=changed), step)
+
+    engine._forward_one = faulty
+
+
+def after_the_check(engine: Any) -> None:
+    update = engine.update
+
+    def faulty(*given: Any) -> Any:
+        flip(local(next(iter(engine.gradients().values()))))
+        return update(*given)
+
+    engine.update = faulty
+
+
+def audited(world: World, case: Case, fault: Callable[[Any], None] | None) -> str:
+    """Train; return what the audit of the last step said, "" if it found nothing."""
+    engine: Any = toys.engine(world, case)
+    try:
+        for step, _, _ in toys.steps(case):
+            if fault is not None and step == AUDITED and world.rank == min(1, world.size - 1):
+                fault(engine._engine)
+            engine.forward_backward(toys.share(world, case, step), step)
+            engine.update(toys.rate(step), None)
+    except TrainingError as error:
+        return str(error).replace(world.host, "host")
+    finally:
+        engine.close()
+    assert engine.audited == 1
+    return ""
+
+
+def found(strategy: str, size: int, fault: Callable[[Any], None] | None, **options: int) -> str:
+    """Return what all ranks say alike of a fault on rank 1, or of one rank alone."""
+    case = replace(RUN, strategy=strategy, options=tuple(options.items()))
+    texts = worlds.run(size, audited, case, fault)
+    assert len(set(texts)) == 1
+    return str(texts[0])
+
+
+NAMED, NOBODY = "rank 1 (host) got ", "ranks 0 (host), 1 (host) found different results for "
+# What is found of each fault on 2 ranks, and on 3. Two of them repeat their own results if the fault lasts.
+LASTING: dict[Callable[[Any], None], str] = {
+    weight: "the weights (stem.weight)",
+    frozen_weight: "the weights (frozen.weight)",
+    buffer: "the weights (first.running_mean)",
+    momentum: "the optimizer's state (stem.weight/momentum_buffer)",
+    average: "the averaged weights (head.weight)",
+    every_activation: "micro-batch",
+    inputs: "micro-batch",
+}
+PASSING: dict[Callable[[Any], None], str] = {
+    activation: "micro-batch",
+    gradient_of_activation: "micro-batch",
+    gradient: "micro-batch 3 (gradient of head.weight)",
+    sum_of_gradients: "the sum of the gradients (unused)",
+}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("fault", LASTING, ids=lambda fault: fault.__name__)
+def test_a_fault_that_lasts_is_found_by_two_ranks_and_named_by_three(fault: Callable[[Any], None]) -> None:
+    assert f"{NOBODY}{LASTING[fault]}" in found("ddp", 2, fault)
+    assert f"{NAMED}{LASTING[fault]}" in found("ddp", 3, fault)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: fault.__name__)
+def test_a_fault_that_passes_is_named_by_two_ranks(fault: Callable[[Any], None]) -> None:
+    assert f"{NAMED}{PASSING[fault]}" in found("ddp", 2, fault)
+    assert f"{NAMED}{PASSING[fault]}".replace("batch 3", "batch 2") in found("ddp", 3, fault)
+
+
+@pytest.mark.worlds
+def test_one_rank_finds_what_differs_from_one_time_to_the_next_and_nothing_else() -> None:
+    for passing in (activation, gradient_of_activation, gradient):
+        assert "rank 0 (host) got micro-batch 0 (" in found("single", 1, passing)
+    for hidden in (weight, momentum, every_activation, inputs, sum_of_gradients):
+        assert found("single", 1, hidden) == ""
+
+
+@pytest.mark.worlds
+def test_what_comes_after_the_check_is_not_seen() -> None:
+    """Not by this audit: the weights that it spoils are seen by the next one, or at a save."""
+    assert found("ddp", 2, after_the_check) == ""
+
+
+@pytest.mark.worlds
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    for strategy, size, options in PLACED:
+        assert found(strategy, size, None, **dict(options)) == ""
+
+
+@pytest.mark.worlds
+def test_cut_tensors_are_compared_where_others_hold_the_same_rows() -> None:
+    assert f"{NAMED}the weights (stem.weight)" in found("zero1", 3, weight)
+    assert found("zero1", 3, momentum) == ""
+    for strategy in ("zero2", "zero3"):
+        for fault in (activation, gradient_of_activation, every_activation):
+            assert f"{NAMED}micro-batch " in found(strategy, 3, fault)
+        assert f"{NAMED}the weights (first.running_mean)" in found(strategy, 3, buffer)
+        assert found(strategy, 3, momentum) == ""
+    assert "ranks 1 (host), 3 (host) found different results for the optimizer's state" in found(
+        "hsdp", 4, momentum, replicate=2
+    )
+    assert f"{NAMED}the sum of the gradients" in found("hsdp", 4, sum_of_gradients, replicate=2)
+
+
+class Forgetful(toys.Plain):
+    """Counts its forwards where no checkpoint looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(images) * self.forwards
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_model_that_keeps_something_beside_its_weights_is_not_blamed_on_a_host(size: int) -> None:
+    [text, *_] = worlds.run(size, audited, replace(RUN, model=Forgetful, ema=False), None)
+    assert "and no majority tells who is right" in text
+    assert "If `lockstep verify` finds no fault in the recipe, use other hosts" in text
+
+
+@pytest.mark.worlds
+def test_the_whole_message() -> None:
+    [text, *_] = worlds.run(3, audited, RUN, gradient)
+    assert text == (
+        "audit at step 3: rank 1 (host) got micro-batch 2 (gradient of head.weight) wrong, as 6 of 7 results agree; "
+        "the fault was gone when the step was done again. The step was not applied and nothing of it was saved. "
+        "Take the host out; start again with the same run.dir: the run resumes from its last checkpoint"
+    )

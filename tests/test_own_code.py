@@ -1,0 +1,99 @@
+"""Whose error an error is, and what is told of the user's."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.core.tree import total
+from lockstep.errors import OwnCodeError, TrainingError
+from lockstep.own_code import OwnCode, described, is_own, own_error, place
+from lockstep.parallel.pipeline_stage import _run_back
+
+HERE = r"\S*test_own_code\.py:\d+"
+
+
+def test_files_that_are_the_users() -> None:
+    assert is_own(__file__)
+    assert is_own("nets.py")
+    for file in (
+        lockstep.__file__,
+        torch.__file__,
+        pytest.__file__,
+        Path(torch.__file__).parent / "nn/modules/conv.py",
+    ):
+        assert not is_own(str(file))
+    for file in ("<string>", "<frozen importlib._bootstrap>", Path.__module__ and sys.modules["pathlib"].__file__):
+        assert not is_own(str(file))
+
+
+def test_a_checkout_of_torch_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("timm")
+    module.__file__ = "/home/you/timm/timm/__init__.py"
+    monkeypatch.setitem(sys.modules, "timm", module)
+    assert not is_own("/home/you/timm/timm/models/vit.py")
+    assert is_own("/home/you/timm/mine/vit.py")
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), StopIteration("x"), BaseException("x")])
+def test_whatever_is_raised_becomes_one_error(error: BaseException) -> None:
+    told = rf"^model m: {type(error).__name__}: \w \({HERE}\); mend it there$"
+    with pytest.raises(OwnCodeError, match=told) as caught, OwnCode("model m"):
+        _raise(error)
+    assert caught.value.__cause__ is error
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("error", [TrainingError("x"), KeyboardInterrupt()])
+def test_errors_meant_for_the_user_and_interrupts_pass(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, OwnCode("model m"):
+        raise error
+    assert caught.value is error
+
+
+def test_what_lockstep_raises_in_shared_code_passes() -> None:
+    with pytest.raises(KeyError), OwnCode("model m", shared=True):
+        total({}, 1, max)
+    with pytest.raises(OwnCodeError), OwnCode("model m"):
+        total({}, 1, max)
+
+
+def test_what_torch_raises_in_shared_code_is_the_models() -> None:
+    told = r"^model m: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(OwnCodeError, match=told), OwnCode("model m", shared=True):
+        torch.nn.Sequential(torch.nn.Linear(2, 3))(torch.zeros(1, 4))
+
+
+def test_what_autograd_raises_is_the_models_also_where_lockstep_runs_it() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    outputs = weight.exp()
+    edge = torch.autograd.graph.get_gradient_edge(outputs)
+    outputs.detach().zero_()
+    told = r"^model m: RuntimeError: one of the variables needed for gradient"
+    with pytest.raises(OwnCodeError, match=told), OwnCode("model m", shared=True):
+        _run_back([(edge, torch.ones(2))])
+
+
+def test_an_error_that_passed_no_guard_is_told_by_its_frames() -> None:
+    with pytest.raises(ZeroDivisionError) as own:
+        _raise(ZeroDivisionError("x"))
+    found = own_error(own.value)
+    assert found is not None
+    assert str(found).startswith("ZeroDivisionError: x (")
+    with pytest.raises(KeyError) as ours:
+        total({}, 1, max)
+    assert own_error(ours.value) is None
+
+
+def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:
+    with pytest.raises(SyntaxError) as caught:
+        compile("x = (", str(tmp_path / "nets.py"), "exec")
+    assert place(caught.value) == f"{tmp_path}/nets.py:1"
+    assert described(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); mend it there"
+
+
+def _raise(error: BaseException) -> None:
+    raise error
