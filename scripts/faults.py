@@ -585,7 +585,7 @@ def clock_behind(run: Run, choose: random.Random) -> Seen:
     run.fault()
     line = _torchrun("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h0:29400", f"--rdzv-id={run.at}", count=1)
     first = run.start(["on", "h0", *line, *run.train()])
-    time.sleep(3)  # were the other there first, torchrun's agents could wait for each other until its own timeout
+    _until_listening("h0", 29400)  # were the other there first, torchrun's agents could wait for each other for long
     agents = [first, run.start(["on", "h1", "faketime", "-f", "-20s", *line, *run.train()])]
     seen = run.seen("h1", agents[0], r"torchrun: --nnodes asks for 2 hosts, and it began with 1.*")
     agents[0].wait()

@@ -1,6 +1,6 @@
 """A script that goes on in namespaces of its own, where it is called once more as process 1.
 
-Its mounts and processes are private: no file is left, and the kernel ends every process with the script, however that
+Its mounts, shared memory and processes are private: no file is left, and the kernel ends every process with the script, however that
 comes about. Needs root.
 """
 
@@ -31,6 +31,8 @@ def run(inside: Callable[[], int], programs: Sequence[str], packages: str, optio
         return refused("needs root, for mounts and processes of its own")
     if os.getpid() == 1:
         signal.signal(signal.SIGINT, _leave_to_the_command)
+        # Names there have process numbers in them, as faketime's, and ours begin at 1: another's could be in the way.
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
         return as_shells_count(inside())
     with subprocess.Popen([*PRIVATE, *options, sys.executable, *sys.argv]) as process:
         signal.signal(signal.SIGINT, _leave_to_the_command)
