@@ -359,6 +359,8 @@ def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: f
 
         meeting = Meeting(info, 20.0, note, SECRET)
         meeting.join(infos[1])
+        meeting.voice.log = Path(f"run/logs/rank-{info.rank}.log")
+        meeting.doing = lambda: Doing("training", 5)
         try:
             with Heartbeat(meeting, patience_s) as heartbeat:
                 if answer := work(meeting, heartbeat):
@@ -393,8 +395,6 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
     infos: Any, monkeypatch: pytest.MonkeyPatch, seen: str, words: str
 ) -> None:
     def work(meeting: Meeting, heartbeat: Heartbeat) -> str | None:
-        meeting.voice.log = Path(f"run/logs/rank-{meeting.info.rank}.log")
-        meeting.doing = lambda: Doing("training", 5)
         if meeting.info.rank == 0:
             return None
         if meeting.info.rank == 1:
