@@ -1,0 +1,88 @@
+"""The command that proves what holds on a GPU: sections run apart, one that fails or hangs does not end the rest."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-gpu"
+SECTIONS = {
+    "fine": "def run(device, limit_s): return {'ok': True, 'given': [device.type, limit_s], 'x': float('nan')}",
+    "raises": "def run(device, limit_s):\n    print('before')\n    raise ValueError('out of spokes')",
+    "exits": "import os\ndef run(device, limit_s):\n    print('last words', flush=True)\n    os._exit(7)",
+    "hangs": """
+import pathlib, subprocess, sys, time
+def run(device, limit_s):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    time.sleep(600)
+""",
+}
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, code in SECTIONS.items():
+        (tmp_path / f"planted_{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "module_of", lambda section: f"planted_{section}")
+    return tmp_path
+
+
+def test_sections_share_the_time_and_leave_what_they_do_not_need(planted: Path) -> None:
+    (_, first), (_, second) = gpu.results({"fine": 1, "raises": 3}, "cpu", 80)
+    assert (first["ok"], first["given"], first["x"]) == (True, ["cpu", pytest.approx(0.85 * 20)], "nan")
+    assert first["limit_s"] == 20
+    assert second["limit_s"] > 61
+    assert not second["ok"]
+    assert second["failures"][0] == "ValueError: out of spokes"
+
+
+def test_one_that_hangs_is_ended_with_what_it_started(planted: Path) -> None:
+    began = time.monotonic()
+    found = gpu.result("planted_hangs", "cpu", 8)
+    assert time.monotonic() - began < 30
+    assert not found["ok"]
+    assert found["failures"][0] == "planted_hangs was ended after 8 s, its share of the time"
+    state = Path("/proc", (planted / "child").read_text(), "stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_one_that_ends_without_a_result_has_failed(planted: Path) -> None:
+    assert gpu.result("planted_exits", "cpu", 60)["failures"] == [
+        "planted_exits ended with exit code 7 and no result",
+        "last words",
+    ]
+
+
+def test_one_that_is_not_there_has_failed() -> None:
+    [(_, found)] = gpu.results({"nowhere": 1}, "cpu", 60)
+    assert not found["ok"]
+    assert found["failures"][0] == "ModuleNotFoundError: No module named 'benchmarks.gpu_nowhere'"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_card_it_says_how_to_run_on_the_cpu() -> None:
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no CUDA device" in done.stderr
+    assert "--device cpu" in done.stderr
+
+
+@pytest.mark.timeout(420)
+def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
+    """Where this takes too long, a section is too large: it has to fit in its share of 300 s on two slow cores."""
+    file = tmp_path / "gpu.json"
+    line = [sys.executable, SCRIPT, "--device", "cpu", "--limit", "300", "--json", file]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = json.loads(file.read_text(encoding="utf-8"))["sections"]
+    assert {name: each["ok"] for name, each in sections.items()} == dict.fromkeys(gpu.SECTIONS, True)
+    printed = subprocess.run([sys.executable, SCRIPT, "--table", file], capture_output=True, text=True, timeout=60)
+    assert all(f"| {name} | ok |" in printed.stdout for name in gpu.SECTIONS), printed.stderr
