@@ -97,13 +97,11 @@ def claim(loaded: Loaded) -> Claim:
     return Claim(folder, held, made, checkpoint_path, notes)
 
 
-def record(loaded: Loaded, folder: Path, source: Mapping[str, str]) -> None:
-    """Write config.yaml and environment.json."""
+def record(loaded: Loaded, folder: Path, source: Mapping[str, str], cores: Sequence[str]) -> None:
+    """Write config.yaml and environment.json; `cores` are those that each rank was bound to, by rank."""
     _write(folder / CONFIG, loading.to_yaml(loaded))
-    _write(
-        folder / ENVIRONMENT,
-        json.dumps(machine.environment() | {"source": dict(source)}, indent=1, sort_keys=True) + "\n",
-    )
+    environment = machine.environment() | {"source": dict(source), "cores": list(cores)}
+    _write(folder / ENVIRONMENT, json.dumps(environment, indent=1, sort_keys=True) + "\n")
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:

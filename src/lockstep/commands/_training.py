@@ -46,6 +46,7 @@ from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
 from lockstep.runtime import flight, machine
+from lockstep.runtime.affinity import bind
 from lockstep.runtime.doing import Doing, Phase
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting
@@ -124,6 +125,7 @@ def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
     return {
         "recipe": comparable(values(loaded.config.recipe)),
         "placement.strategy": values(loaded.config.placement)["strategy"],
+        "placement.affinity": loaded.config.placement.affinity,  # with auto, all ranks exchange where they run
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device),
     }
@@ -206,6 +208,10 @@ class _Training:
         self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
         self.numerics = machine.numerics(world.device)
         placement = loaded.config.placement
+        # Before memory is pinned and loader processes start.
+        self.cores = bind(world, loaded.config.recipe.threads) if placement.affinity == "auto" else []
+        for cores in self.cores[world.rank : world.rank + 1]:
+            streams[1].write(f"cores {cores}\n")
         self.engine: Engine
         self.loader: Loader
         self.strategy_name, self.engine, self.loader = start_engine(ready, placement, world)
@@ -396,7 +402,7 @@ class _Training:
         sinks: list[Sink] = []
         if self.world.rank == 0:
             folder, run = self.start.folder, self.loaded.config.run
-            _folder.record(self.loaded, folder, self.ready.source)
+            _folder.record(self.loaded, folder, self.ready.source, self.cores)
             rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
             terminal, log = self.streams
             sinks = [

@@ -178,12 +178,15 @@ def _evaluate(
     from lockstep.commands._setup import evaluation_batch, start
     from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
+    from lockstep.runtime.affinity import bind
     from lockstep.runtime.doing import Doing
     from lockstep.runtime.world import open_world
     from lockstep.training import checkpoint
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
     world = open_world(meeting, device)
+    if placement.affinity == "auto":
+        bind(world, recipe.threads)
     _, engine, loader = start(ready, placement, world)
     # An optimizer is not needed; what the engine has of it is as good as what was saved.
     engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
