@@ -1,7 +1,7 @@
 """A script that goes on in namespaces of its own, where it is called once more as process 1.
 
-Its mounts, shared memory and processes are private: no file is left, and the kernel ends every process with the script, however that
-comes about. Needs root.
+Its mounts, shared memory and processes are private: no file is left, and the kernel ends every process with the script,
+however that comes about. Needs root.
 """
 
 from __future__ import annotations
