@@ -36,8 +36,7 @@ def loss_scaler(
 def fix_kernels(threads: int) -> None:
     """Choose kernels that give the same bits each time: `threads` for each process, deterministic, no autotuning.
 
-    An operation without a deterministic kernel raises RuntimeError that names it. cuBLAS reads its workspace setting
-    when CUDA starts, so set CUBLAS_WORKSPACE_CONFIG=:4096:8 before (runtime/world.py does).
+    An operation without a deterministic kernel raises RuntimeError that names it. On CUDA see `fix_workspace` too.
     """
     check_threads(threads)
     torch.set_num_threads(threads)
@@ -50,6 +49,11 @@ def fix_kernels(threads: int) -> None:
     # torch's attention layers fuse their forward in evaluation, but not in modules that have hooks, as those of
     # fully_shard have: the same weights would be evaluated in two ways.
     torch.backends.mha.set_fastpath_enabled(False)
+
+
+def fix_workspace() -> None:
+    """Make cuBLAS deterministic, unless the user chose a workspace. Call it before CUDA starts, which reads this."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _keep_float32() -> None:

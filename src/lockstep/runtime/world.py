@@ -29,6 +29,7 @@ from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.peers import naming_lost_peers
+from lockstep.runtime.precision import fix_workspace
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> tor
     if not count:
         raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
     number = device_number(count, info.local_rank, info.local_size, hidden="CUDA_VISIBLE_DEVICES" in os.environ)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
+    fix_workspace()
     chosen = torch.device("cuda", number)
     torch.cuda.set_device(chosen)
     return chosen
