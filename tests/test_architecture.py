@@ -20,7 +20,7 @@ ALLOWED = {
     "runtime": ["core"],
     "tasks": ["core"],
     "data": ["core", "tasks"],
-    "models": ["core", "tasks"],
+    "models": ["core", "tasks", "runtime/kernels"],
     "parallel": ["core", "runtime", "tasks"],
     "strategies": ["core", "runtime", "tasks", "parallel"],
     "training": ["core", "runtime", "tasks", "data", "parallel/engine"],

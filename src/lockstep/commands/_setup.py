@@ -34,6 +34,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.models.check import Form, check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
+from lockstep.models.operations import Refusal, refused_operations
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.compiled import check_compiler
 from lockstep.parallel.engine import Engine
@@ -256,6 +257,24 @@ def check_cut(ready: Setup, config: Config, count: int) -> None:
     if chosen.cuts_model:
         chosen.check_model(ready.blank, ready.task.sample, count)
         check_separable(ready.optimizer, ready.dims)
+
+
+def refused_on_cuda(ready: Setup) -> list[Refusal]:
+    """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
+    example, _ = _examples(ready.recipe, ready.data)
+    return refused_operations(ready.blank, example.inputs, example.targets, ready.task.loss_sum)
+
+
+def check_kernels(ready: Setup, placement: Placement) -> None:
+    """Raise UsageError where the run would compute on CUDA what is exact only elsewhere."""
+    if placement.device == "cpu" or not torch.cuda.device_count():
+        return
+    if found := refused_on_cuda(ready):
+        listed = "".join(f"\n  {each}" for each in found)
+        raise UsageError(
+            f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"
+            f"Change these, or use placement.device=cpu (docs/deterministic-kernels.md)"
+        )
 
 
 def evaluation_batch(recipe: Recipe) -> int:

@@ -24,6 +24,7 @@ from lockstep.commands._resume import signing_key
 from lockstep.commands._setup import (
     Setup,
     check_cut,
+    check_kernels,
     evaluation_batch,
     seen_by_model,
     setup,
@@ -105,6 +106,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
             with with_places(loaded):
                 ready = setup(recipe)
                 check_cut(ready, loaded.config, info.size)
+                check_kernels(ready, placement)
             for warning in ready.warnings if info.rank == 0 else ():
                 print(printable(f"warning: {warning}"), file=sys.stderr)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it

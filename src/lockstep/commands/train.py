@@ -134,6 +134,7 @@ def _here(loaded: Loaded) -> int:
         _setup.check_placement(loaded.config, count)
         ready = _setup.setup(loaded.config.recipe)
         _setup.check_cut(ready, loaded.config, count)
+        _setup.check_kernels(ready, loaded.config.placement)
     for warning in ready.warnings:
         click.echo(printable(f"warning: {warning}"), err=True)
     claim = _folder.claim(loaded)

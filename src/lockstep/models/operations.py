@@ -1,0 +1,222 @@
+"""Which operations of a model have no exact kernel on CUDA: found before a run, also on a machine without a GPU.
+
+Forward and backward run once on fake tensors, which have a device but no memory: torch then takes every decision as it
+does on CUDA, and nothing is computed. A model that must see values (`.item()`) is computed on the CPU instead, with the
+operations that torch takes there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
+from torch._subclasses import fake_tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.runtime.kernels import RNN_DROPOUT, Refused, refused
+
+Build = Callable[[], nn.Module]
+Loss = Callable[[Any, Tensor], Tensor]  # of outputs and targets
+
+_LOSS: Final = "the loss"
+_LEAF: Final = "AccumulateGrad"  # the node of a parameter, behind which nothing is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An operation of a model that would not be exact on CUDA; `module` is its path in the model and its class."""
+
+    kernel: Refused
+    module: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.module} uses {self.kernel.what} ({self.kernel.named}): {self.kernel.reason}; {self.kernel.instead}"
+        )
+
+
+def refused_operations(build: Build, inputs: Tensor, targets: Tensor, loss: Loss) -> list[Refusal]:
+    """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in the order it is met.
+
+    `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
+    left alone. What fails here returns nothing: the first step of the run fails in the same way, and says why.
+    """
+    for look in (_on_fake_cuda, _on_the_cpu):
+        try:
+            with warnings.catch_warnings(action="ignore"), _deterministic():
+                return look(build, inputs, targets, loss)
+        except Exception:  # a stranger's model may raise anything
+            continue
+    return []
+
+
+def _on_fake_cuda(build: Build, inputs: Tensor, targets: Tensor, loss: Loss) -> list[Refusal]:
+    model = _built(build)
+    with _fake_cuda() as to_cuda:
+        model._apply(to_cuda)  # type: ignore[no-untyped-call]
+        return _seen(model.train(), to_cuda(inputs), to_cuda(targets), loss, cuda=True)
+
+
+def _built(build: Build) -> nn.Module:
+    """Return the model, without memory where it can be built so."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception:  # a model may read values while it is built
+        return build()
+
+
+def _on_the_cpu(build: Build, inputs: Tensor, targets: Tensor, loss: Loss) -> list[Refusal]:
+    return _seen(build().train(), inputs, targets, loss, cuda=False)
+
+
+@contextmanager
+def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield what makes a fake CUDA tensor of a tensor."""
+    starts_cuda: Any = fake_tensor.init_gpu_context
+    # It would take memory of the card for the rest of this process, which may only start the ranks. torch's own engine
+    # needs it for a backward pass; `_backward` below does not.
+    fake_tensor.init_gpu_context = cache(lambda device: None)
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            yield lambda tensor: torch.empty_like(tensor, device="cuda")
+    finally:
+        fake_tensor.init_gpu_context = starts_cuda
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Take the paths that a run takes (runtime/precision.py), without torch's own refusal: all are to be found.
+
+    They are chosen by global settings, which are put back.
+    """
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    exact = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    try:
+        with sdpa_kernel(exact):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def _seen(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, cuda: bool) -> list[Refusal]:
+    """Run forward and backward, and return what was refused on the way."""
+    recorder = _Recorder(model, cuda)
+    with recorder, torch.enable_grad():
+        with recorder.forward():
+            outputs = model(inputs)
+        _backward(loss(outputs, targets), recorder)
+    found = dict.fromkeys([*_rnn_dropouts(model), *recorder.found])
+    return list(found)
+
+
+def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            yield Refusal(RNN_DROPOUT, _described(path, module))
+
+
+@final
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what is refused of all operations while it is entered, and by which module of `model` it was called."""
+
+    def __init__(self, model: nn.Module, cuda: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Refusal] = []
+        self._cuda = cuda
+        self._names = {module: _described(path, module) for path, module in model.named_modules()}
+        self._stack = [_LOSS]
+        # Nodes of the graph are numbered as they are made: where a module began or ended, and whose nodes follow.
+        self._numbers, self._modules = [0], [_LOSS]
+        self.node: Any = None  # of the graph, whose backward runs
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Follow which module computes, while this is entered."""
+        with ExitStack() as hooks:
+            hooks.enter_context(register_module_forward_pre_hook(self._enter))
+            hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
+            yield
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        self._stack.append(self._names.get(module, self._stack[-1]))
+        self._mark()
+
+    def _leave(self, module: nn.Module, _: object, __: object) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._numbers.append(_get_sequence_nr())
+        self._modules.append(self._stack[-1])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        kernel = refused(func, args, options)
+        if kernel and (self._cuda or not kernel.avoided):
+            self.found.append(Refusal(kernel, self._module()))
+        return func(*args, **options)
+
+    def _module(self) -> str:
+        if self.node is None:
+            return self._stack[-1]
+        return self._modules[bisect_right(self._numbers, self.node._sequence_nr()) - 1]
+
+
+def _described(path: str, module: nn.Module) -> str:
+    return f"{path or 'the model'} ({type(module).__name__})"
+
+
+@torch.no_grad()
+def _backward(loss: Tensor, recorder: _Recorder) -> None:
+    """Compute the gradients of `loss`, node by node, from the last one made to the first.
+
+    torch's own engine asks the driver for the device of a fake tensor, which may not be there. It also adds gradients
+    up to the shape and dtype of what they belong to, after the node; so does this.
+    """
+    if loss.grad_fn is None:
+        return
+    gradients: dict[Any, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
+    arrival = count()
+    waiting = [(-loss.grad_fn._sequence_nr(), next(arrival), loss.grad_fn)]
+    while waiting:
+        node = heapq.heappop(waiting)[-1]
+        recorder.node = node
+        for (behind, slot), gradient in zip(node.next_functions, _called(node, gradients.pop(node)), strict=False):
+            if behind is None or gradient is None or behind.name().endswith(_LEAF):
+                continue
+            if behind not in gradients:
+                gradients[behind] = [None] * len(behind._input_metadata)
+                heapq.heappush(waiting, (-behind._sequence_nr(), next(arrival), behind))
+            form, before = behind._input_metadata[slot], gradients[behind][slot]
+            fitted = gradient.sum_to_size(form.shape).to(form.dtype)
+            gradients[behind][slot] = fitted if before is None else before + fitted
+
+
+def _called(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a node's inputs."""
+    forms = node._input_metadata
+    if isinstance(node, BackwardCFunction):  # written in Python, which is given zeros where there is no gradient
+        whole = [_zeros(form) if each is None else each for each, form in zip(gradients, forms, strict=True)]
+        found = node.apply(*whole)  # type: ignore[no-untyped-call]
+    else:
+        found = node(*gradients)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _zeros(form: Any) -> Tensor:
+    return torch.zeros(form.shape, dtype=form.dtype, device=form.device)

@@ -1,0 +1,269 @@
+"""Which operations give the same bits each time on CUDA, and which cannot: the list that everything else reads.
+
+REFUSED is what torch 2.15 itself refuses under `torch.use_deterministic_algorithms` (the calls of
+`alertNotDeterministic` in its CUDA libraries), and what it does not refuse although its kernels add in the order in
+which threads arrive: those have `torch_raises=False`. EXACT is what Lockstep relies on instead, and the setting that
+makes it so. docs/deterministic-kernels.md is written from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+
+Call = Mapping[str, Any]  # what an operation is called with, by the names of its schema
+
+
+def _always(_: Call) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An operation without an exact kernel on CUDA.
+
+    `named` is what torch calls it, without the last underscore of its in-place form; `applies` says for which calls
+    it is refused. Where `avoided`, the function of torch.nn.functional takes another path on CUDA: such an operation
+    counts only if it is seen there, and not if it is seen on the CPU.
+    """
+
+    named: str
+    what: str
+    reason: str
+    instead: str
+    applies: Callable[[Call], bool] = _always
+    torch_raises: bool = True
+    avoided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Something that has an exact path on CUDA, `name` being that of its line in benchmarks/gpu_kernels.py."""
+
+    name: str
+    what: str
+    by: str
+
+
+def refused(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
+    """Return why this call of an operation would not be exact on CUDA; None where it is."""
+    named = operation._schema.name.rstrip("_")
+    entries = [each for each in REFUSED if each.named == named]
+    if not entries:
+        return None
+    names = [argument.name for argument in operation._schema.arguments]
+    call = {**dict(zip(names, arguments, strict=False)), **options}
+    return next((each for each in entries if each.applies(call)), None)
+
+
+def _reduces(call: Call) -> bool:
+    return bool(call["reduction"] != 0)
+
+
+def _takes_maximum(call: Call) -> bool:
+    return bool(call["mode"] == 2)
+
+
+def _on_floats(call: Call) -> bool:
+    return bool(call["self"].is_floating_point())
+
+
+def _weighted(call: Call) -> bool:
+    return call.get("weights") is not None
+
+
+def _along_a_dim(call: Call) -> bool:
+    return "dim" in call
+
+
+def _multiplies(call: Call) -> bool:
+    return call.get("reduce") in ("prod", "multiply")
+
+
+def _along_its_only_dim(call: Call) -> bool:
+    """Return whether one scan runs over the whole tensor: then it is cut among blocks that do not wait in order."""
+    tensor: torch.Tensor = call["self"]
+    scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
+    return tensor.is_floating_point() and tensor.numel() == scanned > 1
+
+
+def _windows_overlap(call: Call) -> bool:
+    inputs, outputs = call["self"].shape[-3:], call["grad_output"].shape[-3:]
+    return any(size % parts for size, parts in zip(inputs, outputs, strict=True))
+
+
+_ATOMIC: Final = "its gradient is added by whichever thread comes first (atomic additions)"
+_FIXED_WINDOWS: Final = "use windows of a fixed size (AvgPool2d, MaxPool2d), or an output of 1 x 1, which is a mean"
+_CALL_INTERPOLATE: Final = "call it by torch.nn.functional.interpolate, which takes another path on CUDA"
+_CALL_PAD: Final = "call it by torch.nn.functional.pad, which takes another path on CUDA"
+_CPU: Final = "compute it on the CPU, or leave it out"
+
+REFUSED: Final = (
+    Refused("aten::_adaptive_avg_pool2d_backward", "AdaptiveAvgPool2d, backward", _ATOMIC, _FIXED_WINDOWS),
+    Refused("aten::_adaptive_avg_pool3d_backward", "AdaptiveAvgPool3d, backward", _ATOMIC, _FIXED_WINDOWS),
+    Refused("aten::adaptive_max_pool2d_backward", "AdaptiveMaxPool2d, backward", _ATOMIC, "use MaxPool2d or amax"),
+    Refused(
+        "aten::adaptive_max_pool3d_backward",
+        "AdaptiveMaxPool3d, backward, where an output size does not divide the input's",
+        _ATOMIC,
+        "choose an output size that divides the input's",
+        _windows_overlap,
+        torch_raises=False,
+    ),
+    Refused("aten::avg_pool3d_backward", "AvgPool3d, backward", _ATOMIC, "use a convolution with equal weights"),
+    Refused(
+        "aten::max_pool3d_with_indices_backward",
+        "max_pool3d of torch.ops, backward",
+        _ATOMIC,
+        "call it by torch.nn.MaxPool3d, which takes another path on CUDA",
+        avoided=True,
+    ),
+    Refused("aten::fractional_max_pool2d_backward", "FractionalMaxPool2d, backward", _ATOMIC, "use MaxPool2d"),
+    Refused("aten::fractional_max_pool3d_backward", "FractionalMaxPool3d, backward", _ATOMIC, "use MaxPool3d"),
+    Refused("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", "equal indices overwrite each other", _CPU),
+    Refused("aten::max_unpool3d", "MaxUnpool3d", "equal indices overwrite each other", _CPU),
+    Refused(
+        "aten::reflection_pad1d_backward",
+        "ReflectionPad1d, backward",
+        _ATOMIC,
+        "pad in two dims (ReflectionPad2d), which has a kernel that adds in one order",
+    ),
+    Refused("aten::reflection_pad3d_backward", "ReflectionPad3d, backward", _ATOMIC, "use zeros or replication"),
+    Refused("aten::replication_pad1d_backward", "replication_pad1d of torch.ops", _ATOMIC, _CALL_PAD, avoided=True),
+    Refused("aten::replication_pad2d_backward", "replication_pad2d of torch.ops", _ATOMIC, _CALL_PAD, avoided=True),
+    Refused("aten::replication_pad3d_backward", "replication_pad3d of torch.ops", _ATOMIC, _CALL_PAD, avoided=True),
+    Refused(
+        "aten::upsample_linear1d_backward",
+        "interpolate, mode linear, backward",
+        _ATOMIC,
+        "use mode nearest, or bilinear on a tensor with one more dim",
+    ),
+    Refused(
+        "aten::_upsample_bilinear2d_aa_backward",
+        "interpolate, mode bilinear with antialias, backward",
+        _ATOMIC,
+        "use antialias=False",
+    ),
+    Refused(
+        "aten::_upsample_bicubic2d_aa_backward",
+        "interpolate, mode bicubic with antialias, backward",
+        _ATOMIC,
+        "use antialias=False",
+    ),
+    Refused(
+        "aten::upsample_bilinear2d_backward",
+        "upsample_bilinear2d of torch.ops",
+        _ATOMIC,
+        _CALL_INTERPOLATE,
+        avoided=True,
+    ),
+    Refused(
+        "aten::upsample_bicubic2d_backward", "upsample_bicubic2d of torch.ops", _ATOMIC, _CALL_INTERPOLATE, avoided=True
+    ),
+    Refused(
+        "aten::upsample_trilinear3d_backward",
+        "upsample_trilinear3d of torch.ops",
+        _ATOMIC,
+        _CALL_INTERPOLATE,
+        avoided=True,
+    ),
+    Refused(
+        "aten::nll_loss2d_forward",
+        "cross_entropy or nll_loss of images, summed or averaged",
+        "the loss is added by whichever thread comes first (atomic additions)",
+        "use reduction='none' and sum() what it returns, or flatten the pixels into samples first",
+        _reduces,
+    ),
+    Refused("aten::_ctc_loss_backward", "CTCLoss, backward", _ATOMIC, _CPU),
+    Refused(
+        "aten::_embedding_bag_backward",
+        "EmbeddingBag, mode max, backward",
+        _ATOMIC,
+        "use mode sum or mean",
+        _takes_maximum,
+    ),
+    Refused("aten::put", "put_", "equal indices meet in any order", "use index_put_, which sorts them"),
+    Refused(
+        "aten::histc",
+        "histc of floats",
+        "counted in floats, by atomic additions",
+        "use bucketize and bincount",
+        _on_floats,
+    ),
+    Refused(
+        "aten::bincount",
+        "bincount with weights",
+        "the weights are added by whichever thread comes first",
+        "use index_add_, which adds in one order here",
+        _weighted,
+    ),
+    Refused(
+        "aten::median", "median along a dim", "which of equal values is returned is open", "use sort", _along_a_dim
+    ),
+    Refused(
+        "aten::nanmedian",
+        "nanmedian along a dim",
+        "which of equal values is returned is open",
+        "use sort",
+        _along_a_dim,
+    ),
+    Refused("aten::grid_sampler_2d_backward", "grid_sample of images, backward", _ATOMIC, _CPU),
+    Refused("aten::grid_sampler_3d_backward", "grid_sample of volumes, backward", _ATOMIC, _CPU),
+    Refused("aten::cudnn_grid_sampler_backward", "grid_sample by cuDNN, backward", _ATOMIC, _CPU),
+    Refused(
+        "aten::scatter_reduce",
+        "scatter_reduce, reduce prod",
+        "factors are multiplied in any order",
+        "use scatter_add_ of logarithms",
+        _multiplies,
+    ),
+    Refused(
+        "aten::scatter",
+        "scatter_, reduce multiply",
+        "factors are multiplied in any order",
+        "use scatter_add_",
+        _multiplies,
+    ),
+    Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
+    Refused(
+        "aten::cumprod",
+        "cumprod over all of a tensor",
+        "its blocks combine what they have in the order in which they end",
+        "give it a second dim that is longer than 1, or use exp of the cumsum of logarithms",
+        _along_its_only_dim,
+        torch_raises=False,
+    ),
+    Refused(
+        "aten::logcumsumexp",
+        "logcumsumexp over all of a tensor",
+        "its blocks combine what they have in the order in which they end",
+        "give it a second dim that is longer than 1, or use log of the cumsum of exponentials",
+        _along_its_only_dim,
+        torch_raises=False,
+    ),
+    Refused("torchvision::_deform_conv2d_backward", "DeformConv2d, backward", _ATOMIC, _CPU),
+    Refused("torchvision::_roi_pool_backward", "RoIPool, backward", _ATOMIC, "use roi_align"),
+    Refused(
+        "torchvision::_roi_align_backward",
+        "roi_align of torch.ops, backward",
+        _ATOMIC,
+        "call it by torchvision.ops.roi_align, which takes another path on CUDA where torch.compile works",
+        avoided=True,
+    ),
+    Refused("torchvision::_ps_roi_align_backward", "PSRoIAlign, backward", _ATOMIC, "use roi_align"),
+    Refused("torchvision::_ps_roi_pool_backward", "PSRoIPool, backward", _ATOMIC, "use roi_align"),
+)
+
+# An LSTM, GRU or RNN with dropout between its layers: cuDNN keeps one generator for each device and goes on with it
+# from call to call, so that the masks would depend on what was computed before on the same rank.
+RNN_DROPOUT: Final = Refused(
+    "aten::_cudnn_rnn",
+    "LSTM, GRU, RNN with dropout between layers",
+    "cuDNN draws from a generator of its own, which goes on from micro-batch to micro-batch",
+    "set its dropout to 0 and stack layers of one with torch.nn.Dropout between them",
+    torch_raises=False,
+)
