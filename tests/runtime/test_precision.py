@@ -1,16 +1,20 @@
 """The forward pass runs in the precision asked for, gradients of fp16 are scaled, and kernels are fixed."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.errors import PreflightError
-from lockstep.runtime.precision import Precision, autocast, fix_kernels, loss_scaler
+import lockstep
+from lockstep.errors import PreflightError, UsageError
+from lockstep.runtime import world
+from lockstep.runtime.precision import Precision, autocast, fix_kernels, fix_workspace, loss_scaler
 
 CPU = torch.device("cpu")
 
@@ -57,7 +61,7 @@ _LESS_THAN_ASKED = [
 
 READ = f"""
 import json, operator, sys, torch
-from lockstep.runtime.precision import fix_kernels
+from lockstep.runtime.precision import attention, fix_kernels
 exec(sys.argv[1])
 fix_kernels(2)
 try:
@@ -69,6 +73,7 @@ names = {[*(f"{name}.fp32_precision".lstrip(".") for name in _PRECISIONS), *_LES
 print(json.dumps({{
     **{{name: operator.attrgetter(name)(torch.backends) for name in names}},
     "matmul": torch.get_float32_matmul_precision(),
+    "attention": attention(),
     "math attention": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
     "fused attention layers": torch.backends.mha.get_fastpath_enabled(),
     "cudnn.benchmark": torch.backends.cudnn.benchmark,
@@ -81,6 +86,7 @@ print(json.dumps({{
 LOWERED = """
 torch.set_float32_matmul_precision("medium")
 torch.backends.cudnn.benchmark = True
+torch.backends.cuda.enable_flash_sdp(False)
 torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "tf32"
 torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 """
@@ -94,6 +100,7 @@ def test_kernels_are_fixed(before: str) -> None:
         **{f"{name}.fp32_precision".lstrip("."): "ieee" for name in _PRECISIONS},
         **dict.fromkeys(_LESS_THAN_ASKED, False),
         "matmul": "highest",
+        "attention": "flash, memory-efficient, math",
         "math attention": False,
         "fused attention layers": False,
         "cudnn.benchmark": False,
@@ -118,3 +125,29 @@ def test_threads_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyP
     with pytest.raises(PreflightError, match=r"recipe\.threads: 64 asked for, and this process could start 50"):
         fix_kernels(64)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("chosen", "kept"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_the_workspace_of_cublas_is_an_exact_one(
+    chosen: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen or "")  # so that it is put back, also if it was not there
+    if chosen is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fix_workspace()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
+
+
+def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UsageError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0: .* use :4096:8 or :16:8"):
+        fix_workspace()
+
+
+def test_every_way_to_a_device_sets_the_workspace() -> None:
+    """Only choose_device makes a card a process's own, and the workspace is set in it before."""
+    source = Path(lockstep.__file__).parent
+    users = [path.name for path in source.rglob("*.py") if "cuda.set_device" in path.read_text(encoding="utf-8")]
+    assert users == ["world.py"]
+    chooses = inspect.getsource(world.choose_device)
+    assert 0 < chooses.index("fix_workspace()") < chooses.index("torch.cuda.set_device")

@@ -44,6 +44,7 @@ from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimiz
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.recompute import recompute
+from lockstep.runtime.switches import check_switches
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.classification import Classification, check_loss, find_loss
@@ -269,6 +270,7 @@ def check_kernels(ready: Setup, placement: Placement) -> None:
     """Raise UsageError where the run would compute on CUDA what is exact only elsewhere."""
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
+    check_switches(ready.recipe.precision)
     if found := refused_on_cuda(ready):
         listed = "".join(f"\n  {each}" for each in found)
         raise UsageError(

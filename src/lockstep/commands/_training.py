@@ -106,7 +106,8 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
             with with_places(loaded):
                 ready = setup(recipe)
                 check_cut(ready, loaded.config, info.size)
-                check_kernels(ready, placement)
+                if start is None:  # else the process that started this one did
+                    check_kernels(ready, placement)
             for warning in ready.warnings if info.rank == 0 else ():
                 print(printable(f"warning: {warning}"), file=sys.stderr)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it

@@ -15,12 +15,16 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.runtime.precision import attention
+from lockstep.runtime.switches import recorded
+
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries choose their kernels by.
 _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni")
 _X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
+_LATER: Final = ("attention", "switches")  # fields that the first fingerprints did not have
 _SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
 
 
@@ -52,10 +56,11 @@ def numerics(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "switches": recorded(device),
     }
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return fingerprint | {"gpu": name} | _gpu_libraries()
+        return fingerprint | {"gpu": name, "attention": attention()} | _gpu_libraries()
     return fingerprint | {"cpu": _cpuinfo().get("model name", platform.machine())}
 
 
@@ -69,8 +74,11 @@ def source() -> str:
 
 
 def numerics_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name what differs between two fingerprints, such as `threads: 1 before, 2 now`."""
-    names = sorted(set(before) | set(now))
+    """Name what differs between two fingerprints, such as `threads: 1 before, 2 now`.
+
+    What a checkpoint of an older version did not record is not known to differ.
+    """
+    names = sorted((set(before) | set(now)) - {name for name in _LATER if name not in before})
     return [
         f"{name}: {before.get(name, 'nothing')} before, {now.get(name, 'nothing')} now"
         for name in names

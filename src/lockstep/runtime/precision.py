@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
-from lockstep.errors import PreflightError
+from lockstep.errors import PreflightError, UsageError
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
+_EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with which products do not depend on other streams
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
@@ -46,14 +49,46 @@ def fix_kernels(threads: int) -> None:
     # Filling fresh memory finds reads of uninitialised memory; it costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _keep_float32()
+    _choose_attention()
     # torch's attention layers fuse their forward in evaluation, but not in modules that have hooks, as those of
     # fully_shard have: the same weights would be evaluated in two ways.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
 def fix_workspace() -> None:
-    """Make cuBLAS deterministic, unless the user chose a workspace. Call it before CUDA starts, which reads this."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Make cuBLAS deterministic; call it before CUDA starts, which reads this.
+
+    A value of the user's own is kept where it is as exact, and else is a UsageError.
+    """
+    chosen = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
+    if chosen not in _EXACT_WORKSPACES:
+        raise UsageError(
+            f"{_WORKSPACE}={chosen}: cuBLAS may then compute a product in another order each time; "
+            f"unset it, or use {' or '.join(_EXACT_WORKSPACES)}"
+        )
+
+
+def attention() -> str:
+    """Return the kernels that scaled_dot_product_attention may choose from on CUDA, by shape and dtype."""
+    enabled = {
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "flash": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "math": torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+    }
+    return ", ".join(name for name, on in enabled.items() if on)
+
+
+def _choose_attention() -> None:
+    """Leave out cuDNN's attention, whose backward adds in any order.
+
+    That of flash and of memory-efficient attention adds in one order under use_deterministic_algorithms, and the third
+    is made of products and a softmax. torch takes the first of the three that has a kernel for shape and dtype.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_math_sdp(True)
 
 
 def _keep_float32() -> None:

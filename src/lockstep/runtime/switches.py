@@ -1,0 +1,49 @@
+"""Variables of the environment that change what kernels compute: all are recorded, some are refused."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+from lockstep.errors import UsageError
+
+NONE: Final = "none"  # set
+_ON_ALL: Final = ("TIMM_FUSED_ATTN",)
+_ON_CUDA: Final = (
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DISABLE_ADDMM_CUDA_LT",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+    "TORCH_CUDNN_USE_HEURISTIC_MODE_B",
+    "TORCH_CUDNN_V8_API_DISABLED",
+    "TORCH_LINALG_PREFER_CUSOLVER",
+)
+_TF32: Final = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+
+def recorded(device: torch.device) -> str:
+    """Return those that are set and count on this device, as `NAME=value NAME=value`, or NONE."""
+    names = (*_ON_ALL, *_ON_CUDA) if device.type == "cuda" else _ON_ALL
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
+
+
+def check_switches(precision: str) -> None:
+    """Raise UsageError where one of them would make a run on CUDA compute otherwise than its recipe says."""
+    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
+        raise UsageError(
+            "PYTORCH_TUNABLEOP_ENABLED is set: kernels for products would be chosen by the time they take, and two "
+            "ranks may choose differently; unset it"
+        )
+    for name in _TF32:
+        if precision == "fp32" and os.environ.get(name, "0") != "0":
+            raise UsageError(
+                f"recipe.precision: fp32, but {name}={os.environ[name]} makes products of float32 keep 10 bits of 23; "
+                f"unset it"
+            )
+    if precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        raise UsageError("recipe.precision: tf32, but NVIDIA_TF32_OVERRIDE=0 forbids it; unset it, or use fp32")
