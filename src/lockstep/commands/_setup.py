@@ -336,7 +336,7 @@ def _examples(recipe: Recipe, data: DataSet) -> tuple[MicroBatch, Tensor]:
             f"leave mixup and cutmix out"
         )
     _, validation = _few(data.validation, data.shape, data.mean is not None)
-    return finish.for_training(fetched, request, 0, 0, False), finish.for_evaluation(validation)[0]
+    return finish.for_training(finish.prepared(fetched, request), 0, 0, False), finish.for_evaluation(validation)[0]
 
 
 def _few(split: Split, shape: tuple[int, ...], images: bool) -> tuple[Request, Fetched]:

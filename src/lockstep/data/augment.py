@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core import random
-from lockstep.tasks.base import SKIPPED
 
 DRAWS = 3  # row, column, flip
 
@@ -24,20 +23,37 @@ def augment(images: Tensor, draws: NDArray[np.float64], crop_padding: int, flip:
 
     `images` is [n, channels, height, width], `draws` uniform in [0, 1) of shape [n, DRAWS].
     """
-    count, channels, height, width = images.shape
-    padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images
+    places = places_of(draws, images.shape, crop_padding, flip)
+    return taken(images, places.to(images.device), crop_padding, flip)
+
+
+def places_of(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
+    """Return what `augment` takes from images of `shape`, as it follows from the draws, for `taken`: int64, on the CPU.
+
+    Worked out beforehand, so that it can travel to the device together with the images.
+    """
+    count, channels, height, width = shape
     flipped = (draws[:, 2] < 0.5) & flip
     sources = np.arange(count) + count * flipped
+    if not crop_padding:
+        return torch.from_numpy(sources)
+    tops, lefts = (draws[:, :2] * (2 * crop_padding + 1)).astype(np.int64).T
+    lefts = np.where(flipped, 2 * crop_padding - lefts, lefts)
+    size = (height + 2 * crop_padding, width + 2 * crop_padding)
+    return torch.from_numpy(_first_places(sources * channels, channels, tops, lefts, size))
+
+
+def taken(images: Tensor, places: Tensor, crop_padding: int, flip: bool) -> Tensor:
+    """Return images cut and flipped as `places` says, on their device."""
+    height, width = images.shape[2:]
+    padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images
     # Each image twice, as it is and flipped, because whole rows are copied ten times faster than pixels are gathered.
     both = torch.cat([padded, padded.flip(3)]) if flip else padded
     if not crop_padding:
-        return both.index_select(0, torch.from_numpy(sources).to(images.device))
-    tops, lefts = (draws[:, :2] * (2 * crop_padding + 1)).astype(np.int64).T
-    lefts = np.where(flipped, 2 * crop_padding - lefts, lefts)
-    firsts = _first_places(sources * channels, channels, tops, lefts, padded.shape[2:])
+        return both.index_select(0, places)
     below = torch.arange(0, height * padded.shape[3], padded.shape[3], device=images.device)
-    places = (torch.from_numpy(firsts).to(images.device)[:, None] + below).flatten()
-    return both.flatten().unfold(0, width, 1).index_select(0, places).view(images.shape)
+    rows = (places[:, None] + below).flatten()
+    return both.flatten().unfold(0, width, 1).index_select(0, rows).view(images.shape)
 
 
 def constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -105,5 +121,5 @@ def _span(length: int, side: float, generator: np.random.Generator) -> tuple[int
 
 
 def _one_hot(targets: Tensor, classes: int) -> Tensor:
-    counted = targets != SKIPPED
-    return F.one_hot(targets.clamp(min=0), classes).float() * counted[:, None]
+    # Not by F.one_hot, which looks at the targets first. SKIPPED is no class's number, so its row is zeros.
+    return (targets[:, None] == torch.arange(classes, device=targets.device)).float()

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, part, permutation
-from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
+from lockstep.data.augment import DRAWS, augmenting_key, constants, mix, normalise, places_of, taken
 from lockstep.data.base import DataSet, Split
+from lockstep.data.copies import Arrival, copies_to, started_ahead
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.parent import die_with_parent
 from lockstep.tasks.base import SKIPPED, MicroBatch
@@ -72,28 +73,28 @@ class Finish:
                 f"crops without a pixel of the image; use at most {min(shape[1:]) - 1}"
             )
 
-    def for_training(self, fetched: Fetched, request: Request, step: int, index: int, shadow: bool) -> MicroBatch:
-        """Augment, normalise and mix micro-batch `index` of update `step`."""
-        inputs, targets = self._moved(fetched)
-        if (self.crop_padding or self.flip) and request.draw is not None:
-            draws = random.uniform(augmenting_key(request.draw), request.indices, DRAWS)
-            inputs = augment(inputs, draws, self.crop_padding, self.flip)
+    def prepared(self, fetched: Fetched, request: Request) -> Sequence[Tensor]:
+        """Return what travels to the device of a fetched batch of training: it, and what is to be cut from it."""
+        if not (self.crop_padding or self.flip) or request.draw is None:
+            return fetched
+        draws = random.uniform(augmenting_key(request.draw), request.indices, DRAWS)
+        return *fetched, places_of(draws, fetched[0].shape, self.crop_padding, self.flip)
+
+    def for_training(self, arrived: Sequence[Tensor], step: int, index: int, shadow: bool) -> MicroBatch:
+        """Augment, normalise and mix micro-batch `index` of update `step`, of which this has arrived."""
+        inputs, targets, *places = arrived
+        for each in places:
+            inputs = taken(inputs, each, self.crop_padding, self.flip)
         inputs = self._normalised(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
             inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
         return MicroBatch(index, inputs, targets, shadow)
 
-    def for_evaluation(self, fetched: Fetched) -> tuple[Tensor, Tensor]:
+    def for_evaluation(self, arrived: Sequence[Tensor]) -> Fetched:
         """Normalise."""
-        inputs, targets = self._moved(fetched)
+        inputs, targets = arrived
         return self._normalised(inputs), targets
-
-    def _moved(self, fetched: Fetched) -> Fetched:
-        inputs, targets = fetched
-        if self.device.type == "cpu":
-            return fetched
-        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _normalised(self, inputs: Tensor) -> Tensor:
         return inputs if self._constants is None else normalise(inputs, *self._constants)
@@ -130,6 +131,14 @@ class _Cut(NamedTuple):
     shadow: bool  # not this rank's own
 
 
+class _Sent(NamedTuple):
+    """A micro-batch on its way to the device, and the numbers of those of its samples that could not be read."""
+
+    cut: _Cut
+    skipped: list[int]
+    arrival: Arrival
+
+
 @final
 class Loader:
     """The batches of the rank at `place`.
@@ -154,6 +163,7 @@ class Loader:
         self._steps = steps
         self._microbatches = microbatches
         self._finish = finish
+        self._copies = copies_to(finish.device)
         self._place = place
         self._workers = workers
         self._beside = beside
@@ -165,13 +175,17 @@ class Loader:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
         requests = (request for planned in self._planned(first) for _, request in planned.requests)
         with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetch:
-            for step, cuts in self._planned(first):
-                yield step, [self._microbatch(step, cut, request, fetch(request)) for cut, request in cuts]
+            copied = (
+                (planned.step, [self._sent(cut, request, fetch(request)) for cut, request in planned.requests])
+                for planned in self._planned(first)
+            )
+            for step, sent in started_ahead(copied, self._copies.steps_ahead):
+                yield step, [self._microbatch(step, each) for each in sent]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch any micro-batch of `step` in this process, as a shadow."""
         [(cut, request)] = self._requests(step, [self._cut(step.samples, index, shadow=True)])
-        return self._microbatch(step, cut, request, self._data.train.fetch(*request))
+        return self._microbatch(step, self._sent(cut, request, self._data.train.fetch(*request)))
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
         """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
@@ -184,11 +198,10 @@ class Loader:
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetch:
-            for number, request in zip(numbers, requests, strict=True):
-                fetched = fetch(request)
-                if self._may_skip:
-                    self.unreadable[1].update(_skipped(request, fetched))
-                yield number if self._place.speaks else None, *self._finish.for_evaluation(fetched)
+            copied = (self._sent_for_evaluation(request, fetch(request)) for request in requests)
+            sent = started_ahead(copied, self._copies.steps_ahead)
+            for number, arrival in zip(numbers, sent, strict=True):
+                yield number if self._place.speaks else None, *self._finish.for_evaluation(arrival())
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
@@ -236,12 +249,19 @@ class Loader:
             self._epochs = {**kept, epoch: Request(order, random.key(random.AUGMENT, seed, epoch))}
         return self._epochs[epoch]
 
-    def _microbatch(self, step: Step, cut: _Cut, request: Request, fetched: Fetched) -> MicroBatch:
-        if self._may_skip and not cut.shadow:
-            numbers = _skipped(request, fetched)
-            self.skipped += len(numbers)
-            self.unreadable[0].update(numbers)
-        return self._finish.for_training(fetched, request, step.number, cut.number, cut.shadow)
+    def _sent(self, cut: _Cut, request: Request, fetched: Fetched) -> _Sent:
+        skipped = _skipped(request, fetched) if self._may_skip and not cut.shadow else []
+        return _Sent(cut, skipped, self._copies.start(self._finish.prepared(fetched, request)))
+
+    def _sent_for_evaluation(self, request: Request, fetched: Fetched) -> Arrival:
+        if self._may_skip:
+            self.unreadable[1].update(_skipped(request, fetched))
+        return self._copies.start(fetched)
+
+    def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
+        self.skipped += len(sent.skipped)
+        self.unreadable[0].update(sent.skipped)
+        return self._finish.for_training(sent.arrival(), step.number, sent.cut.number, sent.cut.shadow)
 
 
 def damages(split: Split, workers: int) -> Iterator[str]:

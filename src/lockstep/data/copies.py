@@ -1,0 +1,89 @@
+"""Samples on their way to the device: from pinned memory, on a side stream, while the device computes.
+
+What has arrived belongs to the side stream in the eyes of torch's allocator, so `record_stream` keeps its memory from
+being given out again before the computing stream is done with it. The pinned memory needs no such care: torch's
+allocator of pinned memory marks a block with each copy that reads it, and gives it out again when those are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar, final
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Arrival = Callable[[], Sequence[Tensor]]  # gives what was sent, for whatever the caller's stream computes after it
+
+
+class Copies(Protocol):
+    """Brings tensors of the CPU to the device that computes."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps before its use a copy is started."""
+        ...
+
+    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+        """Start copying, and return what to call where the copies are used. It is called once, and never waits."""
+        ...
+
+
+@final
+class NoCopies:
+    """For a device that is the CPU: tensors are where they are used."""
+
+    steps_ahead = 0
+
+    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+        """See Copies."""
+        return lambda: tensors
+
+
+@final
+class SideStream:
+    """For a CUDA device: the computing stream waits for a copy, this process does not."""
+
+    # The steps of a process that waits for its device in every step, as with fp16, would start with a copy otherwise.
+    steps_ahead = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+        """See Copies."""
+        # A copy from memory that is not pinned would wait for all that its stream has to do.
+        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors]
+        with torch.cuda.stream(self._stream):
+            copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
+            done = self._stream.record_event()
+
+        def arrived() -> Sequence[Tensor]:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_event(done)
+            for copy in copies:
+                copy.record_stream(computing)
+            return copies
+
+        return arrived
+
+
+def copies_to(device: torch.device) -> Copies:
+    """Return what brings samples to `device`."""
+    return SideStream(device) if device.type == "cuda" else NoCopies()
+
+
+def started_ahead(items: Iterator[T], count: int) -> Iterator[T]:
+    """Yield `items`, each when the `count` after it have been made. An error is raised where its item would stand."""
+    made: list[T] = []
+    try:
+        for item in items:
+            made.append(item)
+            if len(made) > count:
+                yield made.pop(0)
+    except Exception:
+        yield from made
+        raise
+    yield from made
