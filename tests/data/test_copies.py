@@ -37,7 +37,7 @@ def test_copies_do_not_wait_and_are_safe_to_use() -> None:
     assert not card.races
 
 
-@pytest.mark.parametrize("target, name", [(Stream, "wait_event"), (OnCard, "record_stream")])
+@pytest.mark.parametrize(("target", "name"), [(Stream, "wait_event"), (OnCard, "record_stream")])
 def test_what_makes_them_safe_is_needed(target: Any, name: str) -> None:
     with Card() as card, patch.object(target, name, lambda *_: None):
         _computed(SideStream(DEVICE))

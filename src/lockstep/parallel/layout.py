@@ -92,23 +92,27 @@ class Layout(Trained, Protocol):
 
 @final
 class RowNorms:
-    """Norms of tensors that lie in rows: each rank works out those of its own, and all are put side by side."""
+    """Norms of tensors that lie in rows: each rank works out those of its own, and all are put side by side.
 
-    def __init__(self, world: World, parts: Mapping[Tensor, Shard]) -> None:
+    The tensors are on `device`; so are the norms, so that nobody waits for a GPU here.
+    """
+
+    def __init__(self, world: World, parts: Mapping[Tensor, Shard], device: torch.device) -> None:
         self._world = world
         self._parts = parts
+        self._device = device
 
     def of_rows(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
         """Return the norms of all rows of the whole tensors."""
-        table = torch.zeros(sum(self._heights(tensors)), dtype=torch.float64)
+        table = torch.zeros(sum(self._heights(tensors)), dtype=torch.float64, device=self._device)
         start = 0
         for (parameter, tensor), rows in zip(tensors.items(), self._heights(tensors), strict=True):
             part = self._parts[parameter]
             if part.primary and tensor.numel():
-                own = row_norms(tensor).cpu()
+                own = row_norms(tensor)
                 table[start + part.first : start + part.first + len(own)] = own
             start += rows
-        return self._world.add_(table).to(next(iter(tensors.values())).device)
+        return self._world.add_(table)
 
     def of_tensors(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
         """Return the norm of each whole tensor."""
@@ -154,7 +158,7 @@ def trained_parameters(model: nn.Module) -> list[Named]:
 def add_flags_(world: World, flags: Sequence[Tensor]) -> None:
     """Do what Layout.agree_ says."""
     for flag in flags:
-        flag.copy_(world.add_(flag.detach().cpu().clone()))
+        world.add_(flag)
 
 
 def gathered(world: World, tensors: Mapping[str, Held]) -> dict[str, Tensor]:

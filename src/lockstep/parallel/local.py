@@ -105,7 +105,9 @@ class LocalEngine:
             self._backward(loss, step)
             self._gradients.after_backward(microbatch)
         total = (wait or self._send(statistics, leaves))()
-        self._loss, self._observed = total[0], total[1:] / step.samples
+        # A copy of the loss, which is kept until the next report: a view of it would keep all statistics.
+        self._loss = total[0].clone() if self._running.size else total[0]
+        self._observed = total[1:] / step.samples
         self._gradients.finish()
         return Sums(self._loss, step.samples, own_losses)
 

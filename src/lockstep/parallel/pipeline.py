@@ -307,15 +307,14 @@ class PipelineEngine:
 
     def _total_loss(self, leaves: int) -> Tensor:
         """Return the sum of all losses, which the last stages have, on every rank."""
-        loss = torch.zeros(1, dtype=torch.float64)
+        loss = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         if self._last in self._stages:
             pieces = self._losses.pieces()
-            like = loss.to(self._world.device)
-            added = total(pieces, leaves, add_) if self._across is None else self._across(pieces, leaves, like)
+            added = total(pieces, leaves, add_) if self._across is None else self._across(pieces, leaves, loss)
             if self._speaks:
-                loss = added.cpu()
+                loss = added
         # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
-        return self._world.add_(loss.view(torch.int64)).view(torch.float64).to(self._world.device)[0]
+        return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]
 
     def _predict(self, inputs: Tensor) -> Tensor:
         outputs: Values = []

@@ -80,7 +80,7 @@ class StageLayout:
         own = dict(self.trained)
         self._parts = [self.held(name, own[name]) if name in own else shard(p, False) for name, p in self._all]
         self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
-        self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)))
+        self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
 
     def held(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
@@ -98,8 +98,7 @@ class StageLayout:
         """See Layout: the rows of all ranks, in the model's order."""
         own: dict[Tensor, Tensor] = {key: tensor for (_, key), tensor in zip(self.trained, tensors, strict=True)}
         pairs = zip(self._keys, self._parts, strict=True)
-        norms = self._norms.of_rows({key: own.get(key, part.tensor) for key, part in pairs})
-        return norms.to(tensors[0].device)
+        return self._norms.of_rows({key: own.get(key, part.tensor) for key, part in pairs})
 
     def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
         """See Layout."""

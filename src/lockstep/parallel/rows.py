@@ -54,7 +54,7 @@ class RowLayout:
         ]
         self._offload = offload
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
-        self._norms = RowNorms(world, parts)
+        self._norms = RowNorms(world, parts, torch.device("cpu") if offload else world.device)
         self._moved = self._sorted()
         self.gradients: GradientSum = _RowGradients(gradients, self._whole, self.trained, self._cuts)
 

@@ -75,7 +75,8 @@ class ShardedLayout:
         parts = self._sharded.trained(self._speaks)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
-        self._norms = RowNorms(world, {own: self._cuts[name] for name, own in self.trained})
+        device = torch.device("cpu") if offload else world.device
+        self._norms = RowNorms(world, {own: self._cuts[name] for name, own in self.trained}, device)
         pairs = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
         self.gradients: GradientSum = ShardGradients(self._sharded, dealt, pairs)
 

@@ -40,9 +40,12 @@ class Updates:
 
     def update(self, lr: float, max_norm: float | None, loss: Tensor) -> Update:
         """Do what Engine.update says of weights; `loss` is that of the whole step."""
+        scale = None
         if self._scales:
             self._scaler.unscale_(self.optimizer)
             self._layout.agree_(self._infinities())
+            # Before the update, which it would wait for too. With fp16 a step waits for its gradient, and only for it.
+            scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
             norm = norm_of_rows(self._layout.all_row_norms(self._gradients()))
@@ -52,9 +55,7 @@ class Updates:
                 clip_(self._gradients(), norm, max_norm)
             applied = self._step(lr)
             self._layout.settle()
-        scale = None
         if self._scales:
-            scale = self._scaler.get_scale()
             self._scaler.update()
         for tensor in self._trained:  # as zero_grad does, at a tenth of its time
             tensor.grad = None
@@ -72,13 +73,11 @@ class Updates:
     def _step(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(_SCALE, 1.0)
-        if not self._scales:
-            self._bare_step()
-            return True
-        # The scaler does not say whether it stepped. It leaves the optimizer alone where it found an infinity.
-        found = self._infinities()
-        self._scaler.step(self.optimizer)
-        return not any(bool(infinity) for infinity in found)
+        # What the scaler's own step does, which asks again for each of these and does not say whether it stepped.
+        if self._scales and any(bool(infinity) for infinity in self._infinities()):
+            return False
+        self._bare_step()
+        return True
 
     def _infinities(self) -> list[Tensor]:
         return list(self._scaler._found_inf_per_device(self.optimizer).values())

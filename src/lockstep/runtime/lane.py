@@ -6,6 +6,7 @@ a stream: NCCL's calls return at once and order themselves against the kernels. 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, final
@@ -56,18 +57,29 @@ class ThreadLane:
 
 @final
 class StreamLane:
-    """One CUDA stream, which starts from where the computing stream is at submission."""
+    """One CUDA stream, which starts from where the computing stream is at submission.
+
+    torch's allocator would give what a function was handed to the computing stream again as soon as nobody holds it,
+    though this stream may not have read it yet. So functions are kept, with all they hold, until they are seen to be
+    over, or the computing stream waits for them. What this stream makes needs no such care: before it makes anything
+    new, it waits for the computing stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._kept: deque[tuple[torch.cuda.Event, Callable[[], object]]] = deque()
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+            self._kept.popleft()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             result = function()
+        self._kept.append((self._stream.record_event(), function))
 
         def wait() -> T:
             torch.cuda.current_stream().wait_stream(self._stream)
+            self._kept.clear()
             return result
 
         return wait

@@ -111,7 +111,10 @@ class World:
         return [torch.default_generator]
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Add a CPU tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries."""
+        """Add a tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries.
+
+        One of a CUDA device is added there, and this process does not wait for it.
+        """
         if self.size > 1:
             with naming_lost_peers():
                 dist.all_reduce(tensor, group=self._groups[0])

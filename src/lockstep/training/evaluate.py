@@ -31,20 +31,19 @@ def evaluate(
     rows are added in one order.
     """
     began = time.perf_counter()
-    rows: dict[int, dict[str, Tensor]] = {}
+    names = ("loss", "samples", *task.count_names)
+    rows: dict[int, Tensor] = {}
     with engine.evaluation() as predict:
         for number, inputs, targets in batches:
             outputs = predict(inputs)
             if number is None:
                 continue
-            rows[number] = {
-                "loss": task.loss_sum(outputs, targets),
-                "samples": torch.tensor(len(inputs)),
-                **task.counts(outputs, targets),
-            }
-    names = ("loss", "samples", *task.count_names)
+            loss = task.loss_sum(outputs, targets)
+            sums = {"loss": loss, "samples": loss.new_full((), len(inputs), dtype=torch.int64)}
+            sums |= task.counts(outputs, targets)
+            rows[number] = torch.stack([sums[name].double() for name in names])
     table = torch.zeros(number_of_batches, len(names), dtype=torch.float64)
-    for number, row in rows.items():
-        table[number] = torch.stack([row[name].double().cpu() for name in names])
-    sums = [math.fsum(column) for column in world.add_(table).T.tolist()]
-    return {**dict(zip(names, sums, strict=True)), "seconds": time.perf_counter() - began}
+    if rows:  # one wait for the device, here
+        table[list(rows)] = torch.stack([*rows.values()]).cpu()
+    figures = [math.fsum(column) for column in world.add_(table).T.tolist()]
+    return {**dict(zip(names, figures, strict=True)), "seconds": time.perf_counter() - began}

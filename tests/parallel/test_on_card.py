@@ -1,0 +1,83 @@
+"""Training on a pretended card: the CPU's bits, all tensors on one device, no wait between reports, no race."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from card import DEVICE, Card
+from torch import Tensor
+from worlds import run
+
+from lockstep.commands._setup import setup, start
+from lockstep.config.load import load
+from lockstep.core.rank import RankInfo
+from lockstep.core.shard import local
+from lockstep.runtime.world import World
+from lockstep.training.evaluate import evaluate
+
+STEPS = 3
+BASE = [
+    "recipe.microbatches=4",
+    "recipe.ema.decay=0.9",
+    "recipe.clip_norm=0.5",
+    "recipe.data.augment.crop_padding=1",
+    "recipe.data.augment.flip=true",
+]
+ADAMW = ["recipe.optimizer.name=adamw", "recipe.optimizer.nesterov=null", "recipe.optimizer.momentum=null"]
+
+
+def _trained(
+    world: World, strategy: str, overrides: list[str], card: Card | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Train some steps; return all tensors of the state and what waited in all steps but the first."""
+    config = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"]).config
+    ready = setup(config.recipe)
+    _, engine, loader = start(ready, config.placement, world)
+    steps = loader.training(0)
+    for number in range(STEPS):
+        step, microbatches = next(steps)
+        engine.forward_backward(microbatches, step)
+        engine.update(0.1, config.recipe.clip_norm)
+        if card is not None and number == 0:
+            card.waits.clear()  # constants are made in the first
+    waits = list(card.waits) if card is not None else []
+    figures = evaluate(engine, world, ready.task, loader.validation(16), loader.validation_batches(16))
+    state = engine.state()
+    tensors = {"figures": torch.tensor([figures["loss"], figures["counted"], figures["samples"], figures["correct1"]])}
+    for kind, held in (("model", state.model), ("optimizer", state.optimizer), ("ema", state.ema or {})):
+        tensors |= {f"{kind} {name}": local(each).detach().cpu().clone() for name, each in held.items()}
+    engine.load(state)
+    engine.close()
+    return tensors, waits
+
+
+def on_cpu(world: World, strategy: str, overrides: list[str]) -> dict[str, Tensor]:
+    return _trained(world, strategy, overrides, None)[0]
+
+
+def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "test")
+    with Card() as card:
+        tensors, waits = _trained(World(info, DEVICE, world._groups, world._timeout), strategy, overrides, card)
+    return tensors, waits, card.races
+
+
+@pytest.mark.parametrize("overrides", [[], ADAMW, ["recipe.mix.mixup=0.2", "recipe.mix.cutmix=1.0"]])
+def test_one_process(overrides: list[str]) -> None:
+    world = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
+    _check(on_cpu(world, "single", overrides), *on_card(world, "single", overrides))
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_two_processes(strategy: str) -> None:
+    small = ["placement.strategy.bucket_mib=0.01"]  # so that some travel while backward makes others
+    for cpu, card in zip(run(2, on_cpu, strategy, small), run(2, on_card, strategy, small), strict=True):
+        _check(cpu, *card)
+
+
+def _check(expected: dict[str, Tensor], found: dict[str, Tensor], waits: list[str], races: list[str]) -> None:
+    assert not waits
+    assert not races
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert expected.keys() == found.keys()
