@@ -24,7 +24,12 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     trained = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", *PLACED[name])
     assert trained.sha256 == reference.sha256
     assert (trained.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
-    for kind, keys in (("step", ("step", "loss", "lr")), ("evaluated", ("step", "loss", "top1", "evaluated"))):
+    same = (
+        ("started", ("flops_per_sample",)),
+        ("step", ("step", "loss", "lr")),
+        ("evaluated", ("step", "loss", "top1", "evaluated")),
+    )
+    for kind, keys in same:
         told, expected = (events(each.folder / "run", kind) for each in (trained, reference))
         assert [[event[key] for key in keys] for event in told] == [[event[key] for key in keys] for event in expected]
     assert trained.err == ""

@@ -15,6 +15,9 @@ from lockstep.training import checkpoint
 # Without convolutions, which take seconds a step in fp16 on processors that lack it.
 FP16 = ("recipe.precision=fp16", 'recipe.model={name: "held:linear"}', "recipe.loss_scale.initial=1e9")
 LAST = "run/checkpoints/step-00000023"
+# Of a digit: 2 for each weight at each place, forward and for both gradients; nobody wants that of the first inputs.
+PLACES = (64 * 9, 2 * 64 * 9 * 32 * 32, 16 * (9 * 32 * 64 + 9 * 64 * 64 + 32 * 64), 2 * 16 * 9 * 64 * 64, 64 * 10)
+DIGITS_FLOPS = 2 * (2 * 32 * PLACES[0] + 3 * sum(PLACES[1:]))
 
 
 def assert_same_run(one: Command, other: Command) -> None:
@@ -120,6 +123,25 @@ def test_the_event_log_has_units_and_the_same_frame_in_every_line(finished):
     assert {"loss", "lr", "norm", "images_per_s", "peak_bytes"} <= set(log[1])
     assert log[-2]["samples"] == log[-1]["samples"] == log[0]["train_samples"] == 1437
     assert log[-2]["weights_sha256"] == log[-1]["weights_sha256"]
+
+
+def test_what_a_sample_costs_is_the_same_on_one_process_and_on_three(finished):
+    (one,), (three,) = (
+        events(finished("recipe.microbatches=4", f"placement.processes={count}").folder / "run", "started")
+        for count in (1, 3)
+    )
+    assert one["flops_per_sample"] == three["flops_per_sample"] == DIGITS_FLOPS
+    assert one["peak_flops_per_s"] is None
+
+
+def test_reports_have_the_speed_in_flops_and_on_a_cpu_no_part_of_a_peak(finished):
+    command = finished("recipe.microbatches=4", "placement.processes=3")
+    for step in events(command.folder / "run", "step"):
+        assert step["flops_per_s"] == pytest.approx(step["images_per_s"] * DIGITS_FLOPS)
+        assert step["mfu"] is None
+    assert "FLOP for each sample, forward and backward\n" in command.out
+    assert "FLOP/s" in command.out
+    assert "MFU" not in command.out
 
 
 def test_a_run_folder_holds_what_was_resolved_and_what_it_ran_on(run):

@@ -24,6 +24,7 @@ def started(step: int = 0, resumed_from: str | None = None) -> Started:
         parameters=77_706,
         base_lr=0.1,
         resumed_from=resumed_from,
+        flops_per_sample=3_250_000,
     )
 
 

@@ -41,6 +41,7 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
         sink.write(event, 0.0)
     sink.close()
     assert stream.getvalue().splitlines()[3:] == [
+        "3.25 MFLOP for each sample, forward and backward",
         RULE,
         "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 images/s",
         "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023",

@@ -13,7 +13,19 @@ def test_started_tells_the_whole_run() -> None:
         "77,706 parameters, 1,437 training samples, 360 validation samples",
         "690 steps in 30 epochs of 23, batch 64 in 4 micro-batches",
         "1 process, strategy single, device cpu",
+        "3.25 MFLOP for each sample, forward and backward",
         "learning rate 0.05: 0.1 for each 128 samples of 64",
+    ]
+
+
+def test_started_tells_what_a_sample_costs() -> None:
+    on_a_card = dataclasses.replace(started(), device="cuda:0", flops_per_sample=24_299_077_632)
+    known = dataclasses.replace(on_a_card, peak_flops_per_s=2 * 989e12)
+    unknown = dataclasses.replace(started(), flops_per_sample=None)
+    assert [wording.started(each, "")[3] for each in (known, on_a_card, unknown)] == [
+        "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
+        "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
+        "FLOP of a sample not counted: the model does not run without values, on torch's meta device",
     ]
 
 
@@ -37,6 +49,10 @@ def test_figures() -> None:
     assert wording.figures(scaled, "top1 98.61 %") == (
         "loss 0.4321  top1 98.61 %  lr 0.09511  1,234 images/s  loss scale 65536  1 step skipped"
     )
+    cpu = dataclasses.replace(stepped(), flops_per_s=4.0118e9)
+    assert wording.figures(cpu) == "loss 0.4321  lr 0.09511  1,234 images/s  4.012 GFLOP/s"
+    card = dataclasses.replace(stepped(), flops_per_s=406.5e12, mfu=0.411)
+    assert wording.figures(card) == "loss 0.4321  lr 0.09511  1,234 images/s  406.5 TFLOP/s  MFU 41.1 %"
 
 
 def test_lines() -> None:

@@ -67,6 +67,7 @@ class Setup:
     trained: Mapping[str, Form]  # of the parameters that are trained
     blank: Callable[[], nn.Module]  # builds the model, with weights of no meaning
     buffers: frozenset[str]  # names of the model's tensors that are no parameters
+    flops: int | None  # of a sample, forward and backward
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
     source: Mapping[str, str]  # hashes of the user's own source files
 
@@ -149,6 +150,7 @@ def setup(recipe: Recipe) -> Setup:
         trained=summary.trained,
         blank=build,
         buffers=summary.buffers,
+        flops=summary.flops,
         warnings=warnings,
         source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
     )

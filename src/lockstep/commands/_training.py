@@ -43,6 +43,7 @@ from lockstep.errors import EXIT_DONE, TrainingError, UsageError
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
 from lockstep.reporting.console import Console
+from lockstep.reporting.flops import with_flops
 from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
@@ -52,6 +53,7 @@ from lockstep.runtime.doing import Doing, Phase
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
+from lockstep.runtime.meter import peak_flops_per_s
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, StopRequest
 from lockstep.runtime.stall import StallWatch
@@ -60,7 +62,7 @@ from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.training import checkpoint
 from lockstep.training.agreement import disagreement
 from lockstep.training.evaluate import evaluate
-from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Started, Stopped, Warned
+from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Started, Stepped, Stopped, Warned
 from lockstep.training.loop import Every, Plan, Progress, train
 from lockstep.training.saved_state import SavedState
 from lockstep.training.saver import Saver
@@ -266,7 +268,8 @@ class _Training:
             _folder.conclude(self.start.folder, {**figures(event, time.time()), "exit_code": code})
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
-        yield self._started()
+        started = self._started()
+        yield started
         yield from self._warnings()
         self.phase = "training"
         for event in train(
@@ -282,7 +285,7 @@ class _Training:
             if isinstance(event, Evaluated | Stopped):
                 yield from self._skipped()
             yield from self._saved() if isinstance(event, Stopped) else self.saver.finished()
-            yield event
+            yield with_flops(event, started) if isinstance(event, Stepped) else event
             if isinstance(event, Stopped):
                 return
         yield from self._saved()
@@ -321,6 +324,8 @@ class _Training:
             base_lr=planning.base_rate(recipe),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
             again=max(0, last_step(self.start.folder / _folder.EVENTS) - self.progress.step),
+            flops_per_sample=self.ready.flops,
+            peak_flops_per_s=peak_flops_per_s(self.world, recipe.precision),
         )
 
     def _warnings(self) -> Iterator[Warned]:

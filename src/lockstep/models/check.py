@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.own_code import OwnCode, described, place
 
 
@@ -41,6 +43,7 @@ class Summary:
     trained: Mapping[str, Form]  # of its parameters that want a gradient, in the model's order
     batchnorm: bool  # whether a layer normalises over the samples of a micro-batch
     buffers: frozenset[str]  # by their names
+    flops: int | None  # of a sample, forward and backward; None where the meta device has not what they depend on
 
 
 def check_model(
@@ -118,7 +121,10 @@ def _trial(
         with torch.no_grad():
             evaluated = _outputs(model, name, evaluation.to(device))
         model.train()
-        trained = _outputs(model, name, training.to(device))
+        counter = FlopCounter()
+        with counter if device == "meta" else nullcontext():
+            trained = _outputs(model, name, training.to(device))
+        flops = backward_flops(counter, trained) if device == "meta" else None
     parameters = list(model.parameters())
     dims = tuple(sorted({parameter.ndim for parameter in parameters}))
     batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
@@ -129,6 +135,7 @@ def _trial(
         trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
         batchnorm=batchnorm,
         buffers=frozenset(name for name, _ in model.named_buffers()),
+        flops=None if flops is None else round(flops / len(training)),
     )
     return evaluated, trained, summary
 

@@ -80,6 +80,10 @@ def _training(event: Stepped) -> dict[str, float]:
         scalars["norm"] = event.norm
     if event.loss_scale is not None:
         scalars["loss_scale"] = event.loss_scale
+    if event.flops_per_s is not None:
+        scalars["flops_per_s"] = event.flops_per_s
+    if event.mfu is not None:
+        scalars["mfu"] = event.mfu
     return scalars
 
 

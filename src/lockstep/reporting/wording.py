@@ -19,6 +19,7 @@ def started(event: Started, rate_rule: str) -> list[str]:
         f"{_counted(event.steps, 'step')} in {event.epochs:g} epochs of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {_counted(event.microbatches, 'micro-batch')}",
         f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}",
+        _of_a_sample(event),
         rate_rule,
     ]
     if event.resumed_from is not None:
@@ -39,6 +40,10 @@ def place(event: Stepped, run: Started) -> str:
 def figures(event: Stepped, top: str = "") -> str:
     """Give a step's figures; `top` stands after the loss."""
     words = [f"loss {event.loss:.4f}", top, f"lr {event.lr:.4g}", f"{event.images_per_s:,.0f} images/s"]
+    if event.flops_per_s is not None:
+        words.append(f"{_flops(event.flops_per_s)}/s")
+    if event.mfu is not None:
+        words.append(f"MFU {100 * event.mfu:.1f} %")
     if event.loss_scale is not None:
         words.append(f"loss scale {event.loss_scale:g}")
     if event.skipped_steps:
@@ -119,6 +124,25 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _of_a_sample(event: Started) -> str:
+    """Say what a sample costs, and what share of the devices' peak cannot be told of."""
+    if event.flops_per_sample is None:
+        return "FLOP of a sample not counted: the model does not run without values, on torch's meta device"
+    cost = f"{_flops(event.flops_per_sample)} for each sample, forward and backward"
+    if event.peak_flops_per_s is not None:
+        return f"{cost}; peak of the devices {_flops(event.peak_flops_per_s)}/s"
+    if event.device.startswith("cuda"):
+        return f"{cost}; the peak of this device is not known, so there is no MFU"
+    return cost
+
+
+def _flops(number: float) -> str:
+    for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if number >= factor:
+            return f"{number / factor:.4g} {unit}"
+    return f"{number / 1e6:.4g} MFLOP"
 
 
 def _counted(number: int, noun: str) -> str:

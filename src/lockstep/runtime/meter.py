@@ -8,6 +8,9 @@ from typing import final
 
 import torch
 
+from lockstep.core.peak import peak_flops
+from lockstep.runtime.world import World
+
 
 @final
 class Meter:
@@ -40,3 +43,16 @@ class Meter:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def peak_flops_per_s(world: World, precision: str) -> float | None:
+    """Return what all cards of the run could do, in FLOP/s; None on the CPU and on cards whose peak is not known.
+
+    Ranks may share a card. All ranks call it.
+    """
+    if not world.on_gpu:
+        return None
+    properties = torch.cuda.get_device_properties(world.device)
+    cards = set(world.all_tell(str(properties.uuid)))
+    peak = peak_flops(properties.name, precision)
+    return None if peak is None else peak * len(cards)

@@ -18,6 +18,10 @@ UNITS = {
     "norm": "L2 norm of the gradient before clipping",
     "top": "fraction of samples",
     "images_per_s": "training samples/s, all processes",
+    "flops_per_sample": "FLOP of forward and backward, products alone",
+    "peak_flops_per_s": "FLOP/s of dense products, all devices",
+    "flops_per_s": "FLOP/s of the model, all processes",
+    "mfu": "fraction of peak_flops_per_s",
     "peak_bytes": "bytes, the most that rank 0 has had",
 }
 
@@ -43,6 +47,8 @@ class Started:
     base_lr: float
     resumed_from: str | None = None
     again: int = 0
+    flops_per_sample: int | None = None
+    peak_flops_per_s: float | None = None  # of the devices that it runs on, where it is known
     name: Literal["started"] = "started"
 
 
@@ -72,6 +78,8 @@ class Stepped:
     peak_bytes: int
     loss_scale: float | None = None
     skipped_steps: int = 0
+    flops_per_s: float | None = None
+    mfu: float | None = None
     name: Literal["step"] = "step"
 
 
