@@ -103,7 +103,7 @@ def test_the_modules_are_found() -> None:
     assert len(MODULES) > 50
     assert {module.partition("/")[0] for module in MODULES if "/" in module} - {"commands"} <= ALLOWED.keys()
     assert {"core/tree", "core/order"} <= ours("runtime/canonical")
-    assert "torch.distributed" in imported("runtime/canonical")
+    assert "torch.distributed" in imported("runtime/carrier")
     assert "lockstep.config.load.load" in imported("commands/train")
     assert "lockstep.config.load.load" not in imported("commands/train", only_at_import=True)
 

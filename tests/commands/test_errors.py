@@ -39,6 +39,7 @@ def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_pa
         (("recipe.data={name: digit}",), "did you mean 'digits'"),
         (("recipe.data={name: folder, root: nowhere}",), "nowhere"),
         (("placement.device=cuda",), "placement.device: cuda asked for, but torch finds no CUDA device here"),
+        (("placement.backend=nccl",), "placement.backend: nccl asked for, but this run is on the CPU, whose tensors"),
         (("placement.strategy={name: ddp, bucket: 1}",), "strategy ddp has no such option; did you mean 'bucket_mib'"),
         (
             ("placement.strategy=single", "placement.processes=2"),

@@ -23,6 +23,23 @@ def test_it_prints_origins_and_consequences():
     assert ["global", "batch", "32", "samples"] in lines
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), "by NCCL, each process on a CUDA device of its own; without CUDA by gloo"),
+        (("placement.device=cpu",), "by gloo"),
+        (("placement.backend=nccl",), "by NCCL, each process on a CUDA device of its own"),
+        (
+            ("placement.backend=gloo",),
+            "by gloo; on CUDA, processes of a host take its devices in turn, and may share one",
+        ),
+    ],
+)
+def test_it_says_what_carries_tensors(overrides, told):
+    result = CliRunner().invoke(main, ["show", "digits", *overrides])
+    assert result.output.splitlines()[-1].split(maxsplit=1) == ["exchange", told]
+
+
 def test_it_says_what_another_name_drops():
     result = CliRunner().invoke(main, ["show", "digits", "recipe.loss=mine:loss"])
     assert result.stderr == (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.devices import device_number, shared
+from lockstep.core.devices import device_number, resolved_backend, shared
 from lockstep.errors import UsageError
 
 
@@ -37,6 +37,21 @@ def test_too_few_devices_are_refused_on_all_ranks(visible: int, hidden: bool, pr
     for local_rank in range(4):
         with pytest.raises(UsageError, match=problem):
             device_number(visible, local_rank, 4, hidden)
+
+
+@pytest.mark.parametrize(("visible", "numbers"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0])])
+def test_processes_that_share_take_the_devices_in_turn(visible: int, numbers: list[int]) -> None:
+    assert [device_number(visible, local_rank, 4, False, sharing=True) for local_rank in range(4)] == numbers
+
+
+def test_what_carries_tensors_follows_from_the_device() -> None:
+    assert resolved_backend("auto", on_gpu=True) == resolved_backend("nccl", on_gpu=True) == "nccl"
+    assert resolved_backend("auto", on_gpu=False) == resolved_backend("gloo", on_gpu=False) == "gloo"
+    assert resolved_backend("gloo", on_gpu=True) == "gloo"
+    with pytest.raises(
+        UsageError, match=r"placement.backend: nccl asked for, but this run is on the CPU.*auto or gloo"
+    ):
+        resolved_backend("nccl", on_gpu=False)
 
 
 def test_ranks_with_one_device_between_them_are_found() -> None:

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import worlds
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from lockstep.core.order import cut
 from lockstep.core.tree import Block, Counter, blocks, total
 from lockstep.runtime import canonical
 from lockstep.runtime.canonical import CanonicalSum, add_
+from lockstep.runtime.carrier import Addressed, Carrier
 from lockstep.runtime.world import World
 
 CASES = [
@@ -89,15 +89,15 @@ def test_halving_is_for_equal_blocks_on_a_power_of_two(leaves: int, size: int, f
 def _counted(world: World, leaves: int, length: int, patch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Return how many numbers this rank sends, and how many it receives."""
     sent = received = 0
-    waits = canonical._wait
+    moves = canonical.move
 
-    def counting(operations: list[dist.P2POp]) -> None:
+    def counting(carrier: Carrier, leaving: list[Addressed], arriving: list[Addressed]) -> None:
         nonlocal sent, received
-        sent += sum(len(each.tensor) for each in operations if each.op is dist.isend)
-        received += sum(len(each.tensor) for each in operations if each.op is dist.irecv)
-        waits(operations)
+        sent += sum(len(tensor) for tensor, _ in leaving)
+        received += sum(len(tensor) for tensor, _ in arriving)
+        moves(carrier, leaving, arriving)
 
-    patch.setattr(canonical, "_wait", counting)
+    patch.setattr(canonical, "move", counting)
     summed(world, leaves, length, torch.float32)
     return sent, received
 

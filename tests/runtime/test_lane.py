@@ -2,8 +2,11 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +63,41 @@ def test_a_closed_lane_does_not_keep_the_program_alive() -> None:
     lane.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+class Event:
+    """An event of a stream that has come past it or not."""
+
+    def __init__(self) -> None:
+        self.past = False
+
+    def query(self) -> bool:
+        return self.past
+
+
+def on_feigned_streams(monkeypatch: pytest.MonkeyPatch) -> StreamLane:
+    stream = mock.Mock(record_event=lambda: Event())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock)
+    return StreamLane(torch.device("cuda"))
+
+
+class Piece:
+    """Stands for memory of the computing stream."""
+
+
+def test_what_a_stream_still_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = on_feigned_streams(monkeypatch)
+    pieces = [Piece() for _ in range(3)]
+    left = weakref.WeakSet(pieces)
+    waits = [lane.submit(partial(id, pieces.pop(0))) for _ in range(2)]
+    assert len(left) == 3  # none of it may be given to others: the stream has done neither
+    lane._kept[0][0].past = True  # type: ignore[attr-defined]
+    waits.append(lane.submit(partial(id, pieces.pop())))
+    assert len(left) == 2
+    waits[1]()  # from here on the computing stream is behind it
+    assert not left
 
 
 @pytest.mark.gpu

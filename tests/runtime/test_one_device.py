@@ -1,6 +1,7 @@
-"""Ranks that have one device between them are told so, all of them."""
+"""Ranks that have one device between them: NCCL refuses them on all ranks, gloo carries their tensors."""
 
 from types import SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import pytest
@@ -8,27 +9,35 @@ import torch
 import worlds
 
 from lockstep.errors import UsageError
-from lockstep.runtime.world import World, _check_devices
+from lockstep.runtime.world import World, _sharing
 
 
-def told(world: World, names: list[str]) -> str:
-    """Return what is told to a rank whose device has this name; that there is a device at all is feigned."""
+def found(world: World, names: list[str], backend: Literal["nccl", "gloo"]) -> str | list[list[int]]:
+    """Return what a rank whose device has this name finds; that there is a device at all is feigned."""
     device = SimpleNamespace(uuid=names[world.rank])
+    world.backend, before = backend, world.backend
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=device):
         try:
-            _check_devices(world)
+            return _sharing(world)
         except UsageError as error:
             return str(error)
-    return ""
+        finally:
+            world.backend = before
 
 
 @pytest.mark.worlds
 def test_two_ranks_on_one_device_are_refused_on_all_ranks() -> None:
-    said = worlds.run(3, told, ["GPU-a", "GPU-b", "GPU-a"])
-    assert len(set(said)) == 1
-    assert said[0].startswith("placement.device: ranks 0, 2 have one CUDA device between them; let the launcher show")
+    [said] = set(worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "nccl"))
+    assert said.startswith("placement.device: ranks 0, 2 have one CUDA device between them; let the launcher show")
+    assert said.endswith("or use placement.backend=gloo, which lets processes share a device")
 
 
 @pytest.mark.worlds
-def test_ranks_with_devices_of_their_own_are_not() -> None:
-    assert worlds.run(3, told, ["GPU-a", "GPU-b", "GPU-c"]) == ["", "", ""]
+def test_gloo_lets_them_share_and_names_them() -> None:
+    assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "gloo") == [[[0, 2]]] * 3
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_ranks_with_devices_of_their_own_do_not(backend: str) -> None:
+    assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-c"], backend) == [[]] * 3

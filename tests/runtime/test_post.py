@@ -7,6 +7,7 @@ import torch
 import worlds
 from torch import Tensor, nn
 
+from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.runtime.pipeline import Post, Values, backward_input, backward_weight
 from lockstep.runtime.world import World
@@ -45,7 +46,8 @@ def looks(values: Values) -> list[Any]:
 def exchange(world: World, turns: int) -> list[Any]:
     """Send first and receive afterwards, on both ranks at once and on two lines in different order."""
     torch.manual_seed(0)
-    post, peer = Post(CPU), 1 - world.rank
+    peer = 1 - world.rank
+    post = Post(world, [peer])
     for number in range(turns):
         post.send(goods(), peer, line=1)
         post.send([torch.full((100_000,), float(number))], peer, line=2)
@@ -66,7 +68,7 @@ def test_parcels_arrive_as_they_were_sent() -> None:
 
 def test_too_many_tensors_are_refused() -> None:
     with pytest.raises(TrainingError, match="pipeline: 80 values cross between two stages, too many; cut elsewhere"):
-        Post(CPU).send([torch.zeros(1, 1)] * 80, 0, 0)
+        Post(World(ALONE, CPU), []).send([torch.zeros(1, 1)] * 80, 0, 0)
 
 
 def test_a_split_backward_has_the_gradients_of_a_whole_one() -> None:

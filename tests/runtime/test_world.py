@@ -145,6 +145,20 @@ def test_devices_that_are_not_there_are_refused(
     assert str(caught.value).startswith(problem)
 
 
+def test_ranks_share_devices_where_gloo_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    chosen = [choose_device("auto", RankInfo(rank, 3, rank, 3, "torchrun"), "gloo") for rank in range(3)]
+    assert chosen == taken == [torch.device("cuda", number) for number in (0, 1, 0)]
+    for backend in ("auto", "nccl"):
+        with pytest.raises(UsageError, match=r"3 processes on this host but 2 CUDA devices.*placement\.backend=gloo"):
+            choose_device("auto", RankInfo(2, 3, 2, 3, "torchrun"), backend)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^placement\.backend: nccl asked for, but this run is on the CPU"):
+        choose_device("cpu", RankInfo(0, 1, 0, 1, "none"), "nccl")
+
+
 @pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cpu", 4), ("auto", 0)])
 def test_the_cpu_is_taken_where_asked_for_or_where_there_is_nothing_else(
     monkeypatch: pytest.MonkeyPatch, device: str, count: int

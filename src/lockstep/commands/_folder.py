@@ -97,11 +97,16 @@ def claim(loaded: Loaded) -> Claim:
     return Claim(folder, held, made, checkpoint_path, notes)
 
 
-def record(loaded: Loaded, folder: Path, source: Mapping[str, str], cores: Sequence[str]) -> None:
-    """Write config.yaml and environment.json; `cores` are those that each rank was bound to, by rank."""
+def record(
+    loaded: Loaded, folder: Path, source: Mapping[str, str], cores: Sequence[str], exchange: Mapping[str, Any]
+) -> None:
+    """Write config.yaml and environment.json.
+
+    `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks.
+    """
     _write(folder / CONFIG, loading.to_yaml(loaded))
-    environment = machine.environment() | {"source": dict(source), "cores": list(cores)}
-    _write(folder / ENVIRONMENT, json.dumps(environment, indent=1, sort_keys=True) + "\n")
+    placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
+    _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lockstep.config import plan as planning
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
+from lockstep.core.devices import SHARING, resolved_backend
 from lockstep.core.mesh import Place
 from lockstep.core.names import choices
 from lockstep.core.order import Step, Steps
@@ -210,10 +211,11 @@ def processes(config: Config) -> int:
             return 1
         cores = len(os.sched_getaffinity(0)) // config.recipe.threads
         return max(1, min(gpus or cores, config.recipe.microbatches))
-    if gpus and placement.processes > gpus:
+    if gpus and placement.processes > gpus and placement.backend != "gloo":
+        see = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"
         raise UsageError(
-            f"placement.processes: {placement.processes} processes but {gpus} CUDA devices; "
-            f"use at most {gpus}, or placement.device=cpu"
+            f"placement.processes: {placement.processes} processes but {see}; "
+            f"use at most {gpus}, or placement.device=cpu, or {SHARING}"
         )
     return placement.processes
 
@@ -224,7 +226,9 @@ def start_method(placement: Placement) -> Literal["fork", "spawn"]:
 
 
 def check_placement(config: Config, count: int) -> None:
-    """Raise UsageError where the strategy cannot work with so many processes."""
+    """Raise UsageError where the strategy cannot work with so many processes, or the backend with the device."""
+    on_gpu = config.placement.device != "cpu" and torch.cuda.device_count() > 0
+    resolved_backend(config.placement.backend, on_gpu)
     name, chosen = strategy(config.placement, count)
     chosen.check(count, config.recipe.microbatches)
     if config.placement.audit_every is not None and chosen.cuts_model:

@@ -89,7 +89,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     fix_kernels(recipe.threads)
     keep_freed_memory()
     stop = StopRequest()
-    device = choose_device(placement.device, info)
+    device = choose_device(placement.device, info, placement.backend)
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
     place = f"{place}  host {meeting.voice.host}  device {device}\n"
     terminal = sys.stdout
@@ -117,7 +117,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
         resumed = _read(meeting, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
         looks = info.rank == 0 and resumed is None and loaded.config.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
-        world = open_world(meeting, device)
+        world = open_world(meeting, device, placement.backend)
         training = _Training(loaded, ready, world, agreed, resumed, (terminal, log), look)
         meeting.doing = training.doing
         code = training.run(stop)
@@ -131,6 +131,7 @@ def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
         "recipe": comparable(values(loaded.config.recipe)),
         "placement.strategy": values(loaded.config.placement)["strategy"],
         "placement.affinity": loaded.config.placement.affinity,  # with auto, all ranks exchange where they run
+        "placement.backend": loaded.config.placement.backend,
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device),
     }
@@ -320,6 +321,8 @@ class _Training:
             processes=self.world.size,
             strategy=self.strategy_name,
             device=str(self.world.device),
+            backend=self.world.backend if self.world.size > 1 else "",
+            sharing=self.world.sharing,
             parameters=self.ready.parameters,
             base_lr=planning.base_rate(recipe),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
@@ -410,7 +413,8 @@ class _Training:
         sinks: list[Sink] = []
         if self.world.rank == 0:
             folder, run = self.start.folder, self.loaded.config.run
-            _folder.record(self.loaded, folder, self.ready.source, self.cores)
+            exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
+            _folder.record(self.loaded, folder, self.ready.source, self.cores, exchange)
             rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
             terminal, log = self.streams
             sinks = [

@@ -149,7 +149,9 @@ def _given(loaded: Loaded, count: int) -> list[Candidate]:
 
 def _all(loaded: Loaded) -> list[Candidate]:
     """Return every strategy on every number of processes that the devices allow, possible or not."""
-    gpus = 0 if loaded.config.placement.device == "cpu" else torch.cuda.device_count()
+    placement = loaded.config.placement
+    own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
+    gpus = torch.cuda.device_count() if own else 0
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
     ordered = sorted(names(), key=lambda name: (name != "single", name))
     return [_checked(_named(loaded, name, size)) for name in ordered for size in sizes]

@@ -23,7 +23,8 @@ def probe(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     """Be the process that looks; writes the facts into the job's folder."""
     fix_kernels(job.loaded.config.recipe.threads)
     ready = ready or prepared(job.loaded, job.validation)
-    device = choose_device(job.loaded.config.placement.device, meeting.info)
+    placement = job.loaded.config.placement
+    device = choose_device(placement.device, meeting.info, placement.backend)
     write(job.folder, facts_of(ready, device))
     return EXIT_DONE
 

@@ -81,7 +81,7 @@ def work(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     keep_freed_memory()
     ready = ready or prepared(job.loaded, job.validation)
     placement = job.loaded.config.placement
-    world = open_world(meeting, choose_device(placement.device, meeting.info))
+    world = open_world(meeting, choose_device(placement.device, meeting.info, placement.backend), placement.backend)
     trace.write(job.folder, _Contestant(job, ready, world).run())
     world.close()
     return EXIT_DONE

@@ -121,7 +121,7 @@ def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, rea
     opened, loaded = _open(asked, found)
     fix_kernels(loaded.config.recipe.threads)
     keep_freed_memory()
-    device = choose_device(loaded.config.placement.device, meeting.info)
+    device = choose_device(loaded.config.placement.device, meeting.info, loaded.config.placement.backend)
     with watched(meeting, loaded.config.placement, device):
         facts = started_with(loaded, device)
         meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
@@ -184,7 +184,7 @@ def _evaluate(
     from lockstep.training import checkpoint
 
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    world = open_world(meeting, device)
+    world = open_world(meeting, device, placement.backend)
     if placement.affinity == "auto":
         bind(world, recipe.threads)
     _, engine, loader = start(ready, placement, world)

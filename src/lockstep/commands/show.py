@@ -25,6 +25,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     RECIPE is a YAML file or the name of a shipped recipe. Overrides are dotted: recipe.optimizer.lr=0.1
     """
     from lockstep.config.load import load, to_yaml
+    from lockstep.core.devices import in_words
 
     loaded = load(recipe, overrides)
     for note in loaded.notes:
@@ -32,6 +33,8 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     click.echo(to_yaml(loaded))
     for name, text in consequences(loaded.config.recipe):
         click.echo(f"{name:<15}{text}")
+    placement = loaded.config.placement
+    click.echo(f"{'exchange':<15}{in_words(placement.backend, placement.device)}")
 
 
 def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -47,6 +47,7 @@ class Placement(Section):
     offload_activations: bool = False  # keep them in the memory of the CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
     affinity: Literal["auto", "off"] = "auto"  # a rank on a GPU runs on the cores near its card
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # carries tensors between ranks
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes beside each training process
     audit_every: PositiveInt | None = None  # steps: another rank repeats a micro-batch, and bits are compared
     rendezvous: Annotated[

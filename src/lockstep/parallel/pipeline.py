@@ -124,7 +124,7 @@ class PipelineEngine:
         self._around = around_forward(self._autocast, self._model, world.device, offload)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._post = Post(world.device)
+        self._post = Post(world, self._neighbours())
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
         self._loss = torch.zeros((), dtype=torch.float64)
         self._own_losses: list[Tensor] = []
@@ -262,6 +262,11 @@ class PipelineEngine:
             return self._inbox.pop((line, index))
         return self._post.receive(self._rank_of(stage), line)
 
+    def _neighbours(self) -> set[int]:
+        """Return the ranks with which this one exchanges parcels: those of the stages beside its own."""
+        beside = {number + step for number in self._stages for step in (-1, 1)}
+        return {self._rank_of(stage) for stage in beside if 0 <= stage <= self._last} - {self._world.rank}
+
     def _rank_of(self, stage: int) -> int:
         return self._pipeline * self._ranks + stage % self._ranks
 
@@ -325,11 +330,10 @@ class PipelineEngine:
             if number != self._last:
                 self._leave(outputs, number + 1, number + 1, 0)
         line = self._back(self._last)
-        if self._last not in self._stages:
-            outputs = self._post.receive(self._rank_of(self._last), line)
-        else:
-            for rank in range(self._ranks - 1):  # the last stage is on the last rank
-                self._post.send(outputs, self._rank_of(rank), line)
+        if self._last not in self._stages:  # the last stage is on the last rank; from there they go from rank to rank
+            outputs = self._post.receive(self._world.rank + 1, line)
+        if self._rank:
+            self._post.send(outputs, self._world.rank - 1, line)
         self._post.finish()
         return _tensor(outputs[0])
 

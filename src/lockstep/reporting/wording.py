@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lockstep.core.devices import SLOWLY
 from lockstep.core.text import printable_line
 from lockstep.training.events import Done, Evaluated, Saved, Skipped, Started, Stepped, Stopped
 
@@ -13,12 +14,14 @@ Row = tuple[str, str]
 
 def started(event: Started, rate_rule: str) -> list[str]:
     """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
+    backend = f", backend {event.backend}" if event.backend else ""
     lines = [
         f"{_counted(event.parameters, 'parameter')}, {_counted(event.train_samples, 'training sample')}, "
         f"{_counted(event.validation_samples, 'validation sample')}",
         f"{_counted(event.steps, 'step')} in {event.epochs:g} epochs of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {_counted(event.microbatches, 'micro-batch')}",
-        f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}",
+        f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
+        *(f"ranks {', '.join(map(str, ranks))} share one device; {SLOWLY}" for ranks in event.sharing),
         _of_a_sample(event),
         rate_rule,
     ]

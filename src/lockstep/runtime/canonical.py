@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.mesh import Place
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, total
+from lockstep.runtime.carrier import Addressed, Carrier
 from lockstep.runtime.peers import naming_lost_peers
 
 
@@ -32,16 +32,16 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 
 @final
 class CanonicalSum:
-    """Adds flat vectors over the ranks of `group`; all ranks call it in the same order with the same lengths.
+    """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
-    `places` says of each rank of the group which micro-batches it holds.
+    `places` says of each of these ranks which micro-batches it holds; one that is alone needs no carrier.
     """
 
-    def __init__(self, rank: int, places: Sequence[Place], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, rank: int, places: Sequence[Place], carrier: Carrier | None) -> None:
         self._rank = rank
         self._places = places
         self._size = len(places)
-        self._group = group
+        self._carrier = carrier
 
     def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
@@ -78,49 +78,40 @@ class CanonicalSum:
         return vector
 
     def _swap(self, sent: Tensor, received: Tensor, peer: int) -> None:
-        self._run([self._receive(received, peer)] if len(received) else [], sent, [peer])
+        self._move([(sent, peer)], [(received, peer)])
 
     def _exchange(self, mine: list[Tensor], held: list[list[Block]], leaves: int, like: Tensor) -> Tensor:
         chunks = [slice(part.start, part.stop) for part in cut(len(like), self._size)]
         chunk = chunks[self._rank]
         others = [rank for rank in range(self._size) if rank != self._rank]
         arriving = {rank: [torch.empty_like(like[chunk]) for _ in held[rank]] for rank in others}
-        operations = [self._receive(piece, rank) for rank in others for piece in arriving[rank] if len(piece)]
-        operations += [
-            self._send(piece[chunks[rank]], rank) for rank in others for piece in mine if len(piece[chunks[rank]])
-        ]
-        _wait(operations)
+        self._move(
+            [(piece[chunks[rank]], rank) for rank in others for piece in mine],
+            [(piece, rank) for rank in others for piece in arriving[rank]],
+        )
         arriving[self._rank] = [piece[chunk] for piece in mine]
         parts = {block: part for rank in arriving for block, part in zip(held[rank], arriving[rank], strict=True)}
         result = mine[0] if mine else torch.empty_like(like)
         result[chunk] = total(parts, leaves, add_)
-        arrivals = [self._receive(result[chunks[rank]], rank) for rank in others if len(result[chunks[rank]])]
-        self._run(arrivals, result[chunk], others)
+        self._move([(result[chunk], rank) for rank in others], [(result[chunks[rank]], rank) for rank in others])
         return result
 
-    def _run(self, operations: list[dist.P2POp], sent: Tensor, peers: list[int]) -> None:
-        if len(sent):
-            operations += [self._send(sent, peer) for peer in peers]
-        _wait(operations)
-
-    def _send(self, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer)
-
-    def _receive(self, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer)
+    def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
+        assert self._carrier is not None
+        move(self._carrier, sent, received)
 
 
 @final
 class Deal:
-    """Deals out the vectors of a round (core/mesh.py) among the members of `group`: a reduce-scatter that does not add.
+    """Deals out the vectors of a round (core/mesh.py) among members: a reduce-scatter that does not add.
 
     All members call it in the same order with vectors of the same length.
     """
 
-    def __init__(self, member: int, members: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, member: int, members: int, carrier: Carrier) -> None:
         self._member = member
         self._members = members
-        self._group = group
+        self._carrier = carrier
 
     def __call__(self, vector: Tensor, holders: int) -> list[Tensor]:
         """Return this member's part of the vectors of members 0 to `holders` - 1, in their order: fresh tensors.
@@ -130,16 +121,13 @@ class Deal:
         parts = vector.view(self._members, -1)
         others = [member for member in range(self._members) if member != self._member]
         arriving = {member: torch.empty_like(parts[0]) for member in others if member < holders}
-        operations = [
-            dist.P2POp(dist.irecv, part, group=self._group, group_peer=member) for member, part in arriving.items()
-        ]
+        received = [(part, member) for member, part in arriving.items()]
+        sent: list[Addressed] = []
         if self._member < holders:
             arriving[self._member] = parts[self._member].clone()
-            operations += [
-                dist.P2POp(dist.isend, parts[member], group=self._group, group_peer=member) for member in others
-            ]
+            sent = [(parts[member], member) for member in others]
         with naming_lost_peers():
-            _wait(operations if len(parts[0]) else [])
+            move(self._carrier, sent, received)
         return [arriving[member] for member in range(holders)]
 
 
@@ -148,7 +136,6 @@ def _halving_fits(held: list[list[Block]]) -> bool:
     return size & (size - 1) == 0 and all(len(h) == 1 and h[0].size == held[0][0].size for h in held)
 
 
-def _wait(operations: list[dist.P2POp]) -> None:
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
+    """Exchange tensors, empty ones left out, so that the current stream may use them."""
+    carrier.start([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()

@@ -63,6 +63,10 @@ class StreamLane:
     though this stream may not have read it yet. So functions are kept, with all they hold, until they are seen to be
     over, or the computing stream waits for them. What this stream makes needs no such care: before it makes anything
     new, it waits for the computing stream.
+
+    NCCL's exchanges here and those of the computing stream are in two groups, which cannot wait for each other
+    crosswise: all ranks submit in one order, and what the computing stream exchanges after a step it exchanges behind
+    `wait`. In zero3 both are under way at once, each as a kernel on a few of the card's processors.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,15 +2,20 @@
 
 A parcel is a message of whole numbers, always of the same length, that describes the tensors, then the tensors
 themselves, each as it lies in memory: where a kernel chooses its way by strides, the receiver's choice is then that of
-a single process. What is sent on one line between two ranks arrives in order; lines do not wait for each other.
+a single process. The message goes by gloo, and so does what lies on the CPU, as states of generators do. Tensors of the
+device go as the world's carriers take them.
 
-Everything goes through the memory of the host, by gloo. torch's own functions for split backwards are imported here.
+What one rank sends another arrives in order, and is received in that order: NCCL knows no tags. Parcels are on lines;
+one that comes before its line is asked for waits on the receiving rank.
+
+torch's own functions for split backwards are imported here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -22,8 +27,11 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import TrainingError
+from lockstep.runtime.carrier import Transfer
 from lockstep.runtime.peers import naming_lost_peers
+from lockstep.runtime.world import World
 
+_TAG: Final = 1  # of what goes by gloo; what carriers send has none
 _NUMBERS: Final = 512
 _NOTHING: Final = -1  # where else the number of a dtype stands
 _NUMBER: Final = -2
@@ -46,10 +54,11 @@ Values = list[Value]
 
 
 class _Form(NamedTuple):
-    """How a tensor lies in memory, and whether it wants a gradient."""
+    """How a tensor lies in memory, whether it wants a gradient, and whether that memory is the host's."""
 
     dtype: torch.dtype
     wanted: bool
+    on_host: bool
     shape: list[int]
     strides: list[int]
 
@@ -66,53 +75,85 @@ class _Form(NamedTuple):
 
 @final
 class Post:
-    """Sends and receives parcels: lists of tensors and whole numbers, with None for what is not there."""
+    """Sends and receives parcels: lists of tensors and whole numbers, with None for what is not there.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+    Each rank makes one with the ranks that it sends to or receives from, its `neighbours`; see World.edges.
+    """
+
+    def __init__(self, world: World, neighbours: Collection[int]) -> None:
+        self._device = world.device
+        self._edges = world.edges(neighbours)
+        self._messages: list[tuple[dist.Work, Tensor]] = []
+        self._sent: deque[Transfer] = deque()
+        self._early: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
         """Start sending to rank `peer`. The tensors must not be written to before `finish`."""
-        numbers = [len(values), *(number for value in values for number in _described(value))]
+        numbers = [line, len(values), *(number for value in values for number in _described(value))]
         if len(numbers) > _NUMBERS:
             raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
+        while self._sent and self._sent[0].over():
+            self._sent.popleft()
         with naming_lost_peers():
-            self._start(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer, line)
+            self._message(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer)
             for value in values:
                 if isinstance(value, Tensor) and value.numel():
-                    self._start(_flat(value.detach()).cpu(), peer, line)
+                    self._start(_flat(value.detach()).view(torch.uint8), peer)
 
     def receive(self, peer: int, line: int) -> Values:
         """Wait for the next parcel of rank `peer` on this line; what wanted a gradient there is a leaf that does."""
-        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         with naming_lost_peers():
-            dist.recv(numbers, peer, tag=line)
-            forms = list(_forms(numbers.tolist()))
-            return [self._value(form, peer, line) if isinstance(form, _Form) else form for form in forms]
+            while not self._early.get((peer, line)):
+                found, values = self._next(peer)
+                self._early.setdefault((peer, found), deque()).append(values)
+        return self._early[peer, line].popleft()
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all that was sent has arrived, as far as who goes on writing here must wait."""
         with naming_lost_peers():
-            for work, _ in self._sent:
+            for work, _ in self._messages:
                 work.wait()
+            for transfer in self._sent:
+                transfer.wait()
+        self._messages.clear()
         self._sent.clear()
 
-    def _start(self, tensor: Tensor, peer: int, line: int) -> None:
-        work = dist.isend(tensor, peer, tag=line)
+    def _message(self, tensor: Tensor, peer: int) -> None:
+        work = dist.isend(tensor, peer, tag=_TAG)
         assert work is not None
-        self._sent.append((work, tensor))
+        self._messages.append((work, tensor))
 
-    def _value(self, form: _Form, peer: int, line: int) -> Tensor:
-        flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype)
+    def _start(self, data: Tensor, peer: int) -> None:
+        if data.device.type == self._device.type:
+            edge = self._edges[peer]
+            self._sent.append(edge.there.start([(data, edge.peer)], []))
+        else:
+            self._message(data, peer)
+
+    def _next(self, peer: int) -> tuple[int, Values]:
+        """Return the parcel that `peer` sent after the last one, and its line."""
+        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
+        dist.recv(numbers, peer, tag=_TAG)
+        line, *rest = numbers.tolist()
+        return line, [self._value(form, peer) if isinstance(form, _Form) else form for form in _forms(rest)]
+
+    def _value(self, form: _Form, peer: int) -> Tensor:
+        device = torch.device("cpu") if form.on_host else self._device
+        flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype, device=device)
         if len(flat):
-            dist.recv(flat, peer, tag=line)
-        flat = flat.to(self._device)
+            self._fill(flat.view(torch.uint8), peer)
         if form.extent > form.elements:  # with gaps, which did not travel
             gaps = flat.new_empty(form.extent)
             gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
             flat = gaps
         return flat.as_strided(form.shape, form.strides).requires_grad_(form.wanted)
+
+    def _fill(self, data: Tensor, peer: int) -> None:
+        if data.device.type == self._device.type:
+            edge = self._edges[peer]
+            edge.back.start([], [(data, edge.peer)]).wait()
+        else:
+            dist.recv(data, peer, tag=_TAG)
 
 
 def backward_input(
@@ -156,7 +197,7 @@ def _described(value: Value) -> list[int]:
         return [_NOTHING]
     if isinstance(value, int):
         return [_NUMBER, value]
-    kind = [_DTYPES.index(value.dtype), int(value.requires_grad), value.ndim]
+    kind = [_DTYPES.index(value.dtype), int(value.requires_grad), int(value.device.type == "cpu"), value.ndim]
     return [*kind, *value.shape, *value.stride()]
 
 
@@ -172,14 +213,14 @@ def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
             yield rest[1]
             rest = rest[2:]
             continue
-        kind, wanted, ndim = rest[:3]
-        middle, stop = 3 + ndim, 3 + 2 * ndim
-        yield _Form(_DTYPES[kind], bool(wanted), rest[3:middle], rest[middle:stop])
+        kind, wanted, on_host, ndim = rest[:4]
+        middle, stop = 4 + ndim, 4 + 2 * ndim
+        yield _Form(_DTYPES[kind], bool(wanted), bool(on_host), rest[4:middle], rest[middle:stop])
         rest = rest[stop:]
 
 
 def _flat(value: Tensor) -> Tensor:
-    form = _Form(value.dtype, False, list(value.shape), list(value.stride()))
+    form = _Form(value.dtype, False, False, list(value.shape), list(value.stride()))
     if form.extent > form.elements:
         return value.contiguous().view(-1)
     return value.as_strided([form.extent], [1], value.storage_offset())

@@ -1,7 +1,9 @@
 """The processes of a run and what they say to each other: the only place that starts torch.distributed.
 
 Gradients travel by the canonical tree (runtime/canonical.py) in a group of their own, so that a side lane may
-use it while this thread talks in the other group. Everything else here is small and exact whatever its order.
+use it while this thread talks in the other group. Tensors of the device travel as a carrier takes them
+(runtime/carrier.py). Everything else here is small, lies on the CPU and is exact whatever its order.
+docs/what-travels.md lists all of it.
 """
 
 from __future__ import annotations
@@ -10,38 +12,52 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.core.devices import device_number, shared
+from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
 from lockstep.core.mesh import Place
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.runtime import ports
-from lockstep.runtime.canonical import CanonicalSum
+from lockstep.runtime.canonical import CanonicalSum, move
+from lockstep.runtime.carrier import Carrier, Direct, Staged
 from lockstep.runtime.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.peers import naming_lost_peers
 from lockstep.runtime.precision import fix_workspace
+
+# A rank that is lost ends the others by the heartbeat (runtime/heartbeat.py), with its reason and within seconds. torch
+# would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
+# outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
+_NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
 
 
 @dataclass(frozen=True)
 class Grid:
     """The ranks as replicas of some members each: `mesh` has the members of this rank's replica, for fully_shard.
 
-    The groups are for a side lane: `within` the replica, and `across` the ranks that are the same member as this one.
+    The carriers are for a side lane: `within` the replica, and `across` the ranks that are the same member as this one.
     """
 
     mesh: DeviceMesh
-    within: dist.ProcessGroup
-    across: dist.ProcessGroup | None
+    within: Carrier
+    across: Carrier | None
+
+
+class Edge(NamedTuple):
+    """What carries tensors to another rank, and from it; `peer` is its number there. Neither waits for the other."""
+
+    there: Carrier
+    back: Carrier
+    peer: int
 
 
 @final
@@ -54,6 +70,8 @@ class World:
         device: torch.device,
         groups: tuple[dist.ProcessGroup, ...] = (),
         timeout: timedelta | None = None,
+        carry: Callable[[dist.ProcessGroup], Carrier] = Direct,
+        backend: Literal["nccl", "gloo"] = "gloo",
     ) -> None:
         self.rank = info.rank
         self.size = info.size
@@ -63,12 +81,16 @@ class World:
         self.device = device
         self._groups = groups
         self._timeout = timeout
+        self._carry = carry
+        self.backend = backend
+        self.sharing: list[list[int]] = []  # ranks that have one device between them
+        self._edges: dict[int, Edge] = {}
         self._stop = _StopAgreement(groups[0]) if groups else None
         self._grids: dict[int, Grid] = {}
 
     def canonical(self, places: Sequence[Place]) -> CanonicalSum:
         """Return the tree between the ranks, which stand at `places`."""
-        return CanonicalSum(self.rank, places, self._groups[1] if self._groups else None)
+        return CanonicalSum(self.rank, places, self._carry(self._groups[1]) if self._groups else None)
 
     @property
     def on_gpu(self) -> bool:
@@ -82,14 +104,54 @@ class World:
         return self._grids[members]
 
     def _new_grid(self, members: int) -> Grid:
-        shape = (self.size // members, members)
-        if shape[0] == 1:
-            return Grid(init_device_mesh(self.device.type, (members,)), self._groups[1], None)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "member"))
-        ranks = torch.arange(self.size).view(shape)
-        within = self._own_group(ranks.tolist())
-        across = self._own_group(ranks.T.tolist())
-        return Grid(mesh["member"], within, across)
+        # The mesh is made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
+        if members == self.size:
+            mesh = DeviceMesh.from_group(self._groups[0], self.device.type)
+            return Grid(mesh, self._carry(self._groups[1]), None)
+        ranks = torch.arange(self.size).view(-1, members)
+        mesh = DeviceMesh.from_group(self._own_group(ranks.tolist()), self.device.type)
+        within = self._carry(self._own_group(ranks.tolist()))
+        return Grid(mesh, within, self._carry(self._own_group(ranks.T.tolist())))
+
+    def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
+        """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
+        new = set(neighbours) - self._edges.keys()
+        if self.backend == "nccl":
+            self._edges |= self._one_way_edges(new)
+        elif new:  # gloo's threads send and receive side by side
+            both = self._carry(self._groups[0])
+            self._edges |= {rank: Edge(both, both, rank) for rank in new}
+        return {rank: self._edges[rank] for rank in neighbours}
+
+    def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
+        """Return edges with a group for each direction.
+
+        NCCL runs what is exchanged in one group in order, and a send ends only when its receiver has begun: in a group
+        for both directions two ranks which send first would wait for each other for ever. (torch's pipelines do the
+        same where they are told to: torch.distributed.config.pipeline_per_edge_p2p.)
+        """
+        wanted = torch.zeros(self.size, self.size, dtype=torch.uint8)
+        wanted[self.rank, list(neighbours)] = 1
+        # All ranks make the groups of all: those that only their own ranks make have names which torch lets differ.
+        ways = [(int(source), int(target)) for source, target in self.add_(wanted).nonzero()]
+        made = {way: carrier for way in ways if (carrier := self._one_way(*way))}
+        return {rank: Edge(made[self.rank, rank], made[rank, self.rank], int(rank > self.rank)) for rank in neighbours}
+
+    def _one_way(self, source: int, target: int) -> Carrier | None:
+        """Make a group of two ranks; where this is one of them, connect it to the other and return what carries.
+
+        To connect is to wait for the other, and in the middle of a step that might be waiting for this one.
+        """
+        group = dist.new_group(sorted((source, target)), timeout=self._timeout)
+        if self.rank not in (source, target):
+            return None
+        assert isinstance(group, dist.ProcessGroup)
+        carrier = self._carry(group)
+        other = target if self.rank == source else source
+        first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
+        with naming_lost_peers():
+            move(carrier, first if self.rank == source else [], first if self.rank == target else [])
+        return carrier
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""
@@ -125,22 +187,12 @@ class World:
 
         All ranks call it with as many tensors, and a rank's have the same sizes everywhere. They are contiguous.
         """
-        first = self._groups[0] if self._groups else None
-        operations = [
-            dist.P2POp(dist.irecv, tensor, group=first, group_peer=rank)
-            for rank, tensors in others.items()
-            for tensor in tensors
-            if tensor.numel()
-        ]
-        operations += [
-            dist.P2POp(dist.isend, tensor, group=first, group_peer=rank)
-            for rank in others
-            for tensor in own
-            if tensor.numel()
-        ]
+        if not others:
+            return
+        sent = [(tensor, rank) for rank in others for tensor in own]
+        received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
         with naming_lost_peers():
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+            move(self._carry(self._groups[0]), sent, received)
 
     def agree_to_stop(self, wish: int) -> int:
         """Return the largest wish that any rank had at its last call (0: none), the same on all ranks.
@@ -208,7 +260,7 @@ class World:
         if all(len(each) == 1 for each in groups):
             return World(info, self.device)
         group = self._own_group(groups)
-        return World(info, self.device, (group, group), self._timeout)
+        return World(info, self.device, (group, group), self._timeout, self._carry, self.backend)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -218,35 +270,44 @@ class World:
             dist.destroy_process_group()
 
 
-def open_world(meeting: Meeting, device: torch.device) -> World:
+def open_world(meeting: Meeting, device: torch.device, backend: Backend = "auto") -> World:
     """Make a process group of the ranks that have met and return their world. All of them call it."""
     info = meeting.info
+    on_gpu = device.type == "cuda"
+    carried_by = resolved_backend(backend, on_gpu)
     if meeting.store is None:
         return World(info, device)
     if info.local_size == info.size and len(set(meeting.hosts)) == 1:
         _stay_on_this_host(info.launcher == "lockstep")
+    if carried_by == "nccl":
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
     timeout = timedelta(seconds=meeting.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
     with naming_lost_peers():
         own = dist.PrefixStore("group", meeting.store.unsigned)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
+        dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, device, (first, second), timeout)
+    carry = Staged if on_gpu and carried_by == "gloo" else Direct
+    world = World(info, device, (first, second), timeout, carry, carried_by)
     if world.on_gpu:
-        _check_devices(world)
+        world.sharing = _sharing(world)
     return world
 
 
-def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo) -> torch.device:
-    """Return this rank's device, or raise UsageError where it is not there."""
+def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
+    """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
     count = torch.cuda.device_count()
-    if device == "cpu" or (device == "auto" and not count):
-        return torch.device("cpu")
-    if not count:
+    if device == "cuda" and not count:
         raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
-    number = device_number(count, info.local_rank, info.local_size, hidden="CUDA_VISIBLE_DEVICES" in os.environ)
+    on_gpu = device != "cpu" and count > 0
+    sharing = resolved_backend(backend, on_gpu) == "gloo"
+    if not on_gpu:
+        return torch.device("cpu")
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+    number = device_number(count, info.local_rank, info.local_size, hidden, sharing)
     fix_workspace()
     chosen = torch.device("cuda", number)
     torch.cuda.set_device(chosen)
@@ -285,14 +346,18 @@ def _stay_on_this_host(own: bool) -> None:
         os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
 
 
-def _check_devices(world: World) -> None:
-    """Raise UsageError on all ranks where some have one device between them, which NCCL would not say so plainly."""
-    name = hashlib.sha256(str(torch.cuda.get_device_properties(world.device).uuid).encode()).digest()
-    table = torch.zeros(world.size, len(name), dtype=torch.uint8)
-    table[world.rank] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    world.add_(table)
-    for ranks in shared({rank: bytes(row.tolist()).hex() for rank, row in enumerate(table)}):
+def _sharing(world: World) -> list[list[int]]:
+    """Return the ranks that have one device between them.
+
+    Where there are any and NCCL is to work, which would not say so plainly, UsageError is raised on all ranks.
+    """
+    uuid = str(torch.cuda.get_device_properties(world.device).uuid).encode()
+    names = world.gather(hashlib.sha256(uuid).digest())
+    found = shared({rank: name.hex() for rank, name in enumerate(names)})
+    if found and world.backend == "nccl":
         raise UsageError(
-            f"placement.device: ranks {', '.join(map(str, ranks))} have one CUDA device between them; let the "
-            f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host"
+            f"placement.device: ranks {', '.join(map(str, found[0]))} have one CUDA device between them; let the "
+            f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host, or use "
+            f"{SHARING}"
         )
+    return found

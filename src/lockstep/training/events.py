@@ -49,6 +49,8 @@ class Started:
     again: int = 0
     flops_per_sample: int | None = None
     peak_flops_per_s: float | None = None  # of the devices that it runs on, where it is known
+    backend: str = ""  # what carries tensors between several ranks
+    sharing: list[list[int]] = field(default_factory=list)  # ranks that have one device between them
     name: Literal["started"] = "started"
 
 
