@@ -1,4 +1,4 @@
-"""Say what Lockstep finds here: which launcher started it and what it makes of that, and which data is damaged."""
+"""Say what Lockstep finds here: the launcher that started it, the cards, and which data is damaged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.core.rank import RankInfo, meeting_place
-from lockstep.core.text import printable_line
-from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
+from lockstep.core.text import printable, printable_line
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
 from lockstep.launchers import Look, environment, located, look
 
 if TYPE_CHECKING:
@@ -52,6 +52,21 @@ def data(words: tuple[str, ...]) -> None:
     from lockstep.config.load import load, split
 
     raise SystemExit(_read_all(load(*split(words)).config.recipe))
+
+
+@command.command("gpu")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--measure/--no-measure", default=True, help="Measure how fast bytes are copied, for 5 s at most.")
+def gpu(as_json: bool, measure: bool) -> None:
+    """Say which cards and libraries are here, what is wrong with them, and which settings make kernels exact.
+
+    Where no card can be used it says why, and what was looked at, and ends with exit code 4.
+    """
+    from lockstep.commands import _doctor_gpu
+
+    found = _doctor_gpu.found(threads=1, measure=measure)
+    click.echo(json.dumps(found) if as_json else printable("\n".join(_doctor_gpu.told(found))))
+    raise SystemExit(EXIT_PREFLIGHT if found["problems"] else EXIT_DONE)
 
 
 def _read_all(recipe: Recipe) -> int:
