@@ -26,6 +26,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 # In the order in which they run, with their shares of the time: seconds, where there are 540 of them.
 SECTIONS: Final[dict[str, float]] = {
     "speed": 170,
+    "copies": 40,
+    "memory": 60,
 }
 _OWN: Final = 0.85  # of a section's share that `run` is given; the rest is for imports and the start of CUDA
 _TAIL: Final = 30  # lines of what a section printed, shown where it failed
