@@ -9,10 +9,10 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.gpu_uses import REFUSED as USES
+from benchmarks.gpu_uses import Function, interpolated
 from lockstep.models.operations import Refusal, refused_operations
 from lockstep.runtime.kernels import REFUSED, RNN_DROPOUT
-
-Function = Callable[[Tensor], Tensor]
 
 
 class Layer(nn.Module):
@@ -46,133 +46,6 @@ def looked(model: Callable[[], nn.Module], *shape: int) -> list[Refusal]:
 
 def names(model: Callable[[], nn.Module], *shape: int) -> set[str]:
     return {each.kernel.named for each in looked(model, *shape)}
-
-
-def interpolated(mode: str, antialias: bool = False) -> Function:
-    return lambda inputs: F.interpolate(inputs, scale_factor=1.5, mode=mode, antialias=antialias)
-
-
-def grid(inputs: Tensor) -> Tensor:
-    size = [inputs.shape[0], *([4] * (inputs.ndim - 2)), inputs.ndim - 2]
-    return F.grid_sample(inputs, torch.zeros(size, device=inputs.device), align_corners=False)
-
-
-def of_pixels(inputs: Tensor) -> Tensor:
-    targets = torch.zeros(inputs.shape[0], *inputs.shape[2:], dtype=torch.int64, device=inputs.device)
-    return F.cross_entropy(inputs, targets, reduction="sum").expand(1, 1)
-
-
-def ctc(inputs: Tensor) -> Tensor:
-    scores = inputs.flatten(2).permute(2, 0, 1).log_softmax(-1)
-    lengths = torch.full((2,), len(scores)), torch.full((2,), 3)
-    return F.ctc_loss(scores, torch.ones(2, 3, dtype=torch.int64, device=inputs.device), *lengths).expand(1, 1)
-
-
-def bagged(inputs: Tensor) -> Tensor:
-    rows = torch.zeros(2, 5, dtype=torch.int64, device=inputs.device)
-    return F.embedding_bag(rows, inputs.flatten(1), mode="max")
-
-
-def scattered(inputs: Tensor) -> Tensor:
-    index = torch.zeros_like(inputs, dtype=torch.int64)
-    return torch.zeros_like(inputs).scatter_reduce(1, index, inputs, "prod")
-
-
-def multiplied(inputs: Tensor) -> Tensor:
-    return (
-        torch.ones_like(inputs).scatter(
-            1, torch.zeros_like(inputs, dtype=torch.int64), inputs.detach(), reduce="multiply"
-        )
-        * inputs
-    )
-
-
-def put(inputs: Tensor) -> Tensor:
-    index = torch.zeros(5, dtype=torch.int64, device=inputs.device)
-    return inputs.put(index, inputs.flatten()[:5])
-
-
-def reduced(inputs: Tensor) -> Tensor:
-    index = torch.zeros(4, dtype=torch.int64, device=inputs.device)
-    return torch.ones_like(inputs).index_reduce(1, index, inputs, "prod")
-
-
-def unpooled(inputs: Tensor) -> Tensor:
-    pool, unpool = {
-        3: (F.max_pool1d, F.max_unpool1d),
-        4: (F.max_pool2d, F.max_unpool2d),
-        5: (F.max_pool3d, F.max_unpool3d),
-    }[inputs.ndim]
-    values, indices = pool(inputs, 2, return_indices=True)
-    return unpool(values, indices, 2)
-
-
-def deformed(inputs: Tensor) -> Tensor:
-    weight = torch.ones(4, 4, 3, 3, device=inputs.device, requires_grad=True)
-    return torchvision.ops.deform_conv2d(inputs, inputs.new_zeros(2, 18, 10, 10), weight)
-
-
-def boxes(inputs: Tensor) -> Tensor:
-    return inputs.new_zeros(2, 5)
-
-
-# For each operation that is refused: a function that uses it, and how many dims its inputs have beside samples and
-# channels.
-USES: dict[str, tuple[Function, int]] = {
-    "aten::_adaptive_avg_pool2d_backward": (lambda inputs: F.adaptive_avg_pool2d(inputs, 5), 2),
-    "aten::_adaptive_avg_pool3d_backward": (lambda inputs: F.adaptive_avg_pool3d(inputs, 3), 3),
-    "aten::adaptive_max_pool2d_backward": (lambda inputs: F.adaptive_max_pool2d(inputs, 5), 2),
-    "aten::adaptive_max_pool3d_backward": (lambda inputs: F.adaptive_max_pool3d(inputs, 4), 3),
-    "aten::avg_pool3d_backward": (lambda inputs: F.avg_pool3d(inputs, 2), 3),
-    "aten::fractional_max_pool2d_backward": (lambda inputs: F.fractional_max_pool2d(inputs, 2, 5), 2),
-    "aten::fractional_max_pool3d_backward": (lambda inputs: F.fractional_max_pool3d(inputs, 2, 3), 3),
-    "aten::max_unpool2d": (unpooled, 2),
-    "aten::max_unpool3d": (unpooled, 3),
-    "aten::reflection_pad1d_backward": (lambda inputs: F.pad(inputs, (1, 1), mode="reflect"), 1),
-    "aten::reflection_pad3d_backward": (lambda inputs: F.pad(inputs, (1,) * 6, mode="reflect"), 3),
-    "aten::upsample_linear1d_backward": (interpolated("linear"), 1),
-    "aten::_upsample_bilinear2d_aa_backward": (interpolated("bilinear", antialias=True), 2),
-    "aten::_upsample_bicubic2d_aa_backward": (interpolated("bicubic", antialias=True), 2),
-    "aten::upsample_bilinear2d_backward": (lambda inputs: torch._C._nn.upsample_bilinear2d(inputs, (9, 9), False), 2),
-    "aten::upsample_bicubic2d_backward": (lambda inputs: torch._C._nn.upsample_bicubic2d(inputs, (9, 9), False), 2),
-    "aten::upsample_trilinear3d_backward": (
-        lambda inputs: torch._C._nn.upsample_trilinear3d(inputs, (9,) * 3, False),
-        3,
-    ),
-    "aten::replication_pad1d_backward": (lambda inputs: torch._C._nn.replication_pad1d(inputs, (1, 1)), 1),
-    "aten::replication_pad2d_backward": (lambda inputs: torch._C._nn.replication_pad2d(inputs, (1,) * 4), 2),
-    "aten::replication_pad3d_backward": (lambda inputs: torch._C._nn.replication_pad3d(inputs, (1,) * 6), 3),
-    "aten::max_pool3d_with_indices_backward": (lambda inputs: torch.max_pool3d(inputs, 2), 3),
-    "aten::nll_loss2d_forward": (of_pixels, 2),
-    "aten::_ctc_loss_backward": (ctc, 2),
-    "aten::_embedding_bag_backward": (bagged, 2),
-    "aten::put": (put, 2),
-    "aten::histc": (lambda inputs: inputs * torch.histc(inputs.detach(), 4).sum(), 2),
-    "aten::bincount": (
-        lambda inputs: (
-            inputs
-            * torch.bincount(torch.zeros_like(inputs, dtype=torch.int64).flatten(), inputs.detach().flatten(), 4).sum()
-        ),
-        2,
-    ),
-    "aten::median": (lambda inputs: inputs.median(-1).values, 2),
-    "aten::nanmedian": (lambda inputs: inputs.nanmedian(-1).values, 2),
-    "aten::grid_sampler_2d_backward": (grid, 2),
-    "aten::grid_sampler_3d_backward": (grid, 3),
-    "aten::scatter_reduce": (scattered, 2),
-    "aten::scatter": (multiplied, 2),
-    "aten::index_reduce": (reduced, 2),
-    "aten::cumprod": (lambda inputs: inputs.flatten().cumprod(0).view_as(inputs), 2),
-    "aten::logcumsumexp": (lambda inputs: inputs.flatten().logcumsumexp(0).view_as(inputs), 2),
-    "torchvision::_deform_conv2d_backward": (deformed, 2),
-    "torchvision::_roi_align_backward": (
-        lambda inputs: torch.ops.torchvision.roi_align(inputs, boxes(inputs), 1.0, 3, 3, 2, False),
-        2,
-    ),
-    "torchvision::_roi_pool_backward": (lambda inputs: torchvision.ops.roi_pool(inputs, boxes(inputs), 3), 2),
-    "torchvision::_ps_roi_align_backward": (lambda inputs: torchvision.ops.ps_roi_align(inputs, boxes(inputs), 2), 2),
-    "torchvision::_ps_roi_pool_backward": (lambda inputs: torchvision.ops.ps_roi_pool(inputs, boxes(inputs), 2), 2),
-}
 
 
 def test_every_refused_operation_has_a_use_here() -> None:
