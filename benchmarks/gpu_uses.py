@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -322,11 +322,22 @@ def _unpooled(inputs: Tensor) -> Tensor:
 
 def _deformed(inputs: Tensor) -> Tensor:
     weight = torch.ones(4, 4, 3, 3, device=inputs.device, requires_grad=True)
-    return torchvision.ops.deform_conv2d(inputs, inputs.new_zeros(2, 18, 4, 4), weight)
+    return _vision().deform_conv2d(inputs, inputs.new_zeros(2, 18, 4, 4), weight)
+
+
+def _vision() -> Any:
+    """Return torchvision's operations, which take longer to import than all that is measured here."""
+    return import_module("torchvision.ops")
 
 
 def _boxes(inputs: Tensor) -> Tensor:
     return inputs.new_zeros(2, 5)
+
+
+def _aligned(inputs: Tensor) -> Tensor:
+    _vision()  # names the operation
+    aligned: Tensor = torch.ops.torchvision.roi_align(inputs, _boxes(inputs), 1.0, 3, 3, 2, False)
+    return aligned
 
 
 # For each operation that is refused: a function that uses it, and how many dims its inputs have beside samples and
@@ -378,11 +389,8 @@ REFUSED: dict[str, tuple[Function, int]] = {
     "aten::cumprod": (lambda inputs: inputs.flatten().cumprod(0).view_as(inputs), 2),
     "aten::logcumsumexp": (lambda inputs: inputs.flatten().logcumsumexp(0).view_as(inputs), 2),
     "torchvision::_deform_conv2d_backward": (_deformed, 2),
-    "torchvision::_roi_align_backward": (
-        lambda inputs: torch.ops.torchvision.roi_align(inputs, _boxes(inputs), 1.0, 3, 3, 2, False),
-        2,
-    ),
-    "torchvision::_roi_pool_backward": (lambda inputs: torchvision.ops.roi_pool(inputs, _boxes(inputs), 3), 2),
-    "torchvision::_ps_roi_align_backward": (lambda inputs: torchvision.ops.ps_roi_align(inputs, _boxes(inputs), 2), 2),
-    "torchvision::_ps_roi_pool_backward": (lambda inputs: torchvision.ops.ps_roi_pool(inputs, _boxes(inputs), 2), 2),
+    "torchvision::_roi_align_backward": (_aligned, 2),
+    "torchvision::_roi_pool_backward": (lambda inputs: _vision().roi_pool(inputs, _boxes(inputs), 3), 2),
+    "torchvision::_ps_roi_align_backward": (lambda inputs: _vision().ps_roi_align(inputs, _boxes(inputs), 2), 2),
+    "torchvision::_ps_roi_pool_backward": (lambda inputs: _vision().ps_roi_pool(inputs, _boxes(inputs), 2), 2),
 }
