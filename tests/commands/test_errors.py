@@ -50,12 +50,16 @@ def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_pa
             "use at most 2 processes, or set recipe.microbatches=3, which is another recipe",
         ),
         (
-            ("recipe.compile=true", "placement.strategy=zero3", "placement.processes=2"),
-            "recipe.compile: strategy zero3 calls the model in parts",
+            (
+                "recipe.compile=true",
+                "placement.strategy={name: pipeline, schedule: zero_bubble}",
+                "placement.processes=2",
+            ),
+            "recipe.compile: strategy pipeline takes the backward of a block apart",
         ),
         (
-            ("recipe.compile=true", "placement.recompute=full"),
-            "recipe.compile: with placement.recompute torch.compile",
+            ("recipe.compile=true", "placement.strategy={name: pipeline, cut: [3.relu]}", "placement.processes=2"),
+            "no stage can begin within block 3, which recipe.compile compiles as one; cut before a block",
         ),
         (("run.dir=held.txt",), "run.dir held.txt: cannot be used: File exists; choose another run.dir"),
     ],

@@ -161,8 +161,9 @@ def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_
         assert _verify.saved_after(job) == half
 
 
-@pytest.mark.parametrize(("name", "refused"), [("ddp", False), ("zero1", False), ("zero2", True), ("pipeline", True)])
-def test_what_would_not_compile_to_the_same_bits_is_not_possible(name, refused):
-    place = _verify._checked(_verify._named(load("digits", ["recipe.compile=true"]), name, 2))
-    assert place.reason.startswith(f"recipe.compile: strategy {name} calls the model in parts") is refused
+@pytest.mark.parametrize(("options", "refused"), [({}, False), ({"schedule": "zero_bubble"}, True)])
+def test_what_would_not_compile_to_the_same_bits_is_not_possible(options, refused):
+    asked = f"placement.strategy={json.dumps({'name': 'pipeline', **options})}"
+    place = _verify._checked(_verify._named(load("digits", ["recipe.compile=true", asked]), "pipeline", 2))
+    assert place.reason.startswith("recipe.compile: strategy pipeline takes the backward of a block apart") is refused
     assert bool(place.reason) is refused

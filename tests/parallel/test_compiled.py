@@ -1,49 +1,109 @@
-"""A compiled model gives the same bits on other processes and after a resume: each shape has kernels of its own."""
+"""Compiled blocks give the same bits under every strategy and after a resume: each shape has kernels of its own."""
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import toys
 import worlds
 from torch import Tensor, nn
-from toys import Case
+from toys import Case, Trace
 
 from lockstep.errors import UsageError
-from lockstep.parallel.compiled import check_compiler
+from lockstep.parallel.compiled import compile_blocks, compiled_units
+from lockstep.parallel.engine import State
+from lockstep.runtime.world import World
+
+needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 
 
-class Small(nn.Module):
-    """Sums over the batch, whose kernels follow from its size."""
+class Block(nn.Module):
+    """Sums over the batch, whose kernels follow from its size; drawn numbers; a width that no vector divides."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.mix = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.mix(self.norm(x)).tanh().softmax(1))
+
+
+class Blocks(nn.Module):
+    """Two blocks of one class between what is in no block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(3 * 8 * 8)
-        self.head = nn.Linear(3 * 8 * 8, toys.CLASSES)
+        self.stem = nn.Linear(3 * 8 * 8, 14)
+        self.blocks = nn.Sequential(Block(14), Block(14))
+        self.head = nn.Linear(14, toys.CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(images.flatten(1)).tanh().softmax(1))
+        logits: Tensor = self.head(self.blocks(self.stem(images.flatten(1))).tanh())
         return logits
 
 
 # Two shapes of micro-batches, and one of evaluations: each is some seconds of a compiler's work.
-WHOLE = Case(2, samples=(18, 8, 18), side=8, model=Small, compile=True, optimizer="adamw")
+WHOLE = Case(2, samples=(18, 8, 18), side=8, model=Blocks, compile=True, optimizer="adamw", clip=0.1)
+ELSEWHERE: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {}),
+    "zero3, recomputed": (2, {"strategy": "zero3", "recompute": 1}),
+    "pipeline": (2, {"strategy": "pipeline", "options": (("cut", ("blocks.1",)),)}),
+}
 
 
 @pytest.mark.worlds
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
-def test_a_resume_on_other_processes_that_sees_the_shapes_in_another_order_keeps_the_bits() -> None:
-    [(_, uninterrupted)] = worlds.run(1, toys.states, WHOLE, 0, None, timeout=300.0)
-    [(_, plain)] = worlds.run(1, toys.states, replace(WHOLE, compile=False), 0, None)
+@needs_a_compiler
+def test_a_resume_elsewhere_that_sees_the_shapes_in_another_order_keeps_the_bits() -> None:
+    [(_, uninterrupted, graphs)] = worlds.run(1, compiled_states, WHOLE, 0, None, timeout=300.0)
+    assert graphs == 3  # for three shapes: both blocks have one compilation
+    [(_, plain, none)] = worlds.run(1, compiled_states, replace(WHOLE, compile=False), 0, None)
     assert plain != uninterrupted  # so it was compiled
-    [(state, trace)] = worlds.run(1, toys.states, replace(WHOLE, samples=WHOLE.samples[:1]), 0, None, timeout=300.0)
-    for strategy in ("ddp", "zero1"):  # which begin with the short step
-        for _, rest in worlds.run(2, toys.states, replace(WHOLE, strategy=strategy), 1, state, timeout=300.0):
-            assert {**trace, **rest} == uninterrupted
+    assert none == 0
+    first = replace(WHOLE, samples=WHOLE.samples[:1])
+    [(state, trace, _)] = worlds.run(1, compiled_states, first, 0, None, timeout=300.0)
+    for processes, placed in ELSEWHERE.values():  # which begin with the short step
+        case = replace(WHOLE, **placed)
+        for _, rest, graphs in worlds.run(processes, compiled_states, case, 1, state, timeout=300.0):
+            assert {**trace, **rest} == uninterrupted, placed
+            assert graphs == 3
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UsageError, match="there is no no-such-compiler on this host; install it"):
-        check_compiler()
+def compiled_states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace, int]:
+    """Train with nothing compiled before, as in a process of its own; return the number of compilations, too."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+    found, trace = toys.states(world, case, first, state)
+    return found, trace, counters["stats"]["unique_graphs"]
+
+
+def test_a_model_without_blocks_is_compiled_as_one() -> None:
+    whole = toys.Plain()
+    assert compiled_units(whole) == [whole]
+    parts = Blocks()
+    assert compiled_units(parts) == [*parts.blocks]
+
+
+@needs_a_compiler
+def test_a_block_that_cannot_be_compiled_is_named_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo g++ 1.0 || { echo no space left >&2; exit 1; }\n')
+    broken.chmod(0o755)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(broken)))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    model = Blocks()
+    compile_blocks(model, torch.device("cpu"))
+    with pytest.raises(
+        UsageError, match=r"torch cannot compile block blocks\.0 \(.*test_compiled\.py:\d+\): .*: no space left; change"
+    ):
+        model(torch.randn(4, 3, 8, 8))

@@ -21,7 +21,6 @@ from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.recompute import recompute
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -115,6 +114,7 @@ class Case:
             channels_last=self.channels_last,
             offload_activations=self.offload_activations,
             compile=self.compile,
+            recompute=self.recompute,
         )
 
 
@@ -122,8 +122,7 @@ def build(case: Case) -> nn.Module:
     """Build the model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = case.model().to(case.dtype)
-    return recompute(model, case.recompute) if case.recompute else model
+        return case.model().to(case.dtype)
 
 
 def strategy(world: World, case: Case) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -37,14 +37,13 @@ from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
 from lockstep.parallel.audited import AuditedEngine
-from lockstep.parallel.compiled import check_compiler
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_state import check_separable
-from lockstep.parallel.recompute import recompute
+from lockstep.runtime.compiler import check_compiler
 from lockstep.runtime.switches import check_switches
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -76,8 +75,8 @@ class Setup:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
         return _optimizer(self.recipe)(trained, norms=norms)
 
-    def numerics(self, offload_activations: bool = False) -> Numerics:
-        """Return what an engine computes by."""
+    def numerics(self, offload_activations: bool = False, recompute: int = 0) -> Numerics:
+        """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
         recipe = self.recipe
         return Numerics(
             microbatches=recipe.microbatches,
@@ -90,6 +89,7 @@ class Setup:
             channels_last=recipe.memory_format == "channels_last",
             compile=recipe.compile,
             offload_activations=offload_activations,
+            recompute=recompute,
         )
 
     def loader(
@@ -105,8 +105,8 @@ def setup(recipe: Recipe) -> Setup:
 
     Every mistake raises UsageError here, before any process group.
     """
-    if recipe.compile and not torch.cuda.device_count():
-        check_compiler()
+    if recipe.compile:
+        check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
     classes = len(data.classes)
     steps = planning.steps(recipe, len(data.train))
@@ -182,12 +182,9 @@ def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
 def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine, Loader]:
     """Start the engine that a placement asks for; return its strategy's name, the engine and this rank's loader."""
     name, chosen = strategy(placement, world.size)
-    _check_compile(ready.recipe, placement, name, chosen.compiles)
-    task = ready.task
-    if placement.recompute != "none" and not chosen.recomputes:
-        every = 1 if placement.recompute == "full" else int(placement.recompute.removeprefix("every_"))
-        task = replace(task, build=partial(_recomputing, task.build, every))
-    engine = chosen.start(task, ready.optimizer, world, ready.numerics(placement.offload_activations))
+    _check_compile(ready.recipe, name, chosen.compiles)
+    every = 0 if chosen.recomputes else _recomputed(placement)
+    engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(placement.offload_activations, every))
     places = [chosen.place(rank, world.size) for rank in range(world.size)]
     if placement.audit_every is None:
         return name, engine, ready.loader(world, places[world.rank], placement.workers)
@@ -196,8 +193,11 @@ def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine
     return name, AuditedEngine(engine, world, rota, loader.microbatch), loader
 
 
-def _recomputing(build: Callable[[], nn.Module], every: int) -> nn.Module:
-    return recompute(build(), every)
+def _recomputed(placement: Placement) -> int:
+    """Return the number of blocks of which one computes its activations again, 0 where none does."""
+    if placement.recompute == "none":
+        return 0
+    return 1 if placement.recompute == "full" else int(placement.recompute.removeprefix("every_"))
 
 
 def processes(config: Config) -> int:
@@ -236,33 +236,25 @@ def check_placement(config: Config, count: int) -> None:
             f"placement.audit_every: strategy {name} has but a part of the model on each rank, so none can repeat "
             f"another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
         )
-    _check_compile(config.recipe, config.placement, name, chosen.compiles)
+    _check_compile(config.recipe, name, chosen.compiles)
     if chosen.cuts_rows:
         check_rows(_optimizer(config.recipe), name)
 
 
-def _check_compile(recipe: Recipe, placement: Placement, name: str, compiles: bool) -> None:
+def _check_compile(recipe: Recipe, name: str, compiles: bool) -> None:
     """Raise UsageError where a compiled model would not give the bits of one process."""
-    if not recipe.compile:
-        return
-    if not compiles:
+    if recipe.compile and not compiles:
         raise UsageError(
-            f"recipe.compile: strategy {name} calls the model in parts, and torch.compile fuses what it finds in each; "
-            f"the bits would not be those of one process. Use strategy single, ddp or zero1, or set it to false"
+            f"recipe.compile: strategy {name} takes the backward of a block apart, and a compiled block does it as "
+            f"one; use another schedule, such as 1f1b, or set it to false"
         )
-    for key in ("recompute", "offload_activations"):
-        if getattr(placement, key) not in ("none", False):
-            raise UsageError(
-                f"recipe.compile: with placement.{key} torch.compile may fuse otherwise, and so give other bits; leave "
-                f"placement.{key} out, or set recipe.compile to false"
-            )
 
 
 def check_cut(ready: Setup, config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
     _, chosen = strategy(config.placement, count)
     if chosen.cuts_model:
-        chosen.check_model(ready.blank, ready.task.sample, count)
+        chosen.check_model(ready.blank, ready.task.sample, count, whole_blocks=ready.recipe.compile)
         check_separable(ready.optimizer, ready.dims)
 
 

@@ -133,7 +133,7 @@ def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
         "placement.affinity": loaded.config.placement.affinity,  # with auto, all ranks exchange where they run
         "placement.backend": loaded.config.placement.backend,
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
-        "versions of the libraries, CPU or threads": machine.numerics(device),
+        "versions of the libraries, CPU or threads": machine.numerics(device, compiled=loaded.config.recipe.compile),
     }
 
 
@@ -212,7 +212,7 @@ class _Training:
         self.phase: Phase = "setting up"
         self.weights = ""
         self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
-        self.numerics = machine.numerics(world.device)
+        self.numerics = machine.numerics(world.device, compiled=loaded.config.recipe.compile)
         placement = loaded.config.placement
         # Before memory is pinned and loader processes start.
         self.cores = bind(world, loaded.config.recipe.threads) if placement.affinity == "auto" else []

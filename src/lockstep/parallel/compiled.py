@@ -1,50 +1,71 @@
-"""torch.compile, so that what is computed for a shape does not depend on the shapes seen before it.
+"""torch.compile by block, so that what a block computes for a shape follows from that block and that shape alone.
 
 By itself torch.compile makes kernels for any size once it has seen a second one. A run that resumes sees the shapes of
-micro-batches in another order, and a rank others than its neighbour, so they would compute with other kernels.
+micro-batches in another order, and a rank others than its neighbour, so they would compute with other kernels. And
+what is fused depends on the piece of code that is compiled. So each shape has kernels of its own, and the piece is a
+block of the model (parallel/units.py), which every strategy calls as one; what stands between blocks is not compiled.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import unwrap
+from types import CodeType
+from typing import Final, NoReturn
 
 import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.own_code import located
+from lockstep.parallel.units import find_units
+from lockstep.runtime.compiler import OPTIONS, prepare
+from lockstep.runtime.machine import numerics
 
-# Of kernels for one piece of code, blocks of one class together. A recipe has about six shapes, in two modes.
-_LIMIT: Final = 4096
-
-# Nothing that is chosen by the time it takes: two ranks, or two runs, would choose differently.
-_OPTIONS: Final = {
-    "deterministic": True,
-    "max_autotune": False,
-    "max_autotune_gemm": False,
-    "max_autotune_pointwise": False,
-    "coordinate_descent_tuning": False,
-}
+_LONGEST: Final = 300  # characters of what torch says
 
 
-def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return the compiled forward of a model: each shape has kernels of its own."""
-    from torch._dynamo import config  # here, because it takes a second
+def compile_blocks(model: nn.Module, device: torch.device) -> None:
+    """Let the model's blocks, or a model without blocks as a whole, compute compiled on `device`.
 
-    # Beyond its limits torch goes on uncompiled, with other bits and a warning.
-    config.recompile_limit = config.accumulated_recompile_limit = _LIMIT
-    config.fail_on_recompile_limit_hit = True
-    config.suppress_errors = False
-    return torch.compile(model, dynamic=False, options=dict(_OPTIONS))
+    Only their forward is: hooks around it, such as those of fully_shard, run as they are.
+    """
+    prepare(numerics(device, compiled=True))
+    names = {module: name for name, module in model.named_modules()}
+    for block in compiled_units(model):
+        name = f"block {names[block]}" if names[block] else "the model"
+        forward = torch.compile(block.forward, dynamic=False, options=dict(OPTIONS))
+        block.forward = _naming(name, unwrap(type(block).forward).__code__)(forward)
 
 
-def check_compiler() -> None:
-    """Raise UsageError where there is no C++ compiler, with which torch builds the kernels for a CPU."""
-    name = os.environ.get("CXX", "g++")
-    if shutil.which(name) is None:
+def compiled_units(model: nn.Module) -> list[nn.Module]:
+    """Return what is compiled as one."""
+    return find_units(model) or [model]
+
+
+@contextmanager
+def _naming(name: str, code: CodeType) -> Iterator[None]:
+    """Turn a failure to compile into an error that names the block."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    try:
+        yield
+    except FailOnRecompileLimitHit as error:
         raise UsageError(
-            f"recipe.compile: torch compiles for the CPU with a C++ compiler, and there is no {name} on this host; "
-            f"install it (Debian, Ubuntu: g++), name another in the environment variable CXX, or set it to false"
-        )
+            f"recipe.compile: {name} has been compiled for so many shapes, or values of what its code reads, that "
+            f"torch gives up; let the code depend on fewer, or set recipe.compile to false"
+        ) from error
+    except TorchDynamoException as error:
+        _refuse(name, code, error)
+
+
+def _refuse(name: str, code: CodeType, error: Exception) -> NoReturn:
+    frames = [*getattr(error, "real_stack", ())]  # of the model's code, as far as torch knows it
+    place = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
+    words, _, output = str(error).strip().partition("\nOutput:\n")  # of a compiler
+    lines = [text.strip().partition("\n")[0][:_LONGEST] for text in (words, output) if text]
+    raise UsageError(
+        f"recipe.compile: torch cannot compile {name} ({located(*place)}): {': '.join(lines)}; change the code there, "
+        f"keep it out by torch.compiler.disable, or set recipe.compile to false"
+    ) from error

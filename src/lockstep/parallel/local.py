@@ -30,12 +30,13 @@ from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.compiled import compiled
+from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layout import Layout, Slots
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from lockstep.parallel.recompute import recompute
 from lockstep.parallel.updating import Updates, gradient
 from lockstep.runtime.canonical import add_
 from lockstep.runtime.lane import Lane
@@ -65,10 +66,13 @@ class LocalEngine:
         self._device = world.device
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = task.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        if numerics.compile:
+            compile_blocks(self._model, world.device)
+        if numerics.recompute:
+            recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model)
         self._lane = world.lane()
         self._layout = lay(self._model, self._lane)
-        self._forward = compiled(self._model) if numerics.compile else self._model
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -189,7 +193,7 @@ class LocalEngine:
             generator.manual_seed(seed)
         with self._training:
             with self._model_code:
-                outputs = self._forward(self._numerics.laid_out(microbatch.inputs))
+                outputs = self._model(self._numerics.laid_out(microbatch.inputs))
             return self._task.loss_sum(outputs, microbatch.targets)
 
     def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
@@ -229,5 +233,5 @@ class LocalEngine:
 
     def _predict(self, inputs: Tensor) -> Tensor:
         with self._autocast, self._model_code:
-            outputs: Tensor = self._forward(self._numerics.laid_out(inputs))
+            outputs: Tensor = self._model(self._numerics.laid_out(inputs))
         return outputs

@@ -31,6 +31,7 @@ class Numerics:
     channels_last: bool = False
     compile: bool = False
     offload_activations: bool = False
+    recompute: int = 0  # every so many blocks, for the strategies that have none of their own
 
     def laid_out(self, inputs: Tensor) -> Tensor:
         """Return a micro-batch's inputs in the memory format that the model computes in."""

@@ -29,6 +29,7 @@ from lockstep.core.tree import Counter, total
 from lockstep.errors import TrainingError, UsageError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
+from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
@@ -88,7 +89,7 @@ class PipelineEngine:
         self._pipeline, self._rank = divmod(world.rank, self._ranks)
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = task.build_model()
-        cut = find_cut(self._model, self._last + 1, task.sample, pipe.cut)
+        cut = find_cut(self._model, self._last + 1, task.sample, pipe.cut, whole_blocks=numerics.compile)
         owner = owners(self._model, cut)
         trained = trained_parameters(self._model)
         if self._last:
@@ -103,6 +104,8 @@ class PipelineEngine:
             number: Stage(part_of(self._model, {name for name in own if owner[name] == number}), pipe.recompute)
             for number in numbers
         }
+        if numerics.compile:
+            compile_blocks(self._model, world.device)
         self._evaluating = {number: stage_module(self._model.eval(), cut, number) for number in numbers}
         self._training = {number: stage_module(self._model.train(), cut, number) for number in numbers}
         self._ema = Ema(self._part.state_dict(), numerics.ema_decay) if numerics.ema_decay is not None else None

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from lockstep.core.names import suggestion
 from lockstep.core.partition import balanced
 from lockstep.errors import UsageError
+from lockstep.parallel.compiled import compiled_units
 from lockstep.parallel.pipeline_trace import Line, batch_of, tensors_of
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
@@ -30,25 +31,30 @@ class Cut:
 
     begins: tuple[str, ...] = ()
     entered: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()  # names of blocks that stay whole
 
 
-def find_cut(model: nn.Module, stages: int, sample: Tensor | None, names: Sequence[str] = ()) -> Cut:
+def find_cut(
+    model: nn.Module, stages: int, sample: Tensor | None, names: Sequence[str] = (), *, whole_blocks: bool = False
+) -> Cut:
     """Return a cut of `model` into so many stages, by cost or before the modules `names`.
 
-    Operations are counted on samples like `sample`; with None parameters alone are. `model`, which may lie on the meta
-    device, is left as it is. A model that cannot be cut so raises UsageError that says why.
+    With `whole_blocks` none lies within a block (parallel/units.py). Operations are counted on samples like `sample`;
+    with None parameters alone are. `model`, which may lie on the meta device, is left as it is. A model that cannot be
+    cut so raises UsageError that says why.
     """
     blank, sample = _blank(model, sample)
+    kept = _blocks(blank) if whole_blocks else frozenset()
     if names:
-        return _by_hand(blank, stages, names, sample)
-    return _by_cost(blank, stages, sample)
+        return _by_hand(blank, stages, names, sample, kept)
+    return _by_cost(blank, stages, sample, kept)
 
 
 def owners(model: nn.Module, cut: Cut) -> dict[str, int]:
     """Return the stage of each parameter and buffer by name; what no stage uses goes to the last one."""
     found: dict[int, int] = {}
     for training in (False, True):
-        line = Line(model, cut.entered, training)
+        line = Line(model, cut.entered, training, cut.kept)
         for number, part in enumerate(_parts(line, cut)):
             for key in line.tensors(part):
                 if found.setdefault(key, number) != number:
@@ -62,7 +68,7 @@ def owners(model: nn.Module, cut: Cut) -> dict[str, int]:
 
 def stage_module(model: nn.Module, cut: Cut, stage: int) -> fx.GraphModule:
     """Return a stage in the model's present mode: from the tensors that cross into it to a list of those that leave."""
-    line = Line(model, cut.entered, model.training)
+    line = Line(model, cut.entered, model.training, cut.kept)
     part = _parts(line, cut)[stage]
     return line.module(part.start, part.stop)
 
@@ -78,7 +84,7 @@ def _parts(line: Line, cut: Cut) -> list[range]:
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.body)], strict=True)]
 
 
-def _by_hand(model: nn.Module, stages: int, names: Sequence[str], sample: Tensor | None) -> Cut:
+def _by_hand(model: nn.Module, stages: int, names: Sequence[str], sample: Tensor | None, kept: frozenset[str]) -> Cut:
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "
@@ -89,8 +95,13 @@ def _by_hand(model: nn.Module, stages: int, names: Sequence[str], sample: Tensor
         if not name or name not in modules:
             raise UsageError(f"strategy pipeline: cut: the model has no module {name}{suggestion(name, modules)}")
     above = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
-    cut = Cut(tuple(names), frozenset(above))
-    line = Line(model, cut.entered, training=True)
+    for block in sorted(above & kept):
+        raise UsageError(
+            f"strategy pipeline: cut: no stage can begin within block {block}, which recipe.compile compiles as one; "
+            f"cut before a block, or set recipe.compile to false"
+        )
+    cut = Cut(tuple(names), frozenset(above), kept)
+    line = Line(model, cut.entered, training=True, kept=kept)
     if sample is not None:
         line.measure(sample)
     for number, part in enumerate(_parts(line, cut)):
@@ -103,17 +114,17 @@ def _by_hand(model: nn.Module, stages: int, names: Sequence[str], sample: Tensor
     return cut
 
 
-def _by_cost(model: nn.Module, stages: int, sample: Tensor | None) -> Cut:
+def _by_cost(model: nn.Module, stages: int, sample: Tensor | None, kept: frozenset[str]) -> Cut:
     entered: frozenset[str] = frozenset()
-    shut: set[str] = set()  # what cannot be entered
+    shut = {*kept}  # what cannot be entered
     best, lowest, vain = None, float("inf"), 0
     while vain < PATIENCE:
-        line = Line(model, entered, training=True)
+        line = Line(model, entered, training=True, kept=kept)
         costs = _costs(line, sample)
         allowed = {place: name for place, name in line.calls() if place and line.obstacle(place) is None}
         places = balanced(costs, stages, allowed, line.trains())
         if places is not None:
-            cut = Cut(tuple(allowed[place] for place in places), entered)
+            cut = Cut(tuple(allowed[place] for place in places), entered, kept)
             dearest = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
             if dearest < lowest:
                 best, lowest, vain = cut, dearest, 0
@@ -121,7 +132,7 @@ def _by_cost(model: nn.Module, stages: int, sample: Tensor | None) -> Cut:
         if lowest <= EVEN_ENOUGH / stages:
             break
         name = _dearest(model, line, costs, shut)
-        while name is not None and not _can_be_entered(model, entered | {name}):
+        while name is not None and not _can_be_entered(model, entered | {name}, kept):
             shut.add(name)
             name = _dearest(model, line, costs, shut)
         if name is None:
@@ -158,10 +169,10 @@ def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -
     return max(open_ones)[1] if open_ones else None
 
 
-def _can_be_entered(model: nn.Module, entered: frozenset[str]) -> bool:
+def _can_be_entered(model: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> bool:
     try:
         for training in (False, True):
-            Line(model, entered, training)
+            Line(model, entered, training, kept)
     except UsageError:
         return False
     return True
@@ -175,6 +186,17 @@ def _refusal(line: Line, stages: int) -> str:
         f"strategy pipeline: the model cannot be cut into {stages} stages with parameters to train: its forward calls "
         f"{len(found) + 1} modules one after the other{told}; use fewer stages, or another strategy"
     )
+
+
+def _blocks(model: nn.Module) -> frozenset[str]:
+    names = {module: name for name, module in model.named_modules()}
+    found = frozenset(names[block] for block in compiled_units(model))
+    if "" in found:
+        raise UsageError(
+            "strategy pipeline: recipe.compile compiles by block, and this model has none, so that it is compiled as "
+            "one; use another strategy, or set recipe.compile to false"
+        )
+    return found
 
 
 def _blank(model: nn.Module, sample: Tensor | None) -> tuple[nn.Module, Tensor | None]:

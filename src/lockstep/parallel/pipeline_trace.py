@@ -27,13 +27,16 @@ _ROOT: Final = "model"
 class Line:
     """A traced forward: `body` are its nodes in order, without its input, its output and its weights.
 
-    The model is put into the mode that `training` says. Code that cannot be followed raises UsageError.
+    The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container. Code
+    that cannot be followed raises UsageError.
     """
 
-    def __init__(self, model: nn.Module, entered: frozenset[str], training: bool) -> None:
+    def __init__(
+        self, model: nn.Module, entered: frozenset[str], training: bool, kept: frozenset[str] = frozenset()
+    ) -> None:
         model.train(training)
         self._root = _OneInput(model)
-        self._graph = _traced(self._root, entered)
+        self._graph = _traced(self._root, entered, kept)
         self._modules = dict(model.named_modules())
         nodes = list(self._graph.nodes)
         self._input, self._output = nodes[0], nodes[-1]
@@ -154,13 +157,16 @@ class _OneInput(nn.Module):
 class _CoarseTracer(fx.Tracer):
     proxy_buffer_attributes = True  # else a buffer's value would be that of the trace
 
-    def __init__(self, entered: frozenset[str]) -> None:
+    def __init__(self, entered: frozenset[str], kept: frozenset[str]) -> None:
         super().__init__()
         self._entered = entered
+        self._kept = kept
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module stays whole."""
         name = module_qualified_name.removeprefix(_ROOT).removeprefix(".")
+        if name in self._kept:
+            return True
         return bool(name) and type(m).forward is not nn.Sequential.forward and name not in self._entered
 
 
@@ -186,11 +192,11 @@ class _Measuring(fx.Interpreter):
         return result
 
 
-def _traced(root: nn.Module, entered: frozenset[str]) -> fx.Graph:
+def _traced(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx.Graph:
     """Trace, and refuse what a trace would silently fix: tensors of the moment and drawn numbers."""
     before = _generators()
     try:
-        graph = _CoarseTracer(entered).trace(root)
+        graph = _CoarseTracer(entered, kept).trace(root)
     except LockstepError:
         raise
     except Exception as error:  # a stranger's code may raise anything once it meets no real tensors

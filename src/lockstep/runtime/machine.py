@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.runtime.compiler import compiler_facts
 from lockstep.runtime.precision import attention
 from lockstep.runtime.switches import recorded
 
@@ -46,8 +47,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def numerics(device: torch.device) -> dict[str, Any]:
+def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
     """Return what decides the bits besides the recipe: where it is the same, the same bits are promised.
+
+    Of a model that is `compiled`, that is also what it is compiled with.
 
     Another CPU model of the same instruction set may have other caches, by which libraries block their sums.
     """
@@ -58,6 +61,8 @@ def numerics(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "switches": recorded(device),
     }
+    if compiled:
+        fingerprint |= compiler_facts(gpu=device.type == "cuda")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return fingerprint | {"gpu": name, "attention": attention()} | _gpu_libraries()

@@ -33,7 +33,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
     needs: ClassVar[str] = "processes that the replicas divide; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "as zero3 within a replica; between replicas a shard of the gradients once a step"

@@ -46,7 +46,6 @@ class Strategy:
         "the gradients once a step, with shard the new parameters too"
     )
     recomputes: ClassVar[bool] = True
-    compiles: ClassVar[bool] = False
     cuts_model: ClassVar[bool] = True
 
     schedule: Schedule = "1f1b"
@@ -60,6 +59,11 @@ class Strategy:
     def cuts_rows(self) -> bool:
         """Whether the optimizer sees but rows of tensors."""
         return self.shard > 1
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a block's backward is one, as it is where it is compiled: zero_bubble has it in two halves."""
+        return self.schedule != "zero_bubble"
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the options do not fit each other or the number of processes."""
@@ -91,10 +95,13 @@ class Strategy:
                 f"each process of a pipeline; name {stages - 1}, or leave cut out"
             )
 
-    def check_model(self, build: Callable[[], nn.Module], sample: Tensor, processes: int) -> None:
+    def check_model(
+        self, build: Callable[[], nn.Module], sample: Tensor, processes: int, *, whole_blocks: bool = False
+    ) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut into the stages for so many processes.
 
-        It is built on the meta device, or on the CPU where that fails; `sample` is one input.
+        It is built on the meta device, or on the CPU where that fails; `sample` is one input. With `whole_blocks` no
+        cut may lie within a block.
         """
         stages = processes // self._pipelines * self._per_rank()
         with warnings.catch_warnings(action="ignore"):  # the real build warns too, and not of values that are not there
@@ -103,7 +110,7 @@ class Strategy:
                     blank = build()
             except Exception:  # a stranger's model may read values while it is built; what fails on the CPU too is told
                 blank = build()
-        find_cut(blank, stages, sample, self.cut)
+        find_cut(blank, stages, sample, self.cut, whole_blocks=whole_blocks)
 
     def place(self, rank: int, size: int) -> Place:
         """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""

@@ -29,7 +29,7 @@ class Strategy:
     cuts: ClassVar[str] = "the micro-batches of a step; gradients and optimizer state, by rows"
     needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
     recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
     cuts_model: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
     communication: ClassVar[str] = "the parameters once a step, the gradients of each micro-batch"

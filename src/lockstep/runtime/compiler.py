@@ -1,0 +1,150 @@
+"""What torch.compile builds kernels with: set so that no time decides, checked before a run, part of its fingerprint.
+
+Kernels follow from torch's settings, which some 200 environment variables change, and from the compiler. So both are
+in the fingerprint of a run, and what one machine has built is never used by another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.errors import UsageError
+
+# Nothing that is chosen by the time it takes: two ranks, or two runs, would choose differently.
+OPTIONS: Final = {
+    "deterministic": True,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "benchmark_fusion": False,
+    "benchmark_combo_kernel": False,
+    "triton.multi_kernel": 0,
+    # Else a kernel is made for the alignment of the first tensors that it is given, which differs by placement: what a
+    # stage receives is aligned, and a part of a larger tensor may not be.
+    "assume_aligned_inputs": True,
+}
+
+# Of kernels for one piece of code, blocks of one class together. A recipe has about six shapes, in two modes.
+_LIMIT: Final = 4096
+_OFF: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # torch would compute uncompiled, with other bits
+_READ_ELSEWHERE: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
+_PREPARED: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
+_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
+_OWN: Final = "lockstep-"
+_OLDEST_GPU: Final = (7, 0)  # that Triton compiles for
+_SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
+
+
+def check_compiler(gpu: bool) -> None:
+    """Raise UsageError where torch.compile is switched off, or lacks what it builds kernels with on this host."""
+    for name in _OFF:
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise UsageError(
+                f"recipe.compile: the environment variable {name} is {os.environ[name]}, which makes torch compute "
+                f"uncompiled, with other bits; unset it, or set recipe.compile to false"
+            )
+    if gpu:
+        _check_triton()
+    elif shutil.which(_cxx()) is None:
+        raise UsageError(
+            f"recipe.compile: torch compiles for the CPU with a C++ compiler, and there is no {_cxx()} on this host; "
+            f"install it (Debian, Ubuntu: g++), name another in the environment variable CXX, or set it to false"
+        )
+
+
+def prepare(fingerprint: Mapping[str, Any]) -> None:
+    """Make torch.compile keep to one way, in this process; kernels of another `fingerprint` are not reused.
+
+    Torch's own cache knows neither the version of the C++ compiler nor the CPU, for which that optimises.
+    """
+    from torch._dynamo import config  # here, because it takes a second
+    from torch._functorch import config as autograd
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    # Beyond its limits torch goes on uncompiled, with other bits and a warning.
+    config.recompile_limit = config.accumulated_recompile_limit = _LIMIT
+    config.fail_on_recompile_limit_hit = True
+    config.suppress_errors = False
+    autograd.force_non_lazy_backward_lowering = True  # what fails is then seen in the forward, where the block is known
+    base = Path(cache_dir())
+    base = base.parent if base.name.startswith(_OWN) else base
+    os.environ[_CACHE] = str(base / f"{_OWN}{_digest(fingerprint)}")
+
+
+def compiler_facts(gpu: bool) -> dict[str, str]:
+    """Return what decides the bits of compiled blocks besides the recipe and the facts of the machine."""
+    from torch._dynamo import config as tracing
+    from torch._functorch import config as autograd
+    from torch._inductor import config as kernels
+
+    modules = {"kernels": kernels, "autograd": autograd, "tracing": tracing}
+    with kernels.patch(OPTIONS):
+        settings = {name: dict(_plain(module)) for name, module in modules.items()}
+    flags = {name: os.environ.get(name) for name in _READ_ELSEWHERE}
+    return {
+        "compile": f"by block, settings {_digest([settings, flags])}",
+        "compiler": f"triton {_triton()}" if gpu else _cxx_version(),
+    }
+
+
+def _plain(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a module of torch's which are numbers, words or lists of them, and no place on this host.
+
+    Those that `prepare` makes are the same for all.
+    """
+    for name, value in module.save_config_portable().items():
+        if "_dir" not in name and "limit" not in name and name not in _PREPARED:
+            yield name, sorted(map(str, value)) if isinstance(value, set | frozenset) else value
+
+
+def _check_triton() -> None:
+    advice = "or set recipe.compile to false"
+    if _triton() is None:
+        raise UsageError(
+            f"recipe.compile: torch compiles for CUDA with Triton, which is not installed here; pip install triton in "
+            f"the version that torch {torch.__version__} names, {advice}"
+        )
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang", "cc")):
+        raise UsageError(
+            f"recipe.compile: Triton starts its kernels by code that a C compiler builds, and there is none on this "
+            f"host; install gcc, name another in the environment variable CC, {advice}"
+        )
+    found = torch.cuda.get_device_capability()
+    if found < _OLDEST_GPU:
+        raise UsageError(
+            f"recipe.compile: Triton compiles for GPUs of compute capability 7.0 and later, and "
+            f"{torch.cuda.get_device_name()} has {found[0]}.{found[1]}; use another GPU, {advice}"
+        )
+
+
+def _triton() -> str | None:
+    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _cxx() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _cxx_version() -> str:
+    answer = subprocess.run([_cxx(), "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return answer.stdout.partition("\n")[0] or _cxx()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:_SHOWN]
