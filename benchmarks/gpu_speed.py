@@ -7,7 +7,6 @@ ratios say nothing: that is for showing that it runs.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,8 @@ from torch.nn import functional as F
 
 from benchmarks.gpt import GPT2_124M, TINY, NextToken
 from benchmarks.turns import Answer, Turn, take_turns
+from lockstep.core.peak import peak_flops
+from lockstep.models.flops import FlopCounter, backward_flops
 
 FAST, DETERMINISTIC, OURS, COMPILED = (
     "hand-written, fast",
@@ -90,13 +91,28 @@ def measure(work: Work, device: torch.device, limit_s: float) -> dict[str, Any]:
     return {
         "name": work.name,
         "samples": work.samples,
+        **cost(work, device),
         "unit": work.unit,
+        "per_sample": work.per_sample,
         "rates": {name: {"median": statistics.median(own), "turns": own} for name, own in rates.items()},
         "targets": judged(rates),
         "losses": losses,
         "peak_bytes": {name: own[0]["peak_bytes"] for name, own in answers.items()},
         "failures": failures,
     }
+
+
+def cost(work: Work, device: torch.device) -> dict[str, Any]:
+    """Return the floating-point operations of a sample, and the card's peak where it is known."""
+    inputs, counter = batch(work, device)[0].to("meta"), FlopCounter()
+    with torch.device("meta"):
+        model = build(work, device)
+        with counter:
+            outputs = model(inputs)
+    flops = backward_flops(counter, outputs)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    assert flops is not None
+    return {"flops_per_sample": flops // work.samples, "peak_flops_per_s": peak_flops(name, "bf16")}
 
 
 def judged(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
@@ -227,9 +243,9 @@ def set_fast() -> None:
 
 def set_deterministic() -> None:
     """Choose kernels that give the same bits each time: Lockstep's own choice."""
-    from lockstep.runtime.precision import fix_kernels
+    from lockstep.runtime.precision import fix_kernels, fix_workspace
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    fix_workspace()  # read when CUDA starts
     fix_kernels(threads=1)
 
 
@@ -292,15 +308,19 @@ def ours(work: Work, device: torch.device, compiled: bool = False) -> Do:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Return the speeds and the ratios as Markdown."""
+    """Return the speeds and the ratios as Markdown; MFU is model FLOPs utilisation."""
     lines = [
-        "| model | loop | a second | x hand-written, fast | x hand-written, deterministic |",
-        "|---|---|---|---|---|",
+        "| model | loop | a second | TFLOP/s | MFU | x hand-written, fast | x hand-written, deterministic |",
+        "|---|---|---|---|---|---|---|",
     ]
     for model in result["models"]:
         for name, rate in model["rates"].items():
-            ratios = [_ratio(model["rates"], name, against) for against in TARGETS]
-            lines.append(f"| {model['name']} | {name} | {rate['median']:,.0f} {model['unit']} | {' | '.join(ratios)} |")
+            flops = rate["median"] / model["per_sample"] * model["flops_per_sample"]
+            peak = model["peak_flops_per_s"]
+            cells = [model["name"], name, f"{rate['median']:,.0f} {model['unit']}", f"{flops / 1e12:.4g}"]
+            cells.append(f"{100 * flops / peak:.1f} %" if peak else "-")
+            cells += [_ratio(model["rates"], name, against) for against in TARGETS]
+            lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for model in result["models"]:
         for each in model["targets"]:
