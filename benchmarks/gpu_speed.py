@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,7 @@ def works(device: torch.device) -> list[Work]:
 
 def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     """Measure both models; each has half of the time."""
+    torch.set_num_threads(1)  # forked contestants must not inherit a pool of threads
     began, found = time.monotonic(), []
     several = works(device)
     for left, work in zip(range(len(several), 0, -1), several, strict=True):
@@ -82,7 +83,8 @@ def measure(work: Work, device: torch.device, limit_s: float) -> dict[str, Any]:
     if device.type == "cuda" or not work.images:  # to compile a convolutional net for a CPU takes a minute
         makers[COMPILED] = partial(ours, compiled=True)
     starts = {name: partial(start, make, work, str(device)) for name, make in makers.items()}
-    answers, missing = take_turns(starts, turns=7, ready_s=0.8 * limit_s, limit_s=0.95 * limit_s)
+    method: Literal["fork", "spawn"] = "spawn" if device.type == "cuda" else "fork"
+    answers, missing = take_turns(starts, 7, ready_s=0.8 * limit_s, limit_s=0.95 * limit_s, method=method)
     rates = {name: _rates(work, own[1:]) for name, own in answers.items() if len(own) > 1}
     losses = {name: own[0]["losses"] for name, own in answers.items()}
     failures = [f"{work.name}, {name}: {why}" for name, why in missing.items()]

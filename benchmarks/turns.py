@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.parent import die_with_parent
 
@@ -22,15 +22,15 @@ Start = Callable[[], Turn]  # of a module, maybe a partial: it is sent to the pr
 
 
 def take_turns(
-    starts: Mapping[str, Start], turns: int, ready_s: float, limit_s: float
+    starts: Mapping[str, Start], turns: int, ready_s: float, limit_s: float, method: Literal["fork", "spawn"]
 ) -> tuple[dict[str, list[Answer]], dict[str, str]]:
     """Let contestants work one after the other, again and again; return the answers of each, and why others have none.
 
     The first answer is of a turn that all had at once, within `ready_s`: it imports, compiles and warms up. There are
-    fewer than `turns` more where the time, `limit_s` in all, is over.
+    fewer than `turns` more where the time, `limit_s` in all, is over. CUDA does not survive a fork, which saves imports.
     """
     began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(method)
     answers: dict[str, list[Answer]] = {}
     missing: dict[str, str] = {}
     with ExitStack() as held:

@@ -75,6 +75,13 @@ def test_without_a_card_it_says_how_to_run_on_the_cpu() -> None:
     assert "--device cpu" in done.stderr
 
 
+def test_what_is_not_installed_is_named() -> None:
+    """Without site-packages there is nothing but Python's own."""
+    done = subprocess.run([sys.executable, "-S", SCRIPT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("not installed: click, numpy, ")
+
+
 @pytest.mark.timeout(420)
 def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     """Where this takes too long, a section is too large: it has to fit in its share of 300 s on two slow cores."""
