@@ -27,7 +27,7 @@ def take_turns(
     """Let contestants work one after the other, again and again; return the answers of each, and why others have none.
 
     The first answer is of a turn that all had at once, within `ready_s`: it imports, compiles and warms up. There are
-    fewer than `turns` more where the time, `limit_s` in all, is over. CUDA does not survive a fork, which saves imports.
+    fewer than `turns` more where the time, `limit_s` in all, is over. To fork saves imports; CUDA does not survive it.
     """
     began = time.monotonic()
     context = multiprocessing.get_context(method)
