@@ -22,7 +22,7 @@ Start = Callable[[], Turn]  # of a module, maybe a partial: it is sent to the pr
 
 
 def take_turns(
-    starts: Mapping[str, Start], turns: int, ready_s: float, limit_s: float, method: Literal["fork", "spawn"]
+    starts: Mapping[str, Start], turns: int, ready_s: float, limit_s: float, method: Literal["fork", "spawn"] = "spawn"
 ) -> tuple[dict[str, list[Answer]], dict[str, str]]:
     """Let contestants work one after the other, again and again; return the answers of each, and why others have none.
 
