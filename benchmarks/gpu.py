@@ -29,6 +29,7 @@ SECTIONS: Final[dict[str, float]] = {
     "copies": 40,
     "memory": 60,
     "kernels": 90,
+    "exactness": 150,
 }
 _OWN: Final = 0.85  # of a section's share that `run` is given; the rest is for imports and the start of CUDA
 _TAIL: Final = 30  # lines of what a section printed, shown where it failed
