@@ -89,6 +89,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     if not everything:
         _setup.check_placement(loaded.config, count)
     ready = prepared(loaded)
+    _setup.check_kernels(ready, loaded.config.placement)
     samples = len(ready.data.validation)
     evaluated = min(samples, _validation(_setup.evaluation_batch(recipe)))
     places = _all(loaded) if everything else _given(loaded, count)

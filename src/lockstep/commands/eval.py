@@ -115,6 +115,7 @@ def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, rea
     from lockstep.commands._training import started_with, watched
     from lockstep.runtime.memory import keep_freed_memory
     from lockstep.runtime.precision import fix_kernels
+    from lockstep.runtime.switches import check_switches
     from lockstep.runtime.world import choose_device
     from lockstep.training import checkpoint
 
@@ -122,6 +123,8 @@ def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, rea
     fix_kernels(loaded.config.recipe.threads)
     keep_freed_memory()
     device = choose_device(loaded.config.placement.device, meeting.info, loaded.config.placement.backend)
+    if device.type == "cuda":
+        check_switches(loaded.config.recipe.precision)
     with watched(meeting, loaded.config.placement, device):
         facts = started_with(loaded, device)
         meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
