@@ -46,10 +46,10 @@ def test_sections_share_the_time_and_leave_what_they_do_not_need(planted: Path) 
 
 def test_one_that_hangs_is_ended_with_what_it_started(planted: Path) -> None:
     began = time.monotonic()
-    found = gpu.result("planted_hangs", "cpu", 8)
-    assert time.monotonic() - began < 30
+    found = gpu.result("planted_hangs", "cpu", 20)
+    assert time.monotonic() - began < 40
     assert not found["ok"]
-    assert found["failures"][0] == "planted_hangs was ended after 8 s, its share of the time"
+    assert found["failures"][0] == "planted_hangs was ended after 20 s, its share of the time"
     state = Path("/proc", (planted / "child").read_text(), "stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
