@@ -30,6 +30,7 @@ SECTIONS: Final[dict[str, float]] = {
     "memory": 60,
     "kernels": 90,
     "exactness": 150,
+    "doctor": 15,
 }
 _OWN: Final = 0.85  # of a section's share that `run` is given; the rest is for imports and the start of CUDA
 _TAIL: Final = 30  # lines of what a section printed, shown where it failed

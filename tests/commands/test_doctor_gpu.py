@@ -105,6 +105,28 @@ def test_where_no_card_can_be_used_it_says_why_and_what_was_looked_at(host) -> N
     assert "multiprocessors" not in found.stdout
 
 
+REFUSING = """
+from torch import nn
+def model(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 1, 1), nn.AdaptiveMaxPool2d(3), nn.Flatten(), nn.Linear(9, num_classes))
+"""
+
+
+def test_what_of_a_recipe_has_no_exact_kernel_is_told_without_a_card(run, tmp_path) -> None:
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    found = run("doctor", "gpu", "--no-measure", "digits", "recipe.model.name=refusing:model", code=2)
+    [line] = [line for line in found.out.splitlines() if line.startswith("refused: ")]
+    assert "AdaptiveMaxPool2d" in line
+
+
+def test_a_recipe_that_is_exact(host, tmp_path) -> None:
+    host(GOOD)
+    found = doctor("--no-measure", "digits")
+    assert found.exit_code == 0, found.output
+    assert "the recipe's model and loss have exact kernels on CUDA\n" in found.stdout
+    assert json.loads(doctor("--no-measure", "--json", "digits").stdout)["refused"] == []
+
+
 def test_on_this_host(run) -> None:
     """Whatever is here is told, with the exit code that says whether a card can be used."""
     import torch

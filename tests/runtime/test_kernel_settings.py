@@ -12,13 +12,13 @@ import json
 from dataclasses import asdict
 from lockstep.runtime.kernel_settings import doubts, settings
 found = settings(1)
-print(json.dumps([[[each.name, each.now, each.in_run] for each in found], doubts(found)]))
+print(json.dumps([[[each.name, each.now, each.in_run] for each in found], doubts("fp32")]))
 """
 
 
 def shown(**env: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
     """Return the settings of a process that starts with these variables, and what is doubtful about them."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("CUBLAS_WORKSPACE_CONFIG",)}
+    clean = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     ran = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, env=clean | env, check=True)
     found, doubtful = json.loads(ran.stdout)
     return {name: (now, in_run) for name, now, in_run in found}, doubtful
@@ -36,8 +36,8 @@ def test_what_a_run_sets() -> None:
 @pytest.mark.parametrize(
     ("env", "doubt"),
     [
-        ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG=:0:0: products would not be exact, and torch"),
-        ({"NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1: fp32 would be computed in TF32; unset it"),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG=:0:0: cuBLAS may then compute"),
+        ({"NVIDIA_TF32_OVERRIDE": "1"}, "recipe.precision: fp32, but NVIDIA_TF32_OVERRIDE=1 makes products"),
     ],
 )
 def test_variables_of_the_users_that_break_it_are_named(env, doubt) -> None:

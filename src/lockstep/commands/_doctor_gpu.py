@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.commands._setup import refused_on_cuda, setup
+from lockstep.config.recipe import Recipe
 from lockstep.core.cards import warnings
 from lockstep.core.no_card import reasons
 from lockstep.runtime import cards
@@ -18,12 +20,16 @@ LIMIT_S: Final = 5.0  # of measuring
 _ON: Final = {True: "on", False: "off", None: "-"}
 
 
-def found(threads: int, measure: bool) -> dict[str, Any]:
-    """Return all that there is to say, ready for JSON; `problems` are why no card can be used."""
+def found(recipe: Recipe | None, measure: bool) -> dict[str, Any]:
+    """Return all that there is to say, ready for JSON.
+
+    `problems` are why no card can be used, `refused` what of the recipe has no exact kernel, None without a recipe.
+    """
+    refused = None if recipe is None else [str(each) for each in refused_on_cuda(setup(recipe))]
     driver, evidence = cards.look()
     problems = reasons(evidence)
     usable = not problems
-    of_kernels = settings(threads)  # what comes after has those of a run
+    of_kernels = settings(threads=1 if recipe is None else recipe.threads)  # for all that comes after
     here = [torch.device("cuda", number) for number in range(evidence.devices)] if usable else []
     return {
         "looked_at": {name: value for name, value in asdict(evidence).items() if name != "cards"},
@@ -35,7 +41,8 @@ def found(threads: int, measure: bool) -> dict[str, Any]:
         "peers": cards.peers() if usable else [],
         "settings": [asdict(setting) for setting in of_kernels],
         "bandwidth": [asdict(speed) for speed in speeds(here, LIMIT_S)] if measure else [],
-        "warnings": [*doubts(of_kernels), *warnings(driver.cards)],
+        "warnings": [*doubts(recipe.precision if recipe else "fp32"), *warnings(driver.cards)],
+        "refused": refused,
         "problems": problems,
     }
 
@@ -52,6 +59,9 @@ def told(found: dict[str, Any]) -> Iterator[str]:
     yield from _settings(found["settings"])
     yield from _speeds(found["bandwidth"])
     yield from (f"warning: {text}" for text in found["warnings"])
+    yield from (f"refused: {text}" for text in found["refused"] or ())
+    if found["refused"] == []:
+        yield "the recipe's model and loss have exact kernels on CUDA"
     yield from (f"problem: {text}" for text in found["problems"])
 
 

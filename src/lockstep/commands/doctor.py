@@ -57,16 +57,20 @@ def data(words: tuple[str, ...]) -> None:
 @command.command("gpu")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--measure/--no-measure", default=True, help="Measure how fast bytes are copied, for 5 s at most.")
-def gpu(as_json: bool, measure: bool) -> None:
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+def gpu(as_json: bool, measure: bool, words: tuple[str, ...]) -> None:
     """Say which cards and libraries are here, what is wrong with them, and which settings make kernels exact.
 
-    Where no card can be used it says why, and what was looked at, and ends with exit code 4.
+    With RECIPE it says too what of its model and loss has no exact kernel on CUDA, and ends with exit code 2 where that
+    is anything; it needs no card for that. Where no card can be used it says why, and ends with exit code 4.
     """
     from lockstep.commands import _doctor_gpu
+    from lockstep.config.load import load, split
 
-    found = _doctor_gpu.found(threads=1, measure=measure)
+    recipe = load(*split(words)).config.recipe if words else None
+    found = _doctor_gpu.found(recipe, measure)
     click.echo(json.dumps(found) if as_json else printable("\n".join(_doctor_gpu.told(found))))
-    raise SystemExit(EXIT_PREFLIGHT if found["problems"] else EXIT_DONE)
+    raise SystemExit(EXIT_USAGE if found["refused"] else EXIT_PREFLIGHT if found["problems"] else EXIT_DONE)
 
 
 def _read_all(recipe: Recipe) -> int:

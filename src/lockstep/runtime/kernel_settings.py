@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 
+from lockstep.errors import UsageError
 from lockstep.runtime.precision import fix_kernels, fix_workspace
+from lockstep.runtime.switches import check_switches
 
 # Of the environment, and why each matters. Those of cuBLAS are read when CUDA starts.
 _VARIABLES: Final[Mapping[str, str]] = {
@@ -31,24 +35,23 @@ class Setting:
 def settings(threads: int) -> list[Setting]:
     """Return all settings; this process has those of a run afterwards."""
     before = _values()
-    fix_workspace()
+    with suppress(UsageError):  # which `doubts` tells
+        fix_workspace()
     fix_kernels(threads)
     after = _values()
     return [Setting(name, before[name], after[name], _VARIABLES.get(name, "")) for name in before]
 
 
-def doubts(found: Sequence[Setting]) -> list[str]:
-    """Return which settings of the user's would keep a run from what it promises."""
-    chosen = {setting.name: setting.in_run for setting in found}
-    problems = []
-    if chosen["CUBLAS_WORKSPACE_CONFIG"] not in (":4096:8", ":16:8"):
-        problems.append(
-            f"CUBLAS_WORKSPACE_CONFIG={chosen['CUBLAS_WORKSPACE_CONFIG']}: products would not be exact, and torch "
-            f"refuses them; unset it, or set :4096:8 or :16:8"
-        )
-    if chosen["NVIDIA_TF32_OVERRIDE"] == "1":
-        problems.append("NVIDIA_TF32_OVERRIDE=1: fp32 would be computed in TF32; unset it")
-    return problems
+def doubts(precision: str) -> list[str]:
+    """Return which variables of the user's would keep a run of this precision from what it promises."""
+    found = []
+    checks: tuple[Callable[[], None], ...] = (fix_workspace, partial(check_switches, precision))
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            found.append(str(error))
+    return found
 
 
 def _values() -> dict[str, str]:
