@@ -78,7 +78,8 @@ class Event:
 class _Memory:
     """Who made, wrote and read a memory of the card."""
 
-    def __init__(self, maker: Stream) -> None:
+    def __init__(self, card: Card, maker: Stream) -> None:
+        self.card = card
         self.maker = maker
         self.written: dict[int, int] = {}
         self.read: dict[int, int] = {}
@@ -120,6 +121,13 @@ class OnCard(Tensor):
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self.memory.recorded.add(id(stream))
 
+    def tolist(self) -> Any:
+        self.memory.card.wait("tolist")
+        return self.inner.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"on the card: {self.inner!r}"
 
@@ -151,7 +159,7 @@ class Card(TorchDispatchMode):
             (torch.cuda, "current_stream", lambda device=None: self._stream),
             (torch.cuda, "stream", self._on),
             (torch.cuda, "default_generators", (torch.default_generator,)),
-            (torch.cuda, "synchronize", lambda device=None: self._wait("synchronize")),
+            (torch.cuda, "synchronize", lambda device=None: self.wait("synchronize")),
             (torch.cuda, "max_memory_allocated", lambda device=None: 0),
             (Tensor, "pin_memory", lambda tensor, device=None: self._pin(tensor)),
             (Tensor, "is_pinned", lambda tensor: id(tensor) in self._pinned),
@@ -172,14 +180,16 @@ class Card(TorchDispatchMode):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         cards = [each for each in given if isinstance(each, OnCard)]
         to = kwargs.get("device")
+        meta = to is not None and to.type == "meta"
         name = func._schema.name.split("::")[1]
         if to is None:
             here = bool(cards)
         else:
-            here = to.type != "cpu"
-            kwargs = {**kwargs, "device": torch.device("cpu")} if to.type != "meta" else kwargs
+            here = to.type not in ("cpu", "meta")
+            kwargs = kwargs if meta else {**kwargs, "device": torch.device("cpu")}
         self._check_devices(func, name, given, cards)
-        self._check_waits(name, given, cards, here, args, kwargs)
+        if not meta:
+            self._check_waits(name, given, cards, here, args, kwargs)
         self._check_order(func, args, kwargs)
         if name == "_to_copy" and here != bool(cards):
             kwargs = {**kwargs, "non_blocking": False}
@@ -188,7 +198,7 @@ class Card(TorchDispatchMode):
             ).clone()  # `to` of the same device copies not
         else:
             result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-        if not here or (to is not None and to.type == "meta"):
+        if not here:
             return result
         known = {id(each.inner): each for each in cards}
         return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else self._wrapped(each), result)
@@ -200,7 +210,7 @@ class Card(TorchDispatchMode):
             if not all(map(self._stream.has_seen, self._stream.freed)):
                 self.races.append(f"made where another stream may still read: {_place()}")
             self._stream.freed.clear()
-            memory = self._memories[key] = _Memory(self._stream)
+            memory = self._memories[key] = _Memory(self, self._stream)
             memory.written[id(self._stream)] = self._stream.tick()
         return OnCard(inner, memory)
 
@@ -222,7 +232,7 @@ class Card(TorchDispatchMode):
         masks = name.startswith("index") and any(each.dtype == torch.bool for each in given[1:])
         from_cpu = name.startswith("index") and 0 < len(cards) < len([each for each in given if each.ndim])
         if (cards and name in _WAITING) or (crosses and not pinned) or (cards and masks) or from_cpu:
-            self._wait(name)
+            self.wait(name)
 
     def _check_order(self, func: Any, args: Any, kwargs: Any) -> None:
         time = None
@@ -240,7 +250,8 @@ class Card(TorchDispatchMode):
             self.races.append(f"{func} of what another stream uses: {_place()}")
         (memory.written if writes else memory.read)[id(self._stream)] = time
 
-    def _wait(self, name: str) -> None:
+    def wait(self, name: str) -> None:
+        """Note that something waits for the device."""
         self.waits.append(f"{name}: {_place()}")
 
     @contextmanager

@@ -23,7 +23,7 @@ BASE = [
     "recipe.data.augment.crop_padding=1",
     "recipe.data.augment.flip=true",
 ]
-ADAMW = ["recipe.optimizer.name=adamw", "recipe.optimizer.nesterov=null", "recipe.optimizer.momentum=null"]
+PLAIN = ["recipe.optimizer.nesterov=null", "recipe.optimizer.momentum=null"]
 
 
 def _trained(
@@ -62,17 +62,54 @@ def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str
     return tensors, waits, card.races
 
 
-@pytest.mark.parametrize("overrides", [[], ADAMW, ["recipe.mix.mixup=0.2", "recipe.mix.cutmix=1.0"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["recipe.mix.mixup=0.2", "recipe.mix.cutmix=1.0"],
+        ["recipe.optimizer.name=lars"],
+        [*PLAIN, "recipe.optimizer.name=adamw", "recipe.memory_format=channels_last"],
+        [*PLAIN, "recipe.optimizer.name=lamb"],
+    ],
+)
 def test_one_process(overrides: list[str]) -> None:
     world = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
     _check(on_cpu(world, "single", overrides), *on_card(world, "single", overrides))
+
+
+def test_skipping_steps_waits_once_in_each() -> None:
+    world = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
+    _, waits, races = on_card(world, "single", ["recipe.nonfinite=skip"])
+    assert [each.split(" (")[1] for each in waits] == ["_finite)"] * (STEPS - 1)
+    assert not races
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_step_waits_for_a_real_card() -> None:
+    config = load("digits", [*BASE, "placement.strategy=single"]).config
+    ready = setup(config.recipe)
+    world = World(RankInfo(0, 1, 0, 1, "test"), DEVICE)
+    _, engine, loader = start(ready, config.placement, world)
+    steps = loader.training(0)
+    try:
+        for number in range(STEPS + 1):
+            step, microbatches = next(steps)
+            engine.forward_backward(microbatches, step)
+            engine.update(0.1, config.recipe.clip_norm)
+            if number == 0:  # constants are made in the first
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.close()
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_two_processes(strategy: str) -> None:
     small = ["placement.strategy.bucket_mib=0.01"]  # so that some travel while backward makes others
-    for cpu, card in zip(run(2, on_cpu, strategy, small), run(2, on_card, strategy, small), strict=True):
+    for cpu, card in zip(
+        run(2, on_cpu, strategy, small, timeout=60), run(2, on_card, strategy, small, timeout=60), strict=True
+    ):
         _check(cpu, *card)
 
 

@@ -101,4 +101,5 @@ def gradient(parameter: Tensor) -> Tensor:
 
 
 def _finite(loss: Tensor, norm: Tensor | None) -> bool:
-    return bool(torch.isfinite(loss)) and (norm is None or bool(torch.isfinite(norm)))
+    finite = torch.isfinite(loss)
+    return bool(finite if norm is None else finite & torch.isfinite(norm))  # asked once: it waits for the device

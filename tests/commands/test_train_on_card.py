@@ -1,0 +1,62 @@
+"""`lockstep train` on a pretended card: from the data to the checkpoint the CPU's bits, and what waits is known."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from card import DEVICE, Card
+from click.testing import CliRunner
+
+from lockstep.cli import main
+from lockstep.commands import _training
+from lockstep.runtime import machine
+
+RECIPE = ["digits", "recipe.epochs=1", "recipe.microbatches=4", "run.log_every=8", "run.probe=off"]
+PLACEMENT = ["placement.processes=1", "placement.affinity=off"]
+# Functions that wait: at the start, with a report, an evaluation or a save, or for a constant that is made once.
+MAY_WAIT = {
+    "__init__": "the start",
+    "<listcomp>": "the start: BatchNorm's counters",
+    "constants": "the first batch",
+    "check": "a report",
+    "_stepped": "a report",
+    "read": "a report",
+    "evaluate": "an evaluation",
+    "raw": "a save",
+}
+
+
+def _weights(arguments: list[str]) -> str:
+    result = CliRunner().invoke(main, ["train", *arguments])
+    assert result.exit_code == 0, result.output
+    [found] = re.findall(r"weights sha256 (\w+)", result.output)
+    return str(found)
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    numerics = machine.numerics
+    properties = SimpleNamespace(name="a card", uuid="0", total_memory=1 << 36, major=9, minor=0)
+    monkeypatch.setattr(_training, "choose_device", lambda *_: DEVICE)
+    monkeypatch.setattr(machine, "numerics", lambda _, **more: numerics(torch.device("cpu"), **more))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _weights([*RECIPE, *PLACEMENT, f"run.dir={tmp_path}/cpu"])
+    _pretend(monkeypatch)
+    with Card() as card:
+        found = _weights([*RECIPE, *PLACEMENT, f"run.dir={tmp_path}/card"])
+    assert found == expected
+    assert not card.races
+    waited = [re.search(r"\((\S+)\)$", each) for each in card.waits]
+    assert {each[1] for each in waited if each} <= MAY_WAIT.keys(), card.waits
+    assert sum("watch.py" in each for each in card.waits) == 3, (
+        card.waits
+    )  # 23 steps, a report each 8 and one at the end
+    manifests = [(tmp_path / each / "checkpoints/latest/manifest.json").read_bytes() for each in ("cpu", "card")]
+    assert manifests[0] == manifests[1]
