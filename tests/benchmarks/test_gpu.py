@@ -93,3 +93,15 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     assert {name: each["ok"] for name, each in sections.items()} == dict.fromkeys(gpu.SECTIONS, True)
     printed = subprocess.run([sys.executable, SCRIPT, "--table", file], capture_output=True, text=True, timeout=60)
     assert all(f"| {name} | ok |" in printed.stdout for name in gpu.SECTIONS), printed.stderr
+
+
+def test_the_docs_name_every_section_and_have_the_table_of_the_results() -> None:
+    page = (SCRIPT.parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert all(f"\n| {name} | " in page for name in gpu.SECTIONS)
+    figures = SCRIPT.parents[1] / "benchmarks" / "results" / "gpu.json"
+    table = page.partition("<!-- prove-gpu -->\n")[2].partition("<!-- end -->")[0]
+    if figures.exists():
+        done = subprocess.run([sys.executable, SCRIPT, "--table", figures], capture_output=True, text=True, timeout=60)
+        assert table == done.stdout
+    else:
+        assert table == "None yet.\n"
