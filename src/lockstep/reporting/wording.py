@@ -142,10 +142,10 @@ def _of_a_sample(event: Started) -> str:
 
 
 def _flops(number: float) -> str:
-    for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+    for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
         if number >= factor:
             return f"{number / factor:.4g} {unit}"
-    return f"{number / 1e6:.4g} MFLOP"
+    return f"{number / 1e3:.4g} kFLOP"
 
 
 def _counted(number: int, noun: str) -> str:
