@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 import worlds
 
 from lockstep.core.rank import RankInfo
+from lockstep.runtime import stall
 from lockstep.runtime.doing import Doing
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.member import alone, met
@@ -219,3 +221,13 @@ def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:
         f"  rank 1 waits: in step 5, {there}",
         "  no rank is late: they wait for each other, in different places or over a link that is cut",
     ]
+
+
+def test_every_file_that_waits_for_an_exchange_is_known_for_it() -> None:
+    """A rank that waits in another would be reported late."""
+    package = Path(stall.__file__).parents[2]
+    waits = re.compile(r"\bwork\.wait\(\)|\bdist\.(recv|all_reduce)\(")
+    files = [path for path in package.glob("lockstep/**/*.py") if waits.search(path.read_text(encoding="utf-8"))]
+    found = {str(path.relative_to(package)) for path in files}
+    assert "lockstep/runtime/carrier.py" in found
+    assert found <= {*stall._DOORS}

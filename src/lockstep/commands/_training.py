@@ -37,6 +37,7 @@ from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, comparable
 from lockstep.config.placement import Placement
+from lockstep.core.devices import resolved_backend
 from lockstep.core.text import printable, printable_line
 from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE, TrainingError, UsageError
@@ -144,8 +145,8 @@ def watched(meeting: Meeting, placement: Placement, device: torch.device) -> Sta
         meeting.end(Failure(meeting.info.rank, meeting.info.size, meeting.voice.host, report, time=time.time()))
 
     tell = end if placement.on_stall == "end" else meeting.voice.announce
-    on_gpu = device.type == "cuda"
-    return StallWatch(meeting, placement.stall_timeout_s, tell, partial(_record, meeting, on_gpu), hidden=on_gpu)
+    nccl = resolved_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
+    return StallWatch(meeting, placement.stall_timeout_s, tell, partial(_record, meeting, nccl), hidden=nccl)
 
 
 def _record(meeting: Meeting, nccl: bool) -> str:

@@ -39,6 +39,7 @@ _DOORS: Final = (
     "lockstep/runtime/meeting.py",
     "lockstep/runtime/world.py",
     "lockstep/runtime/canonical.py",
+    "lockstep/runtime/carrier.py",
     "lockstep/runtime/lane.py",
     "lockstep/runtime/pipeline.py",
 )
