@@ -132,7 +132,9 @@ def _run(module: str, device: str, limit_s: str, answer: str) -> None:
 
     die_with_parent()
     try:
-        found = import_module(module).run(torch.device(device), float(limit_s))
+        # With its number, as ranks have it: torch takes "cuda" and "cuda:0" for two devices.
+        chosen = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+        found = import_module(module).run(chosen, float(limit_s))
         text = json.dumps(_finite(found), allow_nan=False)
     except Exception as error:
         traceback.print_exc()

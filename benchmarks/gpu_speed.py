@@ -99,7 +99,7 @@ def measure(work: Work, device: torch.device, limit_s: float) -> dict[str, Any]:
         "rates": {name: {"median": statistics.median(own), "turns": own} for name, own in rates.items()},
         "targets": judged(rates),
         "losses": losses,
-        "peak_bytes": {name: own[0]["peak_bytes"] for name, own in answers.items()},
+        "peak_bytes": {name: own[-1]["peak_bytes"] for name, own in answers.items()},
         "failures": failures,
     }
 
@@ -156,6 +156,8 @@ def start(make: Callable[[Work, torch.device], Do], work: Work, device: str) -> 
         losses.append([float(do()) for _ in range(3)])
 
     def turn() -> Answer:
+        if where.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(where)  # there were two models
         began = time.perf_counter()
         for _ in range(work.steps):
             do()
