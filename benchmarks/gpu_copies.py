@@ -90,7 +90,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
         "device": device.type,
         "waits": len(waits),
         "steps": STEPS,
-        "seconds": {name: statistics.median(own) for name, own in seconds.items() if own},
+        "seconds_of": {name: statistics.median(own) for name, own in seconds.items() if own},
         "copies_s": copies_s,
         "bytes_per_sample": sent,
         "bytes_per_sample_as_floats": 3 * size.image**2 * 4 + 8,
@@ -99,7 +99,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[str]:
     """Return the result as Markdown."""
-    seconds, copies = result["seconds"], result["copies_s"]
+    seconds, copies = result["seconds_of"], result["copies_s"]
     lines = [f"| {result['steps']} steps | seconds |", "|---|---|"]
     lines += [f"| {name} | {own:.4f} |" for name, own in seconds.items()]
     exposed = max(0.0, seconds[AHEAD] - seconds[THERE])
