@@ -205,7 +205,10 @@ def processes(config: Config) -> int:
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
     if placement.device == "cuda" and not gpus:
-        raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
+        raise UsageError(
+            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
+            "lockstep doctor gpu says why"
+        )
     if placement.processes == "auto":
         if placement.strategy.name == "single":
             return 1

@@ -301,7 +301,10 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
     """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
     count = torch.cuda.device_count()
     if device == "cuda" and not count:
-        raise UsageError("placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto")
+        raise UsageError(
+            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
+            "lockstep doctor gpu says why"
+        )
     on_gpu = device != "cpu" and count > 0
     sharing = resolved_backend(backend, on_gpu) == "gloo"
     if not on_gpu:
