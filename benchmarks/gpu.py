@@ -32,6 +32,7 @@ SECTIONS: Final[dict[str, float]] = {
     "doctor": 15,
     "speed": 170,
 }
+OURS: Final = {"seconds", "limit_s", "table"}  # what is added to a section's result
 _OWN: Final = 0.85  # of a section's share that `run` is given; the rest is for imports and the start of CUDA
 _TAIL: Final = 30  # lines of what a section printed, shown where it failed
 
@@ -134,8 +135,12 @@ def _run(module: str, device: str, limit_s: str, answer: str) -> None:
     try:
         # With its number, as ranks have it: torch takes "cuda" and "cuda:0" for two devices.
         chosen = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
-        found = import_module(module).run(chosen, float(limit_s))
-        text = json.dumps(_finite(found), allow_nan=False)
+        section = import_module(module)
+        found = section.run(chosen, float(limit_s))
+        if taken := OURS & found.keys():
+            raise ValueError(f"a section's result has no {', '.join(sorted(taken))}: those are added to it")
+        lines = section.table(found) if found["ok"] else []
+        text = json.dumps(_finite({**found, "table": lines}), allow_nan=False)
     except Exception as error:
         traceback.print_exc()
         failures = [f"{type(error).__name__}: {error}", *traceback.format_exc().splitlines()[-_TAIL:]]

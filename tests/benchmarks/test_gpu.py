@@ -13,7 +13,14 @@ from benchmarks import gpu
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-gpu"
 SECTIONS = {
-    "fine": "def run(device, limit_s): return {'ok': True, 'given': [device.type, limit_s], 'x': float('nan')}",
+    "fine": """
+def run(device, limit_s):
+    return {'ok': True, 'given': [device.type, limit_s], 'x': float('nan')}
+def table(result):
+    return [f"given {result['given'][0]}"]
+""",
+    "untold": "def run(device, limit_s): return {'ok': True}\ndef table(result): return [result['lost']]",
+    "takes": "def run(device, limit_s): return {'ok': True, 'seconds': {}}",
     "raises": "def run(device, limit_s):\n    print('before')\n    raise ValueError('out of spokes')",
     "exits": "import os\ndef run(device, limit_s):\n    print('last words', flush=True)\n    os._exit(7)",
     "hangs": """
@@ -38,7 +45,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sections_share_the_time_and_leave_what_they_do_not_need(planted: Path) -> None:
     (_, first), (_, second) = gpu.results({"fine": 1, "raises": 3}, "cpu", 80)
     assert (first["ok"], first["given"], first["x"]) == (True, ["cpu", pytest.approx(0.85 * 20)], "nan")
-    assert first["limit_s"] == 20
+    assert (first["limit_s"], first["table"]) == (20, ["given cpu"])
     assert second["limit_s"] > 61
     assert not second["ok"]
     assert second["failures"][0] == "ValueError: out of spokes"
@@ -59,6 +66,18 @@ def test_one_that_ends_without_a_result_has_failed(planted: Path) -> None:
         "planted_exits ended with exit code 7 and no result",
         "last words",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("untold", "KeyError: 'lost'"),
+        ("takes", "ValueError: a section's result has no seconds: those are added to it"),
+    ],
+)
+def test_one_without_a_table_or_with_a_figure_of_ours_has_failed(planted: Path, name: str, failure: str) -> None:
+    found = gpu.result(f"planted_{name}", "cpu", 60)
+    assert (found["ok"], found["failures"][0]) == (False, failure)
 
 
 def test_one_that_is_not_there_has_failed() -> None:
