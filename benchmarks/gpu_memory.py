@@ -28,10 +28,11 @@ from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
 from lockstep.core.order import Step
+from lockstep.core.precision import Precision
 from lockstep.core.rank import RankInfo
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.precision import Precision, fix_kernels
+from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch

@@ -243,9 +243,9 @@ recipe:
         ("recipe.data.augment.resized_crop_scale=[1, 2, 3]", None),
         (
             "recipe.precision=fp61",
-            "recipe.precision: expected one of fp32, bf16, fp16; got 'fp61'; did you mean 'fp16'?",
+            "recipe.precision: expected one of fp32, tf32, bf16, bf16-compute, fp16; got 'fp61'; did you mean 'fp16'?",
         ),
-        ("recipe.precision=16", "recipe.precision: expected one of fp32, bf16, fp16; got 16"),
+        ("recipe.precision=16", "recipe.precision: expected one of fp32, tf32, bf16, bf16-compute, fp16; got 16"),
         ("placement.offload_activations=yes", "placement.offload_activations: expected true or false; got 'yes'"),
         (
             "placement.rendezvous=tcp:/host",

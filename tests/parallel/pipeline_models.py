@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from toys import Trace
 
 from lockstep.core.order import Step, cut
+from lockstep.core.precision import Precision
 from lockstep.core.shard import Held, Shard, local
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.precision import Precision
 from lockstep.runtime.world import World
 from lockstep.strategies import pipeline, single
 from lockstep.tasks.base import MicroBatch

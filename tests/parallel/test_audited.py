@@ -29,6 +29,7 @@ PLACED: list[tuple[str, int, tuple[tuple[str, int], ...]]] = [
 CASES = {
     "clipped, averaged": Case(6, clip=0.1, ema=True),
     "adamw, bf16, channels last": Case(5, optimizer="adamw", precision="bf16", channels_last=True, audit_every=2),
+    "adamw, bf16-compute": Case(optimizer="adamw", precision="bf16-compute", audit_every=2, ema=True),
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20),
     "not finite, skipped": Case(poisoned=1, skip_nonfinite=True),
     "one micro-batch": Case(1, model=toys.Plain),

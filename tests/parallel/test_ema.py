@@ -67,7 +67,7 @@ def test_swapped_and_back_in_the_same_tensors() -> None:
     _move(model, 1.0)
     ema.update()
     own, places = _copied(model), [parameter.data_ptr() for parameter in model.parameters()]
-    with ema.swapped():
+    with ema.swapped(lambda: None):
         inside = _copied(model)
         assert all(torch.equal(inside[name], average) for name, average in ema.state().items())
         assert not torch.equal(inside["0.weight"], own["0.weight"])
@@ -80,7 +80,7 @@ def test_back_after_an_error() -> None:
     ema = Ema(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     own = _copied(model)
-    with pytest.raises(ValueError, match="inside"), ema.swapped():
+    with pytest.raises(ValueError, match="inside"), ema.swapped(lambda: None):
         raise ValueError("inside")
     assert torch.equal(model.state_dict()["0.weight"], own["0.weight"])
 

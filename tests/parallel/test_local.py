@@ -31,6 +31,7 @@ CASES = {
     "lamb": Case(3, optimizer="lamb", clip=1.0),
     "lars": Case(optimizer="lars"),
     "bf16": Case(precision="bf16", clip=0.5, ema=True),
+    "bf16-compute": Case(precision="bf16-compute", clip=0.5, ema=True, channels_last=True),
     "fp16": Case(precision="fp16", clip=0.5, optimizer="adamw"),
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20, ema=True),
     "channels last": Case(channels_last=True, clip=0.5),

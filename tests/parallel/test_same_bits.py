@@ -26,6 +26,7 @@ CASES = {
     "lamb": Case(5, optimizer="lamb", clip=1.0, ema=True),
     "lars": Case(optimizer="lars"),
     "bf16": Case(precision="bf16", clip=0.5),
+    "bf16-compute": Case(precision="bf16-compute", clip=0.5, ema=True),
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20, optimizer="adamw"),
     "not finite, skipped": Case(poisoned=1, skip_nonfinite=True, clip=1.0, ema=True),
     "channels last": Case(channels_last=True, clip=0.5),
@@ -51,7 +52,7 @@ def test_the_bits_are_those_of_one_process(strategy: str, name: str) -> None:
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("placed", OFFLOADED)
-@pytest.mark.parametrize("name", ["six micro-batches, clipped, averaged", "fp16, skipping", "lamb"])
+@pytest.mark.parametrize("name", ["six micro-batches, clipped, averaged", "fp16, skipping", "lamb", "bf16-compute"])
 def test_offloading_changes_no_bit(name: str, placed: tuple[str, int, Any]) -> None:
     strategy, size, options = placed
     [alone] = worlds.run(1, toys.whole_trace, CASES[name])
@@ -90,7 +91,7 @@ def test_real_models_keep_their_bits(model: str) -> None:
         [("zero3", 3, (("offload", 1),)), ("zero1", 2, (("offload", 1),))],
     ],
 )
-@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "six micro-batches, clipped, averaged"])
+@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "six micro-batches, clipped, averaged", "bf16-compute"])
 def test_going_on_under_another_strategy_gives_the_same_bits(name: str, ways: list[Any]) -> None:
     whole = replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
     half = replace(whole, samples=whole.samples[:3])

@@ -12,6 +12,7 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.parallel.updating import Updates
+from lockstep.parallel.weights import Weights
 from lockstep.parallel.whole import WholeLayout
 
 
@@ -30,7 +31,7 @@ def with_timms_scales(trained: Sequence[Named], norms: Norms) -> Optimizer:
 
 
 def updates(make: Any) -> tuple[Updates, WholeLayout]:
-    layout = WholeLayout(model(), cast(Any, None))
+    layout = WholeLayout(Weights(model(), None), cast(Any, None))
     return Updates(layout, make, Numerics(1), torch.device("cpu")), layout
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, cut
+from lockstep.core.precision import Precision
 from lockstep.core.rota import Rota
 from lockstep.core.shard import Held, local
 from lockstep.parallel.audited import AuditedEngine
@@ -21,7 +22,6 @@ from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.precision import Precision
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.classification import Classification

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lockstep
+from lockstep.core.precision import Precision
 from lockstep.errors import PreflightError, UsageError
 from lockstep.runtime import world
-from lockstep.runtime.precision import Precision, autocast, fix_kernels, fix_workspace, loss_scaler
+from lockstep.runtime.precision import autocast, check_precision, fix_kernels, fix_workspace, loss_scaler
 
 CPU = torch.device("cpu")
 
@@ -30,7 +32,10 @@ def test_a_product_has_the_precision_asked_for_each_time(precision: Precision, d
         assert (matrix @ matrix).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("precision", "enabled"), [("fp32", False), ("bf16", False), ("fp16", True)])
+@pytest.mark.parametrize(
+    ("precision", "enabled"),
+    [("fp32", False), ("tf32", False), ("bf16", False), ("bf16-compute", False), ("fp16", True)],
+)
 def test_only_fp16_is_scaled(precision: Precision, enabled: bool) -> None:
     scaler = loss_scaler(precision, CPU, 8.0, 2)
     assert scaler.is_enabled() is enabled
@@ -63,7 +68,7 @@ READ = f"""
 import json, operator, sys, torch
 from lockstep.runtime.precision import attention, fix_kernels
 exec(sys.argv[1])
-fix_kernels(2)
+exec(sys.argv[2])
 try:
     torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), 2)
     refused = ""
@@ -92,11 +97,17 @@ torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.matmul.fp32_pr
 """
 
 
+def fixed(before: str, fix: str) -> dict[str, Any]:
+    """Return the settings of a process which has begun with the code `before` and then fixed its kernels."""
+    done = subprocess.run([sys.executable, "-c", READ, before, fix], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 @pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
 def test_kernels_are_fixed(before: str) -> None:
     """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
-    done = subprocess.run([sys.executable, "-c", READ, before], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {
+    assert fixed(before, "fix_kernels(2)") == {
         **{f"{name}.fp32_precision".lstrip("."): "ieee" for name in _PRECISIONS},
         **dict.fromkeys(_LESS_THAN_ASKED, False),
         "matmul": "highest",
@@ -151,3 +162,31 @@ def test_every_way_to_a_device_sets_the_workspace() -> None:
     assert users == ["world.py"]
     chooses = inspect.getsource(world.choose_device)
     assert 0 < chooses.index("fix_workspace()") < chooses.index("torch.cuda.set_device")
+
+
+ON_AMPERE = """
+torch.cuda.get_device_capability = lambda device: (8, 0)
+fix_kernels(2, "tf32", torch.device("cuda", 0))
+"""
+
+
+@pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
+def test_tf32_reaches_every_product_on_cuda_and_none_on_the_cpu(before: str) -> None:
+    found = fixed(before, ON_AMPERE)
+    taken = {name for name, value in found.items() if value == "tf32" or (value is True and "tf32" in name)}
+    products = {"cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"}
+    assert taken == {*products, "cudnn.allow_tf32", "cuda.matmul.allow_tf32"}
+    assert {found[f"{name}.fp32_precision".lstrip(".")] for name in ("mkldnn.matmul", "mkldnn.conv", "")} == {"ieee"}
+    assert found["matmul"] == "high"
+    assert not any(found[name] for name in _LESS_THAN_ASKED if "reduc" in name or "accum" in name)
+
+
+def test_tf32_is_refused_where_it_would_be_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^recipe\.precision: tf32 .* computes on the CPU; use fp32, bf16"):
+        check_precision("tf32", CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UsageError, match=r"8\.0 or above, and Tesla T4 has 7\.5; use fp32 or fp16"):
+        check_precision("tf32", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_precision("tf32", torch.device("cuda", 0))

@@ -28,6 +28,7 @@ from lockstep.commands._verify_causes import Facts, LossFact, RandomSample
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps, permutation
+from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE
 from lockstep.data.base import Split
 from lockstep.data.imported import ImportedSplit, OwnSplit
@@ -35,7 +36,8 @@ from lockstep.errors import OwnCodeError
 from lockstep.importing import import_object
 from lockstep.models.initialise import initialise
 from lockstep.own_code import place as place_of_error
-from lockstep.runtime.precision import Precision, autocast
+from lockstep.parallel.weights import computing_in
+from lockstep.runtime.precision import autocast
 from lockstep.runtime.pretended import as_rank
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -147,7 +149,7 @@ class _Probe:
         self._ready = ready
         self._world = World(ALONE, device)
         self._look = look
-        self._numerics = ready.numerics()
+        self._numerics = replace(ready.numerics(), precision=look.precision)
         self._modules = _own_code.own_modules(_own_code.import_paths(ready.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> Facts:
@@ -218,13 +220,13 @@ class _Probe:
         model.eval()
         torch.manual_seed(self._ready.recipe.seed)
         with autocast(self._look.precision, self._world.device):
-            return [trace.digest([model(batch.inputs.clone())]) for batch in batches][-1]
+            return [trace.digest([self._given_out(model, batch)]) for batch in batches][-1]
 
     def _fresh(self) -> nn.Module:
         """Build the model; Python's and NumPy's generators are then in one state too."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._look.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
-        return model.train()
+        return computing_in(model, self._numerics.dtype).train()
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
         model.zero_grad(set_to_none=True)
@@ -240,8 +242,11 @@ class _Probe:
         for generator in self._world.generators():
             generator.manual_seed(random.torch_seed(random.extended(key, 0, microbatch.index)))
         with autocast(self._look.precision, self._world.device):
-            outputs: Tensor = model(microbatch.inputs.clone())  # a model may change its inputs in place
-        return outputs
+            return self._given_out(model, microbatch)
+
+    def _given_out(self, model: nn.Module, microbatch: MicroBatch) -> Tensor:
+        # A model may change its inputs in place.
+        return self._numerics.given_out(model(self._numerics.laid_out(microbatch.inputs.clone())))
 
     @torch.no_grad()
     def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:

@@ -32,7 +32,7 @@ from lockstep.data.base import DataSet, Split
 from lockstep.data.loader import Fetched, Finish, Loader, Request
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
-from lockstep.models.check import Form, check_model
+from lockstep.models.check import Form, check_dtype, check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
@@ -43,7 +43,9 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_state import check_separable
+from lockstep.parallel.weights import computing_in
 from lockstep.runtime.compiler import check_compiler
+from lockstep.runtime.precision import check_precision, computing_dtype
 from lockstep.runtime.switches import check_switches
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -122,6 +124,7 @@ def setup(recipe: Recipe) -> Setup:
         classes=classes,
         shape=data.shape,
     )
+    dtype = computing_dtype(recipe.precision)
     summary = check_model(
         build,
         name=recipe.model.name,
@@ -129,6 +132,8 @@ def setup(recipe: Recipe) -> Setup:
         training=_repeated(example.inputs, _smallest_microbatch(steps, recipe.microbatches)),
         classes=classes,
     )
+    if dtype is not None:
+        check_dtype(build, computing_in, name=recipe.model.name, inputs=_repeated(inputs, 2), dtype=dtype)
     check_optimizer(_optimizer(recipe), summary.dims)
     whole = partial(build, pretrained=recipe.model.pretrained)
     task = Classification(
@@ -229,9 +234,11 @@ def start_method(placement: Placement) -> Literal["fork", "spawn"]:
 
 
 def check_placement(config: Config, count: int) -> None:
-    """Raise UsageError where the strategy cannot work with so many processes, or the backend with the device."""
+    """Raise UsageError where the strategy cannot work with so many processes, or the device with the recipe."""
     on_gpu = config.placement.device != "cpu" and torch.cuda.device_count() > 0
     resolved_backend(config.placement.backend, on_gpu)
+    if not on_gpu:
+        check_precision(config.recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
     name, chosen = strategy(config.placement, count)
     chosen.check(count, config.recipe.microbatches)
     if config.placement.audit_every is not None and chosen.cuts_model:
@@ -246,6 +253,11 @@ def check_placement(config: Config, count: int) -> None:
 
 def _check_compile(recipe: Recipe, name: str, compiles: bool) -> None:
     """Raise UsageError where a compiled model would not give the bits of one process."""
+    if recipe.compile and recipe.precision == "bf16-compute":
+        raise UsageError(
+            "recipe.compile: with recipe.precision bf16-compute nothing has shown that a compiled model gives the same "
+            "bits everywhere; use precision bf16, or set recipe.compile to false"
+        )
     if recipe.compile and not compiles:
         raise UsageError(
             f"recipe.compile: strategy {name} takes the backward of a block apart, and a compiled block does it as "

@@ -87,10 +87,10 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
     others where the run begins.
     """
     placement, recipe, info = loaded.config.placement, loaded.config.recipe, meeting.info
-    fix_kernels(recipe.threads)
+    device = choose_device(placement.device, info, placement.backend)
+    fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     stop = StopRequest()
-    device = choose_device(placement.device, info, placement.backend)
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
     place = f"{place}  host {meeting.voice.host}  device {device}\n"
     terminal = sys.stdout

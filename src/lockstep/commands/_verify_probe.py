@@ -21,10 +21,10 @@ _FACTS: Final = "facts.json"
 
 def probe(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     """Be the process that looks; writes the facts into the job's folder."""
-    fix_kernels(job.loaded.config.recipe.threads)
-    ready = ready or prepared(job.loaded, job.validation)
-    placement = job.loaded.config.placement
+    recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
     device = choose_device(placement.device, meeting.info, placement.backend)
+    fix_kernels(recipe.threads, recipe.precision, device)
+    ready = ready or prepared(job.loaded, job.validation)
     write(job.folder, facts_of(ready, device))
     return EXIT_DONE
 

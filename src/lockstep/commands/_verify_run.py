@@ -77,11 +77,12 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
 
 def work(job: Job, ready: Setup | None, meeting: Meeting) -> int:
     """Be one rank of a contestant."""
-    fix_kernels(job.loaded.config.recipe.threads)
+    recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
+    device = choose_device(placement.device, meeting.info, placement.backend)
+    fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     ready = ready or prepared(job.loaded, job.validation)
-    placement = job.loaded.config.placement
-    world = open_world(meeting, choose_device(placement.device, meeting.info, placement.backend), placement.backend)
+    world = open_world(meeting, device, placement.backend)
     trace.write(job.folder, _Contestant(job, ready, world).run())
     world.close()
     return EXIT_DONE

@@ -120,11 +120,12 @@ def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, rea
     from lockstep.training import checkpoint
 
     opened, loaded = _open(asked, found)
-    fix_kernels(loaded.config.recipe.threads)
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    device = choose_device(placement.device, meeting.info, placement.backend)
+    fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
-    device = choose_device(loaded.config.placement.device, meeting.info, loaded.config.placement.backend)
     if device.type == "cuda":
-        check_switches(loaded.config.recipe.precision)
+        check_switches(recipe.precision)
     with watched(meeting, loaded.config.placement, device):
         facts = started_with(loaded, device)
         meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})

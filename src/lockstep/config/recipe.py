@@ -22,6 +22,7 @@ from lockstep.config.base import (
     Threads,
     named,
 )
+from lockstep.core.precision import Precision, named_elsewhere
 from lockstep.core.rate import Curve
 
 _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
@@ -151,7 +152,7 @@ class Recipe(Section):
     mix: Mix = Mix()
     ema: Ema | None = None
     clip_norm: PositiveFloat | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Annotated[Precision, BeforeValidator(named_elsewhere)] = "fp32"
     loss_scale: LossScale = LossScale()
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False

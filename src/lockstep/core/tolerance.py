@@ -10,18 +10,19 @@ Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Final
 
-SIGNIFICAND_BITS: Final = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8}  # with the hidden one
+# With the hidden one, of a recipe's precision: of what is rounded most.
+SIGNIFICAND_BITS: Final = {"fp64": 53, "fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8, "bf16-compute": 8}
 
 # The bound of a sum of n terms then fails with a probability of at most 2 n exp(-LAMBDA**2 / 2): for 10**9 terms that
 # is 3e-5.
 LAMBDA: Final = 8.0
 
 
-def unit_roundoff(dtype: Literal["fp64", "fp32", "fp16", "bf16"]) -> float:
-    """Return the largest relative error of rounding to the nearest number of `dtype`."""
-    return 2.0 ** -SIGNIFICAND_BITS[dtype]
+def unit_roundoff(precision: str) -> float:
+    """Return the largest relative error of rounding to the nearest number of `precision`."""
+    return 2.0 ** -SIGNIFICAND_BITS[precision]
 
 
 def worst_case(roundoff: float, length: int) -> float:

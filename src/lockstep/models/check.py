@@ -73,6 +73,47 @@ def check_model(
     return summary
 
 
+def check_dtype(
+    build: Callable[[], nn.Module],
+    compute_in: Callable[[nn.Module, torch.dtype], object],
+    *,
+    name: str,
+    inputs: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Raise UsageError unless the model can do what `compute_in` has it do: compute with weights and inputs in `dtype`.
+
+    It is tried on the meta device. A model that cannot be tried there shows it in its first step.
+    """
+    with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
+        try:
+            with torch.device("meta"):
+                model = build().eval()
+        except Exception:  # it reads values while it is built
+            return
+        _check_float32(name, model, dtype)
+        compute_in(model, dtype)
+        try:
+            with torch.no_grad():
+                model(inputs.to("meta", dtype if inputs.is_floating_point() else inputs.dtype))
+        except RuntimeError as error:
+            if "dtype" in str(error):
+                raise UsageError(
+                    f"model {name}: recipe.precision: with weights in {dtype} its forward mixes dtypes: "
+                    f"{described(error)}; convert what is made there, such as a buffer, to the dtype of the input, or "
+                    f"use precision bf16, under which torch converts"
+                ) from error
+
+
+def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
+    for path, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise UsageError(
+                f"model {name}: {path} is of {parameter.dtype}, and recipe.precision asks for copies of float32 in "
+                f"{dtype}; let the model have float32, or use precision fp32 or bf16"
+            )
+
+
 def check_weights(name: str, model: nn.Module) -> None:
     """Raise UsageError unless the model has parameters that can be trained, all of them with a shape."""
     tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import final
 
@@ -38,15 +38,20 @@ class Ema:
             counter.copy_(self._live_counters[name])
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Let the model's tensors hold the averaged weights while the block runs, then their own again."""
+    def swapped(self, reload: Callable[[], None]) -> Iterator[None]:
+        """Let the model's tensors hold the averaged weights while the block runs, then their own again.
+
+        `reload` brings what they hold to where it is computed with.
+        """
         live = {**self._live, **self._live_counters}
         own = {name: tensor.detach().clone() for name, tensor in live.items()}
         _copy(self.state(), live)
+        reload()
         try:
             yield
         finally:
             _copy(own, live)
+            reload()
 
     def state(self) -> dict[str, Tensor]:
         """Return the average by the names of the model's state: the tensors themselves, not copies."""
@@ -62,11 +67,14 @@ class Ema:
 
 
 @contextmanager
-def evaluating(model: nn.Module, average: Ema | None) -> Iterator[None]:
-    """Let a model evaluate while the block runs, without gradients, with averaged weights where there are any."""
+def evaluating(model: nn.Module, average: Ema | None, reload: Callable[[], None]) -> Iterator[None]:
+    """Let a model evaluate while the block runs, without gradients, with averaged weights where there are any.
+
+    `reload` is called after each change of the weights.
+    """
     model.eval()
     try:
-        with average.swapped() if average is not None else nullcontext(), torch.no_grad():
+        with average.swapped(reload) if average is not None else nullcontext(), torch.no_grad():
             yield
     finally:
         model.train()

@@ -35,7 +35,8 @@ class _Bucket:
 
     @property
     def like(self) -> Tensor:
-        return self.parameters[0].new_empty(sum(parameter.numel() for parameter in self.parameters))
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        return self.parameters[0].new_empty(elements, dtype=summed_dtype(self.parameters[0]))
 
 
 @final
@@ -85,7 +86,7 @@ class Gradients:
         if self._armed:
             return
         if self._nothing_to_add and not microbatch.shadow:
-            self._show(self._parameters, [_or_zeros(parameter) for parameter in self._parameters])
+            self._show(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
             return
         for bucket in self._buckets:
             parts = self._taken(bucket)
@@ -96,8 +97,7 @@ class Gradients:
         """See GradientSum."""
         if self._nothing_to_add:
             for parameter in self._parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = wide_gradient(parameter)
             return
         if self._alone:
             for bucket in self._buckets:
@@ -165,13 +165,22 @@ def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> 
 
 
 def _take_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = _or_zeros(parameter)
+    gradient = wide_gradient(parameter)
     parameter.grad = None
     return gradient
 
 
-def _or_zeros(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def wide_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return what a backward left in `grad`, in the dtype that it is added in; zeros where it left nothing."""
+    dtype = summed_dtype(parameter)
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return parameter.grad.to(dtype)
+
+
+def summed_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype that gradients of a parameter are added in: its own, or fp32 where it is a copy (weights.py)."""
+    return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
 def _give_gradients(parameters: list[nn.Parameter], gradients: Parts) -> None:

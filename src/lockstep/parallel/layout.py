@@ -80,7 +80,7 @@ class Layout(Trained, Protocol):
         ...
 
     def reload(self) -> None:
-        """Call after values were written into the tensors of `state`: bring them to what is trained."""
+        """Call after values were written into the tensors of `state`: bring them to where they are used."""
         ...
 
     def after_evaluation(self) -> None:

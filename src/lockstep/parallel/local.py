@@ -38,13 +38,15 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.updating import Updates, gradient
+from lockstep.parallel.weights import widen_batchnorm
 from lockstep.runtime.canonical import add_
 from lockstep.runtime.lane import Lane
 from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Task
 
-Lay = Callable[[nn.Module, Lane], Layout]
+# Given the model, a lane of this layout's own, and the dtype in which the model is to compute, if it is another.
+Lay = Callable[[nn.Module, Lane, torch.dtype | None], Layout]
 
 
 @final
@@ -66,13 +68,15 @@ class LocalEngine:
         self._device = world.device
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = task.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        if numerics.dtype is not None:
+            widen_batchnorm(self._model)
         if numerics.compile:
             compile_blocks(self._model, world.device)
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model)
         self._lane = world.lane()
-        self._layout = lay(self._model, self._lane)
+        self._layout = lay(self._model, self._lane, numerics.dtype)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -145,7 +149,7 @@ class LocalEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """See Engine."""
-        with evaluating(self._model, self._ema):
+        with evaluating(self._model, self._ema, self._layout.reload):
             yield self._predict
             self._layout.after_evaluation()
 
@@ -194,7 +198,7 @@ class LocalEngine:
         with self._training:
             with self._model_code:
                 outputs = self._model(self._numerics.laid_out(microbatch.inputs))
-            return self._task.loss_sum(outputs, microbatch.targets)
+            return self._task.loss_sum(self._numerics.given_out(outputs), microbatch.targets)
 
     def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
         if microbatch.note is not None:
@@ -234,4 +238,4 @@ class LocalEngine:
     def _predict(self, inputs: Tensor) -> Tensor:
         with self._autocast, self._model_code:
             outputs: Tensor = self._model(self._numerics.laid_out(inputs))
-        return outputs
+        return self._numerics.given_out(outputs)

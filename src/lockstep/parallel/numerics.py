@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.core.precision import Precision
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.precision import Precision
+from lockstep.runtime.precision import computing_dtype
 
 # Given what is trained on this rank, and what works out the norms of the whole tensors that it is part of.
 MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
@@ -33,8 +34,19 @@ class Numerics:
     offload_activations: bool = False
     recompute: int = 0  # every so many blocks, for the strategies that have none of their own
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the copies of its weights that the model computes with, None where there are none."""
+        return computing_dtype(self.precision)
+
     def laid_out(self, inputs: Tensor) -> Tensor:
-        """Return a micro-batch's inputs in the memory format that the model computes in."""
+        """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""
+        if self.dtype is not None and inputs.is_floating_point():
+            inputs = inputs.to(self.dtype)
         if self.channels_last and inputs.ndim == 4:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
+
+    def given_out(self, outputs: Tensor) -> Tensor:
+        """Return what the model gave as the loss takes it: added up in 16 bits it would not be worth much."""
+        return outputs if self.dtype is None else outputs.float()

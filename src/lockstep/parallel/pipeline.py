@@ -24,7 +24,7 @@ from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
 from lockstep.core.pipeline_schedule import Action, Schedule, actions
-from lockstep.core.shard import Held, local
+from lockstep.core.shard import Held, alike, local, rows_of
 from lockstep.core.tree import Counter, total
 from lockstep.errors import TrainingError, UsageError
 from lockstep.own_code import OwnCode
@@ -37,10 +37,11 @@ from lockstep.parallel.layout import Slots, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
 from lockstep.parallel.pipeline_layout import StageLayout, StageSums
-from lockstep.parallel.pipeline_part import keep_only, part_of, shard, shards
+from lockstep.parallel.pipeline_part import keep_only, part_of
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
 from lockstep.parallel.updating import Updates
+from lockstep.parallel.weights import widen_batchnorm
 from lockstep.runtime.canonical import CanonicalSum, add_
 from lockstep.runtime.pipeline import Post, Value, Values
 from lockstep.runtime.precision import autocast
@@ -104,11 +105,12 @@ class PipelineEngine:
             number: Stage(part_of(self._model, {name for name in own if owner[name] == number}), pipe.recompute)
             for number in numbers
         }
+        if numerics.dtype is not None:
+            widen_batchnorm(self._model)
         if numerics.compile:
             compile_blocks(self._model, world.device)
         self._evaluating = {number: stage_module(self._model.eval(), cut, number) for number in numbers}
         self._training = {number: stage_module(self._model.train(), cut, number) for number in numbers}
-        self._ema = Ema(self._part.state_dict(), numerics.ema_decay) if numerics.ema_decay is not None else None
         self._across = self._sum_across()
         self._replica = self._pipeline // pipe.sharers
         self._layout = StageLayout(
@@ -119,7 +121,9 @@ class PipelineEngine:
             world.among(self._groups_of_sharers()),
             self._pipeline,
             self._replica,
+            numerics.dtype,
         )
+        self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
@@ -164,7 +168,7 @@ class PipelineEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """See Engine. All ranks predict the same inputs in the same order, and all get the outputs."""
-        with evaluating(self._model, self._ema):
+        with evaluating(self._model, self._ema, self._layout.reload):
             yield self._predict
 
     def state(self) -> State:
@@ -173,7 +177,7 @@ class PipelineEngine:
             self._world, self._layout.trained, self._updates.optimizer, self._slots, self._replica == 0
         )
         return State(
-            model=shards(self._model.state_dict(), self._speaks),
+            model=self._layout.state(),
             optimizer=tensors,
             ema=self._ema_state() if self._ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
@@ -182,7 +186,8 @@ class PipelineEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         _check_names(state.model, self._model)
-        _take(state.model, self._part.state_dict())
+        _take(state.model, self._layout.own_state())
+        self._layout.reload()
         for stage in self._stages.values():
             stage.running.reload()
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
@@ -190,10 +195,14 @@ class PipelineEngine:
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
             _check_names(state.ema, self._model)
-            _take(state.ema, self._ema.state())
+            own = self._layout.own_state()
+            _take(state.ema, {name: alike(tensor, own[name]) for name, tensor in self._ema.state().items()})
 
     def close(self) -> None:
         """See Engine."""
+
+    def _averaged(self, decay: float) -> Ema:
+        return Ema({name: local(held) for name, held in self._layout.own_state().items()}, decay)
 
     def _act(self, action: Action, microbatch: MicroBatch, step: Step) -> None:
         stage, index = self._stages[action.stage], microbatch.index
@@ -226,7 +235,10 @@ class PipelineEngine:
             with self._around:
                 with self._model_code:
                     outputs = _checked(self._training[number](*values))
-                return [self._task.loss_sum(_tensor(outputs[0]), microbatch.targets)] if last else outputs
+                if not last:
+                    return outputs
+                given = self._numerics.given_out(_tensor(outputs[0]))
+                return [self._task.loss_sum(given, microbatch.targets)]
 
         outputs = self._stages[number].forward(index, inputs, len(microbatch.inputs), compute)
         if last:
@@ -338,13 +350,13 @@ class PipelineEngine:
         if self._rank:
             self._post.send(outputs, self._world.rank - 1, line)
         self._post.finish()
-        return _tensor(outputs[0])
+        return self._numerics.given_out(_tensor(outputs[0]))
 
     def _ema_state(self) -> dict[str, Held]:
         assert self._ema is not None
-        own, tensors = self._ema.state(), self._model.state_dict()
-        ordered = sorted(tensors, key=lambda name: not tensors[name].is_floating_point())
-        return {name: shard(own[name] if name in own else _widened(tensors[name]), self._speaks) for name in ordered}
+        own, model = self._ema.state(), self._layout.state()
+        ordered = sorted(model, key=lambda name: not local(model[name]).is_floating_point())
+        return {name: alike(own.get(name, _widened(local(model[name]))), model[name]) for name in ordered}
 
 
 def _checked(values: Sequence[object]) -> list[Tensor | int]:
@@ -372,6 +384,6 @@ def _check_names(given: Mapping[str, Held], model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _take(given: Mapping[str, Held], own: Mapping[str, Tensor]) -> None:
-    for name, tensor in own.items():
-        tensor.copy_(local(given[name]))
+def _take(given: Mapping[str, Held], own: Mapping[str, Held]) -> None:
+    for name, held in own.items():
+        local(held).copy_(rows_of(local(given[name]), held))

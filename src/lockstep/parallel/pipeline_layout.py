@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import Held, Shard
@@ -18,6 +19,7 @@ from lockstep.parallel.pipeline_part import shard
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.rows import RowLayout
 from lockstep.parallel.updating import gradient
+from lockstep.parallel.weights import Weights
 from lockstep.parallel.whole import WholeLayout
 from lockstep.runtime.canonical import CanonicalSum
 from lockstep.runtime.world import World
@@ -69,11 +71,15 @@ class StageLayout:
         sharers: World,
         pipeline: int,
         replica: int,
+        dtype: torch.dtype | None,
     ) -> None:
         self._world = world
+        self._model = model
         self._all = trained_parameters(model)
         whole = sharers.size == 1
-        self._own: Layout = WholeLayout(part, sums) if whole else RowLayout(part, sums, sharers, offload=False)
+        self._own: Layout = (
+            WholeLayout(Weights(part, dtype), sums) if whole else RowLayout(part, sums, sharers, False, dtype)
+        )
         self._whole_speaks, self._rows_speak = pipeline == 0, replica == 0
         self.trained = self._own.trained
         self.gradients = self._own.gradients
@@ -82,12 +88,21 @@ class StageLayout:
         self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
         self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
 
+    def state(self) -> dict[str, Held]:
+        """See Layout."""
+        own = self._own.state()
+        return {
+            name: self._told(own[name]) if name in own else shard(tensor, False)
+            for name, tensor in self._model.state_dict().items()
+        }
+
+    def own_state(self) -> dict[str, Held]:
+        """Return what of the state is on this rank."""
+        return self._own.state()
+
     def held(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        held = self._own.held(name, tensor.detach())
-        if isinstance(held, Shard):
-            return replace(held, primary=held.primary and self._rows_speak)
-        return Shard(held, 0, held.shape, self._whole_speaks)
+        return self._told(self._own.held(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, Held]:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
@@ -111,3 +126,12 @@ class StageLayout:
     def settle(self) -> None:
         """See Layout."""
         self._own.settle()
+
+    def reload(self) -> None:
+        """See Layout."""
+        self._own.reload()
+
+    def _told(self, held: Held) -> Shard:
+        if isinstance(held, Shard):
+            return replace(held, primary=held.primary and self._rows_speak)
+        return Shard(held, 0, held.shape, self._whole_speaks)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import Shard
 from lockstep.parallel.pipeline_trace import tensors_of
 
 
@@ -34,11 +34,6 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _moved(buffer, device, layout)
-
-
-def shards(tensors: Mapping[str, Tensor], primary: bool) -> dict[str, Held]:
-    """Return each tensor as a shard: whole where it is real, else without rows."""
-    return {name: shard(tensor, primary) for name, tensor in tensors.items()}
 
 
 def shard(tensor: Tensor, primary: bool) -> Shard:

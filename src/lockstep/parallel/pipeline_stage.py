@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.gradients import summed_dtype, wide_gradient
 from lockstep.runtime.canonical import CanonicalSum, add_
 from lockstep.runtime.pipeline import Value, Values, backward_input, backward_weight
 
@@ -218,11 +219,9 @@ def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Take the gradients away; each lies in memory as autograd lays it out, and is zero where there is none."""
     taken = []
     for parameter in parameters:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        elif gradient.stride() != parameter.stride():
-            gradient = torch.empty_like(parameter).copy_(gradient)
+        gradient, parameter.grad = wide_gradient(parameter), None
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         taken.append(gradient.detach())
     return taken
 
@@ -238,10 +237,10 @@ def _added_across(
     for bunch in _in_bunches(parameters):
         own = [parameters[place] for place in bunch]
         flat = {block: torch.cat([parts[place].reshape(-1) for place in bunch]) for block, parts in pieces.items()}
-        like = own[0].new_empty(sum(parameter.numel() for parameter in own), requires_grad=False)
+        like = own[0].new_empty(sum(parameter.numel() for parameter in own), dtype=summed_dtype(own[0]))
         added = torch.split(across(flat, leaves, like), [parameter.numel() for parameter in own])
         for parameter, part in zip(own, added, strict=True):
-            yield torch.empty_like(parameter, requires_grad=False).copy_(part.view(parameter.shape))
+            yield torch.empty_like(parameter, dtype=part.dtype, requires_grad=False).copy_(part.view(parameter.shape))
 
 
 def _in_bunches(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:

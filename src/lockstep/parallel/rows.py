@@ -18,6 +18,7 @@ from lockstep.core.shard import Held, Shard, alike
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.local import Lay
+from lockstep.parallel.weights import Weights
 from lockstep.runtime.lane import Lane
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
@@ -31,28 +32,37 @@ def rows(world: World, places: Sequence[Place], bucket_bytes: int, offload: bool
     With `offload` those rows and the optimizer's state for them are in the memory of the CPU, which does the update.
     """
 
-    def lay(model: nn.Module, lane: Lane) -> Layout:
+    def lay(model: nn.Module, lane: Lane, dtype: torch.dtype | None) -> Layout:
         trained = trained_parameters(model)
         gradients = Gradients(trained, world.canonical(places), lane, world.size == 1, bucket_bytes)
-        return RowLayout(model, gradients, world, offload)
+        return RowLayout(model, gradients, world, offload, dtype)
 
     return lay
 
 
 @final
 class RowLayout:
-    """Rank r has the r-th even cut of the rows of each parameter; one without dims is every rank's."""
+    """Rank r has the r-th even cut of the rows of each parameter; one without dims is every rank's.
 
-    def __init__(self, model: nn.Module, gradients: GradientSum, world: World, offload: bool) -> None:
+    Where the model computes with copies of its weights in `dtype`, those are whole on each rank, and the trained
+    weights themselves in rows.
+    """
+
+    def __init__(
+        self, model: nn.Module, gradients: GradientSum, world: World, offload: bool, dtype: torch.dtype | None
+    ) -> None:
         self._model = model
         self._world = world
         self._whole = trained_parameters(model)
+        self._weights = Weights(model, dtype)
         self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
+        self._copies = dtype is not None
+        self._apart = bool(offload) or self._copies  # the rows lie in other memory than the model
         self.trained = [
-            (name, nn.Parameter(cut.tensor.to("cpu", copy=True) if offload else cut.tensor))
-            for name, cut in self._cuts.items()
+            (name, nn.Parameter(self._own(parameter, "cpu" if offload else parameter.device)))
+            for name, parameter in self._whole
         ]
-        self._offload = offload
+        self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self._norms = RowNorms(world, parts, torch.device("cpu") if offload else world.device)
         self._moved = self._sorted()
@@ -60,7 +70,12 @@ class RowLayout:
 
     def state(self) -> dict[str, Held]:
         """See Layout."""
-        return {**self._model.state_dict()}
+        if not self._copies:
+            return {**self._model.state_dict()}
+        pairs = zip(self._whole, self.trained, strict=True)
+        rows = {parameter: self.held(name, own.detach()) for (name, parameter), (_, own) in pairs}
+        others = self._weights.state()
+        return {name: rows.get(each, others[name]) for name, each in self._model.state_dict(keep_vars=True).items()}
 
     def held(self, name: str, tensor: Tensor) -> Held:
         """See Layout."""
@@ -81,7 +96,10 @@ class RowLayout:
     @torch.no_grad()
     def reload(self) -> None:
         """See Layout."""
-        if self._offload:
+        if self._copies:
+            self._weights.publish()
+            self.settle()
+        elif self._apart:
             for name, trained in self.trained:
                 trained.copy_(self._cuts[name].tensor)
 
@@ -91,7 +109,7 @@ class RowLayout:
     @torch.no_grad()
     def settle(self) -> None:
         """Send all ranks the rows that this one moved, and take theirs."""
-        if self._offload:
+        if self._apart:
             for name, trained in self.trained:
                 self._cuts[name].tensor.copy_(trained)
         for rows in self._moved:
@@ -105,6 +123,9 @@ class RowLayout:
             return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
         first = part(len(parameter), self._world.size, self._world.rank).start
         return Shard(self._rows(parameter.detach(), self._world.rank), first, parameter.shape)
+
+    def _own(self, parameter: nn.Parameter, device: torch.device | str) -> Tensor:
+        return self._cut(self._weights.of(parameter)).tensor.to(device, copy=self._apart)
 
     def _rows(self, parameter: Tensor, rank: int) -> Tensor:
         own = part(len(parameter), self._world.size, rank)

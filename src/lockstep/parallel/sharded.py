@@ -41,19 +41,30 @@ def sharded(world: World, place: Place, keep_gathered: bool, offload: bool) -> L
     With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
     """
 
-    def lay(model: nn.Module, lane: Lane) -> Layout:
+    def lay(model: nn.Module, lane: Lane, dtype: torch.dtype | None) -> Layout:
         # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
-        return ShardedLayout(model, world, place, keep_gathered, offload, InlineLane() if world.on_gpu else lane)
+        lane = InlineLane() if world.on_gpu else lane
+        return ShardedLayout(model, world, place, keep_gathered, offload, lane, dtype)
 
     return lay
 
 
 @final
 class ShardedLayout:
-    """A model of which each member of a replica has some rows, with its buffers whole."""
+    """A model of which each member of a replica has some rows, with its buffers whole.
+
+    With `dtype` the rows are gathered in that, and the model computes with what is gathered.
+    """
 
     def __init__(
-        self, model: nn.Module, world: World, place: Place, keep_gathered: bool, offload: bool, lane: Lane
+        self,
+        model: nn.Module,
+        world: World,
+        place: Place,
+        keep_gathered: bool,
+        offload: bool,
+        lane: Lane,
+        dtype: torch.dtype | None,
     ) -> None:
         _check(model)
         self._world = world
@@ -71,7 +82,7 @@ class ShardedLayout:
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
-        self._sharded = Sharded(model, units, grid.mesh, dealt.receive, keep_gathered, offload)
+        self._sharded = Sharded(model, units, grid.mesh, dealt.receive, keep_gathered, offload, dtype)
         parts = self._sharded.trained(self._speaks)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]

@@ -15,16 +15,19 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import GradientSum, Layout, trained_parameters
 from lockstep.parallel.local import Lay
+from lockstep.parallel.weights import Weights
 from lockstep.runtime.lane import Lane
 from lockstep.runtime.world import World
+from lockstep.tasks.base import MicroBatch
 
 
 def whole(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
     """Return what lays a model whole on each of the ranks, which add gradients in buckets of about `bucket_bytes`."""
 
-    def lay(model: nn.Module, lane: Lane) -> Layout:
+    def lay(model: nn.Module, lane: Lane, dtype: torch.dtype | None) -> Layout:
+        weights = Weights(model, dtype)
         gradients = Gradients(trained_parameters(model), world.canonical(places), lane, world.size == 1, bucket_bytes)
-        return WholeLayout(model, gradients)
+        return WholeLayout(weights, gradients)
 
     return lay
 
@@ -33,14 +36,14 @@ def whole(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
 class WholeLayout:
     """Every rank has the whole model and does the whole update."""
 
-    def __init__(self, model: nn.Module, gradients: GradientSum) -> None:
-        self._model = model
-        self.gradients = gradients
-        self.trained = trained_parameters(model)
+    def __init__(self, weights: Weights, gradients: GradientSum) -> None:
+        self._weights = weights
+        self.gradients: GradientSum = _HandedGradients(gradients, weights)
+        self.trained = weights.trained()
 
     def state(self) -> dict[str, Held]:
         """See Layout."""
-        return {**self._model.state_dict()}
+        return {**self._weights.state()}
 
     def held(self, name: str, tensor: Tensor) -> Held:
         """See Layout."""
@@ -59,12 +62,40 @@ class WholeLayout:
 
     def settle(self) -> None:
         """See Layout."""
+        self._weights.publish()
 
     def reload(self) -> None:
         """See Layout."""
+        self._weights.publish()
 
     def after_evaluation(self) -> None:
         """See Layout."""
 
     def close(self) -> None:
         """See Layout."""
+
+
+@final
+class _HandedGradients:
+    """Sums of the gradients of a model's parameters, brought to the weights that these are copies of."""
+
+    def __init__(self, sums: GradientSum, weights: Weights) -> None:
+        self._sums = sums
+        self._weights = weights
+
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """See GradientSum."""
+        self._sums.begin(leaves, microbatches)
+
+    def before_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._sums.before_backward(microbatch)
+
+    def after_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._sums.after_backward(microbatch)
+
+    def finish(self) -> None:
+        """See GradientSum."""
+        self._sums.finish()
+        self._weights.hand_gradients()

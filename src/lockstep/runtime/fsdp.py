@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -28,7 +28,7 @@ class Sharded:
     """A model whose tensors are cut by rows over the members of `mesh`, unit by unit; what is in no unit is the last.
 
     A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
-    both.
+    both; in `dtype`, where one is given. Its gradients are in the dtype of the shards.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Sharded:
         receive: Receive,
         keep_gathered: bool,
         offload: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._mesh = mesh
@@ -49,8 +50,16 @@ class Sharded:
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+        # What goes into a unit is not converted: in one process there are no units.
+        precision = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
         for number, unit in enumerate((*units, model)):
-            fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=not keep_gathered,
+                offload_policy=policy,
+                mp_policy=precision,
+            )
             self._units[number].set_custom_reduce_scatter(_Handing(partial(self._hand, number)))
             self._units[number].set_gradient_divide_factor(1.0)
             self._units[number].set_force_sum_reduction_for_comms(True)

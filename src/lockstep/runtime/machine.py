@@ -65,7 +65,8 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
         fingerprint |= compiler_facts(gpu=device.type == "cuda")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return fingerprint | {"gpu": name, "attention": attention()} | _gpu_libraries()
+        products = torch.backends.cuda.matmul.fp32_precision
+        return fingerprint | {"gpu": name, "attention": attention(), "fp32_products": products} | _gpu_libraries()
     return fingerprint | {"cpu": _cpuinfo().get("model name", platform.machine())}
 
 

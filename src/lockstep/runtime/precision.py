@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
+from lockstep.core.precision import Precision
 from lockstep.errors import PreflightError, UsageError
 
-Precision = Literal["fp32", "bf16", "fp16"]
+_AUTOCAST: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TF32_CAPABILITY: Final = (8, 0)
 
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 _EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with which products do not depend on other streams
@@ -19,15 +22,19 @@ _EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with which products do not de
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which the forward pass runs in `precision`; it may be entered again and again."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+    dtype = _AUTOCAST.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def computing_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype of the copies that a model computes with, None where it does with its weights themselves."""
+    return torch.bfloat16 if precision == "bf16-compute" else None
 
 
 def loss_scaler(
     precision: Precision, device: torch.device, initial: float, growth_interval: int
 ) -> torch.amp.GradScaler:
-    """Return the dynamic loss scaler; for fp32 and bf16 it is disabled and does nothing."""
+    """Return the dynamic loss scaler; for all but fp16 it is disabled and does nothing."""
     scaler = torch.amp.GradScaler(
         device.type, init_scale=initial, growth_interval=growth_interval, enabled=precision == "fp16"
     )
@@ -36,11 +43,13 @@ def loss_scaler(
     return scaler
 
 
-def fix_kernels(threads: int) -> None:
+def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:
     """Choose kernels that give the same bits each time: `threads` for each process, deterministic, no autotuning.
 
-    An operation without a deterministic kernel raises RuntimeError that names it. On CUDA see `fix_workspace` too.
+    An operation without a deterministic kernel raises RuntimeError that names it. UsageError where `device` cannot
+    compute in `precision`. On CUDA see `fix_workspace` too.
     """
+    check_precision(precision, device or torch.device("cpu"))
     check_threads(threads)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
@@ -49,6 +58,8 @@ def fix_kernels(threads: int) -> None:
     # Filling fresh memory finds reads of uninitialised memory; it costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _keep_float32()
+    if precision == "tf32":
+        _take_tf32()
     _choose_attention()
     # torch's attention layers fuse their forward in evaluation, but not in modules that have hooks, as those of
     # fully_shard have: the same weights would be evaluated in two ways.
@@ -105,6 +116,33 @@ def _keep_float32() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_accumulation = False
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
+def _take_tf32() -> None:
+    """Let products of fp32 on CUDA round what they multiply to TF32: all of matrices, convolutions and RNNs alike."""
+    # The older settings first, as above. They reach the CPU's matrix products too, which no device here computes so.
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Raise UsageError where `device` has no products in `precision`, and others would silently stand in for them."""
+    if precision != "tf32":
+        return
+    if device.type != "cuda":
+        raise UsageError(
+            f"recipe.precision: tf32 is a way of CUDA's tensor cores to multiply, and this run computes on the "
+            f"{device.type.upper()}; use fp32, bf16, or a GPU of compute capability 8.0 or above"
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < _TF32_CAPABILITY:
+        raise UsageError(
+            f"recipe.precision: tf32 needs a GPU of compute capability 8.0 or above, and "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; use fp32 or fp16"
+        )
 
 
 def check_threads(threads: int) -> None:

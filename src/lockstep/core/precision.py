@@ -1,0 +1,37 @@
+"""The precisions that a recipe can name; docs/precision.md says what each keeps, computes, sends and adds in."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16"]
+
+# Names of other frameworks for what is meant here by another, or is not there.
+_ELSEWHERE: Final = {
+    "32-true": "fp32",
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+}
+
+
+_REFUSED: Final = {
+    "fp8": (
+        "its products need a GPU of compute capability 8.9 or above, and nothing has shown yet that they give the same "
+        "bits on every placement; use bf16-compute, or bf16"
+    ),
+    "bf16-true": (
+        "AdamW's second moment would never decay: 0.999 times any number of bf16 rounds back to it; use bf16-compute, "
+        "which keeps weights and the optimizer's state in fp32 and computes in bf16"
+    ),
+}
+
+
+def named_elsewhere(name: object) -> object:
+    """Return what a recipe names; ValueError where it is the name of another framework, or cannot be had here."""
+    text = str(name)
+    for refused, why in _REFUSED.items():
+        if text.startswith(refused):
+            raise ValueError(f"{text} is not offered: {why}")
+    if text in _ELSEWHERE:
+        raise ValueError(f"{text} is called {_ELSEWHERE[text]} here")
+    return name

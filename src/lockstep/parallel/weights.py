@@ -1,0 +1,103 @@
+"""The weights that are kept of a model, and the copies of them in another dtype that it may compute with.
+
+Micikevicius et al. 2018, "Mixed precision training", section 3.1, has the idea: an update is too small for the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.gradients import wide_gradient
+from lockstep.parallel.optimizer_state import Named
+
+
+@final
+class Weights:
+    """A model's parameters, or with `dtype` what they were before this made copies of that dtype of them.
+
+    The model then computes with the copies; gradients come out of a backward in `dtype`, and are added in fp32.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._copies = {copy: _made_copy(copy, dtype) for copy in model.parameters()} if dtype is not None else {}
+
+    def of(self, copy: nn.Parameter) -> nn.Parameter:
+        """Return the weight that a parameter of the model is a copy of: itself where there are no copies."""
+        return self._copies.get(copy, copy)
+
+    def trained(self) -> list[Named]:
+        """Return the weights that want a gradient, in the model's order, by the first of their names."""
+        return [(name, self.of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the model's state, with the weights in place of their copies."""
+        tensors: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        return {
+            name: (self.of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
+            for name, tensor in tensors.items()
+        }
+
+    def let_go(self) -> None:
+        """Keep no weight that is trained: somebody else does."""
+        self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
+
+    def hand_gradients(self) -> None:
+        """Bring the gradients from the copies to the weights."""
+        for copy, weight in self._copies.items():
+            if copy.requires_grad:
+                weight.grad, copy.grad = wide_gradient(copy), None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the weights to the copies."""
+        if self._copies:
+            torch._foreach_copy_(list(self._copies), list(self._copies.values()))
+
+
+def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Let a model compute in `dtype` where it is given; what its weights were is not kept."""
+    if dtype is not None:
+        widen_batchnorm(model)
+        Weights(model, dtype)
+    return model
+
+
+def widen_batchnorm(model: nn.Module) -> None:
+    """Let BatchNorm layers take parameters of 16 bits too; their statistics are in fp32.
+
+    torch's kernels want parameters and statistics in one dtype, whatever the inputs are in. It must be done to a model
+    before anything else is put around its layers, since a layer's forward alone is what is computed again.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.forward = partial(_with_wide_parameters, layer, layer.forward)  # type: ignore[method-assign]
+
+
+def _made_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Turn a parameter into a copy of itself, and return the weight that it was."""
+    weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    parameter.data = weight.data.to(dtype)
+    if parameter.requires_grad:
+        # `grad` takes what a backward makes, in the copy's dtype, and then the sum (gradients.py) in fp32. Were it fp32
+        # alone, autograd would convert each use of a parameter before it adds them; under fully_shard it adds first.
+        parameter.grad_dtype = None
+    return weight
+
+
+def _with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    parameters = {name: each for name, each in layer._parameters.items() if each is not None}
+    # What stands in the instance is found before its parameters, by whatever class of layer this is.
+    vars(layer).update(
+        {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in parameters.items()}
+    )
+    try:
+        return forward(inputs)
+    finally:
+        for name in parameters:
+            del vars(layer)[name]
