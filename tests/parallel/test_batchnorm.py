@@ -148,3 +148,12 @@ def test_layers_without_running_statistics_are_left_alone() -> None:
     running = RunningStatistics(model)
     assert running.size == 0
     _step(model, running, _inputs([2]))
+
+
+def test_each_statistic_begins_where_a_buffer_of_its_own_might() -> None:
+    layers = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS + 2))
+    running = RunningStatistics(layers)
+    _step(layers[:2], running, _inputs([4]))
+    assert {tensor.data_ptr() % 16 for tensor in layers.buffers()} == {0}
+    assert not torch.equal(layers[1].running_mean, torch.zeros(CHANNELS))
+    assert torch.equal(layers[2].running_mean, torch.zeros(CHANNELS + 2))  # which took no part

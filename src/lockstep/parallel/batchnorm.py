@@ -24,9 +24,10 @@ class RunningStatistics:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and _tracks(m)]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
-        self._scratch = torch.cat([buffer.flatten().float() for buffer in buffers]) if buffers else torch.empty(0)
+        self._scratch = torch.cat([_padded(buffer) for buffer in buffers]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
-        self._counted = torch.tensor([int(_counter(layer)) for layer in self._layers], device=self._scratch.device)
+        counted = torch.tensor([[int(_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
+        self._counted = counted[:, 0] if self._layers else counted
         self._counts = self._counted.clone()
         # How far each statistic moves in a step. Without a momentum a layer averages over all steps so far.
         self._rates = torch.cat([_rates(layer) for layer in self._layers]) if buffers else torch.empty(0)
@@ -67,9 +68,10 @@ class RunningStatistics:
         start = 0
         for layer, count in zip(self._layers, self._counted, strict=True):
             width = layer.num_features
-            middle, stop = start + width, start + 2 * width
+            middle = start + _room(width)
+            stop = middle + _room(width)
             layer.momentum = 1.0
-            layer.running_mean, layer.running_var = self._scratch[start:middle], self._scratch[middle:stop]
+            layer.running_mean, layer.running_var = (self._scratch[at : at + width] for at in (start, middle))
             layer.num_batches_tracked = count
             self._places.append(slice(start, stop))
             start = stop
@@ -90,6 +92,18 @@ def _counter(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
     return layer.num_batches_tracked
 
 
+def _room(width: int) -> int:
+    """Return how many numbers a statistic takes: each begins where a buffer of its own might, for compiled kernels.
+
+    These are made for addresses that 16 bytes divide, if the first that they are given is one.
+    """
+    return -(-width // 4) * 4
+
+
+def _padded(buffer: Tensor) -> Tensor:
+    return nn.functional.pad(buffer.flatten().float(), (0, _room(buffer.numel()) - buffer.numel()))
+
+
 def _rates(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
     mean, _ = _buffers(layer)
-    return mean.new_full((2 * layer.num_features,), layer.momentum or 0.0, dtype=torch.float32)
+    return mean.new_full((2 * _room(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)
