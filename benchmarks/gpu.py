@@ -29,6 +29,7 @@ SECTIONS: Final[dict[str, float]] = {
     "kernels": 90,
     "copies": 40,
     "memory": 60,
+    "precision": 60,
     "doctor": 15,
     "speed": 170,
 }
