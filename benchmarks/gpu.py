@@ -30,6 +30,7 @@ SECTIONS: Final[dict[str, float]] = {
     "copies": 40,
     "memory": 60,
     "precision": 60,
+    "compile": 90,
     "doctor": 15,
     "speed": 170,
 }
