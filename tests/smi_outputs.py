@@ -1,7 +1,8 @@
 """What nvidia-smi printed on real hosts, with the elements that are read; identifiers are replaced.
 
-Taken from recordings that people published: a Tesla T4 of a cloud (driver 515), an A100 cut by MIG (535), an RTX A5000
-(590), and the topologies of hosts with H100s and RTX 3090s.
+Cut down from recordings that people published: a Tesla T4 of a cloud (driver 515), an A100 cut by MIG (535), an RTX
+A5000 (590; its processes are those of another recording), and the topologies of hosts with H100s (three of its cards)
+and RTX 3090s.
 """
 
 T4_515 = """<?xml version="1.0" ?>

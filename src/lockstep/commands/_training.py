@@ -133,6 +133,7 @@ def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
         "placement.strategy": values(loaded.config.placement)["strategy"],
         "placement.affinity": loaded.config.placement.affinity,  # with auto, all ranks exchange where they run
         "placement.backend": loaded.config.placement.backend,
+        "placement.audit_every": loaded.config.placement.audit_every,
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device, compiled=loaded.config.recipe.compile),
     }
