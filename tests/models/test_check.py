@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.check import Summary, check_model, check_weights
+from lockstep.models.check import Summary, check_dtype, check_model, check_weights
 from lockstep.models.digits_convnet import digits_convnet
+from lockstep.parallel.weights import computing_in
 
 
 class _ReadsValues(nn.Linear):
@@ -157,3 +158,30 @@ def test_embeddings_that_no_two_processes_could_agree_on_are_refused(layer, opti
     with pytest.raises(UsageError, match=f"model m: .*{told}"):
         check_weights("m", model)
     check_weights("m", layer(4, 2))
+
+
+class _Mixes(nn.Linear):
+    """Multiplies by a buffer of its own, which stays as it is when its weights are converted."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(4, 3, dtype=dtype)
+        self.register_buffer("mask", torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.mask)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (_Mixes, "recipe.precision: with weights in torch.bfloat16 its forward mixes dtypes: .*mm of torch"),
+        (lambda: _Mixes(torch.float64), "model m: weight is of torch.float64, and recipe.precision asks for copies of"),
+    ],
+)
+def test_a_model_that_cannot_compute_in_another_dtype_is_refused(build: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_dtype(build, computing_in, name="m", inputs=torch.zeros(2, 4), dtype=torch.bfloat16)
+
+
+def test_a_model_that_can_is_not() -> None:
+    check_dtype(digits_convnet, computing_in, name="m", inputs=torch.zeros(2, 1, 8, 8), dtype=torch.bfloat16)

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.own_code import OwnCode, described, place
+
+_PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 
 
 class Form(NamedTuple):
@@ -94,7 +97,7 @@ def check_dtype(
         _check_float32(name, model, dtype)
         compute_in(model, dtype)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
                 model(inputs.to("meta", dtype if inputs.is_floating_point() else inputs.dtype))
         except RuntimeError as error:
             if "dtype" in str(error):
@@ -103,6 +106,18 @@ def check_dtype(
                     f"{described(error)}; convert what is made there, such as a buffer, to the dtype of the input, or "
                     f"use precision bf16, under which torch converts"
                 ) from error
+
+
+@final
+class _OneDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses products of tensors of two dtypes as the CPU and CUDA do; the meta device lets most of them pass."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        dtypes = sorted({str(each.dtype) for each in args if isinstance(each, Tensor)})
+        if name in _PRODUCTS and len(dtypes) > 1:
+            raise RuntimeError(f"{name} of {' and '.join(dtypes)}, which must have the same dtype")
+        return func(*args, **(kwargs or {}))
 
 
 def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
