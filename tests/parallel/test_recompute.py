@@ -13,14 +13,18 @@ import zoo
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lockstep.core.precision import Precision
 from lockstep.parallel.recompute import recompute
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("model", ["resnet18", "vit_tiny", "mlp"])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [("resnet18", "bf16"), ("resnet18", "bf16-compute"), ("vit_tiny", "bf16"), ("mlp", "bf16")],
+)
 @pytest.mark.parametrize("placed", [("ddp", 2), ("zero3", 2)])
-def test_the_bits_stay(model: str, placed: tuple[str, int]) -> None:
-    case = zoo.case(model, precision="bf16", optimizer="adamw", clip=1.0, samples=(12,))
+def test_the_bits_stay(model: str, precision: Precision, placed: tuple[str, int]) -> None:
+    case = zoo.case(model, precision=precision, optimizer="adamw", clip=1.0, samples=(12,))
     [alone] = worlds.run(1, toys.whole_trace, case)
     for every in (1, 2):
         saving = replace(case, strategy=placed[0], recompute=every)
