@@ -125,7 +125,8 @@ class RowLayout:
         return Shard(self._rows(parameter.detach(), self._world.rank), first, parameter.shape)
 
     def _own(self, parameter: nn.Parameter, device: torch.device | str) -> Tensor:
-        return self._cut(self._weights.of(parameter)).tensor.to(device, copy=self._apart)
+        rows = self._cut(self._weights.of(parameter)).tensor
+        return rows.to(device, copy=True) if self._apart else rows
 
     def _rows(self, parameter: Tensor, rank: int) -> Tensor:
         own = part(len(parameter), self._world.size, rank)
