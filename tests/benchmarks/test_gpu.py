@@ -101,12 +101,12 @@ def test_what_is_not_installed_is_named() -> None:
     assert done.stderr.startswith("not installed: click, numpy, ")
 
 
-@pytest.mark.timeout(780)
+@pytest.mark.timeout(960)
 def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
-    """Two minutes on two cores, if they have nothing else to do; where it takes longer, a section is too large."""
+    """Five minutes on two cores, if they have nothing else to do; a section that takes more of them is too large."""
     file = tmp_path / "gpu.json"
-    line = [sys.executable, SCRIPT, "--device", "cpu", "--limit", "600", "--json", file]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=760)
+    line = [sys.executable, SCRIPT, "--device", "cpu", "--limit", "900", "--json", file]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=940)
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads(file.read_text(encoding="utf-8"))["sections"]
     assert {name: each["ok"] for name, each in sections.items()} == dict.fromkeys(gpu.SECTIONS, True)
