@@ -228,9 +228,9 @@ def _import_what_commands_import() -> None:
     import tensorboard.summary.writer.record_writer  # noqa: F401
     import torch
 
-    from lockstep.commands import _training  # noqa: F401
-    from lockstep.commands._setup import setup
     from lockstep.config.load import load
+    from lockstep.run import session  # noqa: F401
+    from lockstep.run.build import setup
 
     torch.set_num_threads(1)
     setup(load("digits").config.recipe)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.commands import _setup
 from lockstep.config.load import load
 from lockstep.errors import UsageError
+from lockstep.run import build
 
 MODEL = """
 from torch import nn
@@ -28,19 +28,19 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED"):
         monkeypatch.delenv(name, raising=False)
     config = load("digits", [pooled]).config
-    ready = _setup.setup(config.recipe)
-    _setup.check_kernels(ready, config.placement)  # there is no card
+    ready = build.setup(config.recipe)
+    build.check_kernels(ready, config.placement)  # there is no card
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"its_pools:pooled: on CUDA .*\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
-        _setup.check_kernels(ready, config.placement)
-    _setup.check_kernels(ready, load("digits", [pooled, "placement.device=cpu"]).config.placement)
+        build.check_kernels(ready, config.placement)
+    build.check_kernels(ready, load("digits", [pooled, "placement.device=cpu"]).config.placement)
 
 
 def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", []).config
-    ready = _setup.setup(config.recipe)
-    assert _setup.refused_on_cuda(ready) == []
+    ready = build.setup(config.recipe)
+    assert build.refused_on_cuda(ready) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
-        _setup.check_kernels(ready, config.placement)
+        build.check_kernels(ready, config.placement)

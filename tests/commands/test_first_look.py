@@ -14,12 +14,12 @@ from forked import events
 from timm.layers import EvoNorm2dB0
 from torch import nn
 
-from lockstep.commands import _first_look
-from lockstep.commands import _verify_causes as causes
-from lockstep.commands._first_look import first_look, is_known, is_plain
-from lockstep.commands._setup import Setup, setup
 from lockstep.config.load import load
 from lockstep.models.find import build_model
+from lockstep.run.build import Setup, setup
+from lockstep.verification import causes
+from lockstep.verification import first_look as looking
+from lockstep.verification.first_look import first_look, is_known, is_plain
 
 NOISY = 'recipe.model={{name: "planted:noisy", options: {{source: {}}}}}'
 LOOKING = (*DIGITS, 'recipe.loss={name: "cross_entropy"}', "run.probe=auto", "run.dir=run")
@@ -84,7 +84,7 @@ def test_files_that_the_data_has_open_are_read_at_offsets_of_its_own(tmp_path):
     with path.open("rb", buffering=0) as file:
         file.read(3)
         if not (child := os.fork()):
-            _first_look._open_files_anew()
+            looking._open_files_anew()
             os._exit(file.read(1)[0])
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == ord("3")
@@ -102,16 +102,16 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
         os.kill(os.getpid(), 9)
 
     chosen = ready('recipe.model={name: "planted:linear"}')
-    monkeypatch.setattr(_first_look, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(looking, "_PATIENCE_S", 0.1)
     for what, reason in ((slow, "more than 0 s"), (fail, "ValueError: no such layer"), (die, "was killed")):
-        monkeypatch.setattr(_first_look, "quick_facts_of", what)
-        monkeypatch.setattr(_first_look, "_PATIENCE_S", 0.1 if what is slow else 60.0)
+        monkeypatch.setattr(looking, "quick_facts_of", what)
+        monkeypatch.setattr(looking, "_PATIENCE_S", 0.1 if what is slow else 60.0)
         with first_look(chosen) as look:
             (finding,) = look()
-        assert finding.culprit == _first_look.NOT_LOOKED
+        assert finding.culprit == looking.NOT_LOOKED
         assert reason in finding.text
-    monkeypatch.setattr(_first_look, "_PARAMETERS", 100)
-    assert culprits(chosen) == [_first_look.NOT_LOOKED]
+    monkeypatch.setattr(looking, "_PARAMETERS", 100)
+    assert culprits(chosen) == [looking.NOT_LOOKED]
 
 
 @pytest.mark.parametrize(("name", "plain"), [("resnet18", True), ("swin_tiny_patch4_window7_224", True)])

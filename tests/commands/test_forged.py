@@ -12,16 +12,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lockstep.commands import _setup
-from lockstep.commands._resume import resumed
-from lockstep.commands._setup import Setup
-from lockstep.commands._training import engine_state
 from lockstep.config.base import values
 from lockstep.config.load import comparable, load_text
 from lockstep.core.rank import ALONE
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
+from lockstep.run import build
+from lockstep.run.build import Setup
+from lockstep.run.resume import resumed
+from lockstep.run.session import engine_state
 from lockstep.runtime.world import World
 from lockstep.training import checkpoint
 from lockstep.training.checkpoint import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
@@ -49,11 +49,11 @@ def loaded() -> Any:
 
 @pytest.fixture(scope="module")
 def ready(loaded: Any) -> Setup:
-    return _setup.setup(loaded.config.recipe)
+    return build.setup(loaded.config.recipe)
 
 
 def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
-    _, engine, loader = _setup.start(ready, loaded.config.placement, World(ALONE, torch.device("cpu")))
+    _, engine, loader = build.start(ready, loaded.config.placement, World(ALONE, torch.device("cpu")))
     return engine, loader
 
 
@@ -72,7 +72,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
         "engine": state.scalars,
         "recipe": comparable(values(loaded.config.recipe)),
         "numerics": {"torch": "2", "threads": 1},
-        "data": _setup.seen_by_model(ready),
+        "data": build.seen_by_model(ready),
         "source": dict(ready.source),
     }
     snapshot = checkpoint.Snapshot(state.model, state.optimizer, state.ema, kept)
@@ -131,7 +131,7 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01"])
     model = "forging:matrices" if optimizer == "muon" else loaded.config.recipe.model.name
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01", f"recipe.model.name={model}"])
-    ready = _setup.setup(loaded.config.recipe)
+    ready = build.setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
     found = checkpoint.read(path)
     state = resumed(path, found, ready)

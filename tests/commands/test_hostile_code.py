@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.commands._setup import evaluation_batch, setup, start
-from lockstep.commands._training import evaluated
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.own_code import own_error
+from lockstep.run.build import evaluation_batch, setup, start
+from lockstep.run.session import evaluated
 from lockstep.runtime.member import alone
 from lockstep.runtime.world import open_world
 from lockstep.training.loop import Progress

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.commands import _submitted, jobs
-from lockstep.commands._submitted import Submitted
+from lockstep.commands import jobs
 from lockstep.config.load import load, to_yaml
+from lockstep.run import submitted
+from lockstep.run.submitted import Submitted
 
 STARTED = {"event": "started", "time": 100.0, "step": 0, "samples": 0, "steps": 50, "steps_per_epoch": 10, "epochs": 5}
 STEP = {"event": "step", "time": 110.0, "step": 10, "samples": 640, "loss": 0.25}
@@ -39,7 +40,7 @@ def run_folder(folder: Path, name: str, *events: dict[str, Any], tail: str = "",
     (run / "lock").touch()
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail, encoding="utf-8")
     if job is not None:
-        _submitted.record(run, Submitted(job, 90.0))
+        submitted.record(run, Submitted(job, 90.0))
     return run
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.commands._setup import setup, start
 from lockstep.config.load import load
 from lockstep.core.rank import ALONE
 from lockstep.parallel import local
+from lockstep.run.build import setup, start
 from lockstep.runtime.world import World
 
 

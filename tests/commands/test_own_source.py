@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import DIGITS
 
-from lockstep.commands._own_source import source_changes, source_digests
+from lockstep.run.user_source import source_changes, source_digests
 
 TRAIN = ("train", *DIGITS, "run.dir=run", "recipe.model=", "recipe.model.name=zoo.nets:net")
 NETS = (

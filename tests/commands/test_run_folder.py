@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.commands import _folder
-from lockstep.commands._finished import finished
 from lockstep.config.load import Loaded, load, load_text, to_yaml
+from lockstep.run import folder as run_folder
+from lockstep.run.finished import finished
 
 DONE = {"event": "done", "step": 23, "weights_sha256": "0f" * 32}
 
@@ -30,7 +30,7 @@ def test_a_run_is_named_after_recipe_and_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = f"recipe: {{model: '{model}', data: digits, batch: 8, epochs: 1, optimizer: {{lr: 1}}}}"
-    folder = _folder.fresh(load_text(text, "r.yaml", recipe))
+    folder = run_folder.fresh(load_text(text, "r.yaml", recipe))
     assert folder.parent == Path("runs")
     assert folder.name.rpartition("-")[0].rpartition("-")[0] == name
     folder.mkdir(parents=True)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.commands._submitted import recorded
+from lockstep.run.submitted import recorded
 
 SBATCH = """#!/bin/sh
 echo "$@" > asked

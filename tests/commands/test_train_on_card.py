@@ -12,7 +12,7 @@ from card import DEVICE, Card
 from click.testing import CliRunner
 
 from lockstep.cli import main
-from lockstep.commands import _training
+from lockstep.run import session
 from lockstep.runtime import machine
 
 RECIPE = ["digits", "recipe.epochs=1", "recipe.microbatches=4", "run.log_every=8", "run.probe=off"]
@@ -40,7 +40,7 @@ def _weights(arguments: list[str]) -> str:
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     numerics = machine.numerics
     properties = SimpleNamespace(name="a card", uuid="0", total_memory=1 << 36, major=9, minor=0)
-    monkeypatch.setattr(_training, "choose_device", lambda *_: DEVICE)
+    monkeypatch.setattr(session, "choose_device", lambda *_: DEVICE)
     monkeypatch.setattr(machine, "numerics", lambda _, **more: numerics(torch.device("cpu"), **more))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 

@@ -2,11 +2,9 @@
 
 import pytest
 
-from lockstep.commands import _verify_causes as causes
-from lockstep.commands import _verify_compare as compare
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._verify_causes import Facts, RandomSample, Suspicion, cause
-from lockstep.commands._verify_compare import Difference
+from lockstep.verification import causes, compare, trace
+from lockstep.verification.causes import Facts, RandomSample, Suspicion, cause
+from lockstep.verification.compare import Difference
 
 CLEAN = Facts(buffers=["bn.running_mean", "table"])
 

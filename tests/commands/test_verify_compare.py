@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.commands import _verify_compare as compare
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._verify_compare import NOT_THERE, Difference, differences
-from lockstep.commands._verify_trace import Seen, StepSeen, Wanted
-from lockstep.commands._verify_values import farthest, largest, values, wanted
+from lockstep.verification import compare, trace
+from lockstep.verification.compare import NOT_THERE, Difference, differences
+from lockstep.verification.trace import Seen, StepSeen, Wanted
+from lockstep.verification.values import farthest, largest, values, wanted
 
 
 def reference() -> Seen:

@@ -10,12 +10,11 @@ import planted
 import pytest
 import torch
 
-from lockstep.commands import _probe, _verify_probe
-from lockstep.commands import _verify_causes as causes
-from lockstep.commands._verify_causes import Facts, findings
-from lockstep.commands._verify_run import prepared
 from lockstep.config.load import load
 from lockstep.errors import UsageError
+from lockstep.verification import causes, probe, probing
+from lockstep.verification.causes import Facts, findings
+from lockstep.verification.contestant import prepared
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
@@ -31,7 +30,7 @@ def _deterministic() -> Iterator[None]:
 def look(*overrides: str) -> Facts:
     """Return the facts about digits with these overrides."""
     ready = prepared(load("digits", ["recipe.batch=16", *overrides]))
-    return _probe.facts_of(ready, torch.device("cpu"))
+    return probe.facts_of(ready, torch.device("cpu"))
 
 
 def placed(text: str, above: int = 0) -> str:
@@ -228,5 +227,5 @@ def test_a_data_set_that_draws_from_seeded_generators_is_not_random():
 def test_facts_survive_being_written(tmp_path):
     facts = look('recipe.model={name: "planted:Remembering"}')
     facts = replace(facts, random_samples=[causes.RandomSample("training", 3, "inputs")])
-    _verify_probe.write(tmp_path, facts)
-    assert _verify_probe.read(tmp_path) == facts
+    probing.write(tmp_path, facts)
+    assert probing.read(tmp_path) == facts

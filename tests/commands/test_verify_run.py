@@ -9,8 +9,6 @@ import torch
 import worlds
 from torch import Tensor
 
-from lockstep.commands import _verify_run
-from lockstep.commands._verify_run import FirstSamples, wholes
 from lockstep.config.load import load
 from lockstep.core.order import part
 from lockstep.core.rank import ALONE
@@ -20,6 +18,8 @@ from lockstep.parallel.engine import Engine
 from lockstep.runtime.world import World
 from lockstep.training.events import Event
 from lockstep.training.loop import train
+from lockstep.verification import contestant as verify_run
+from lockstep.verification.contestant import FirstSamples, wholes
 
 
 def tensors() -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def cut(tensor: Tensor, rank: int, size: int) -> Shard:
 
 def gather(world: World, group_bytes: int) -> dict[str, bytes]:
     """Return the bytes of what a rank gets where all are cut but `bytes`."""
-    _verify_run._GATHERED_BYTES = group_bytes  # type: ignore[misc]
+    verify_run._GATHERED_BYTES = group_bytes  # type: ignore[misc]
     held: dict[str, Held] = {
         name: tensor if name == "bytes" else cut(tensor, world.rank, world.size) for name, tensor in tensors().items()
     }
@@ -93,15 +93,15 @@ def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
             driven.append(event)
             yield event
 
-    monkeypatch.setattr(_verify_run, "train", watched)
+    monkeypatch.setattr(verify_run, "train", watched)
     loaded = load("digits", ['recipe.model={name: "planted:linear"}'])
-    job = _verify_run.Job(loaded, (0, 1, 5), 40, tmp_path, save_after=1)
-    contestant = _verify_run._Contestant(job, _verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu")))
+    job = verify_run.Job(loaded, (0, 1, 5), 40, tmp_path, save_after=1)
+    contestant = verify_run._Contestant(job, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu")))
     seen = contestant.run()
     assert [event.step for event in driven] == [1, 2, 6]
     assert [step.number for step in seen.steps] == [0, 1, 5]
     assert seen.evaluation["counted"] == 40
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
     resumed = replace(job, first=1, resume=tmp_path / "checkpoints/step-00000001", save_after=None)
-    again = _verify_run._Contestant(resumed, _verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu"))).run()
+    again = verify_run._Contestant(resumed, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu"))).run()
     assert again.steps == seen.steps[1:]

@@ -8,10 +8,10 @@ from card import DEVICE, Card
 from torch import Tensor
 from worlds import run
 
-from lockstep.commands._setup import setup, start
 from lockstep.config.load import load
 from lockstep.core.rank import RankInfo
 from lockstep.core.shard import local
+from lockstep.run.build import setup, start
 from lockstep.runtime.world import World
 from lockstep.training.evaluate import evaluate
 

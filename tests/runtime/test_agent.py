@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.commands import train
-from lockstep.commands._training import Start
 from lockstep.config.load import load
 from lockstep.errors import EXIT_FAILED, EXIT_PREFLIGHT, PreflightError, TrainingError
+from lockstep.run.session import Start
 from lockstep.runtime.agent import End, cause, run_workers
 from lockstep.runtime.failure import Failure
 from lockstep.runtime.meeting import Meeting

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.commands._setup import refused_on_cuda, setup
 from lockstep.config.recipe import Recipe
 from lockstep.core.cards import warnings
 from lockstep.core.no_card import reasons
+from lockstep.run.build import refused_on_cuda, setup
 from lockstep.runtime import cards
 from lockstep.runtime.bandwidth import MIB, speeds
 from lockstep.runtime.kernel_settings import doubts, settings

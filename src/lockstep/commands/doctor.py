@@ -75,8 +75,8 @@ def gpu(as_json: bool, measure: bool, words: tuple[str, ...]) -> None:
 
 def _read_all(recipe: Recipe) -> int:
     """Read both parts, report what is damaged and the progress, and return the exit code."""
-    from lockstep.commands._setup import open_recipe_data
     from lockstep.data.loader import damages
+    from lockstep.run.build import open_recipe_data
 
     strict = recipe.data.model_copy(update={"on_error": "raise"})
     found = open_recipe_data(recipe.model_copy(update={"data": strict}))

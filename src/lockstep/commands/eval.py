@@ -21,9 +21,9 @@ from lockstep.parent import die_with_launcher
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.commands._setup import Setup
     from lockstep.config.load import Loaded
     from lockstep.core.rank import RankInfo
+    from lockstep.run.build import Setup
     from lockstep.runtime.meeting import Meeting
     from lockstep.training.checkpoint import Found
     from lockstep.training.saved_state import SavedState
@@ -80,8 +80,8 @@ def _here(asked: Asked) -> int:
     """Check everything in this process, then evaluate in it, or start the processes that do."""
     import torch
 
-    from lockstep.commands import _setup
-    from lockstep.commands._resume import evaluated
+    from lockstep.run import build
+    from lockstep.run.resume import evaluated
     from lockstep.runtime.agent import run_workers
     from lockstep.runtime.member import alone
 
@@ -89,17 +89,17 @@ def _here(asked: Asked) -> int:
     found, loaded = _open(asked)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
-    count = _setup.processes(loaded.config)
+    count = build.processes(loaded.config)
     # No step is shared here, so there may be more processes than micro-batches.
-    _setup.strategy(loaded.config.placement, count)[1].check(count, max(count, loaded.config.recipe.microbatches))
-    ready = _setup.setup(loaded.config.recipe)
+    build.strategy(loaded.config.placement, count)[1].check(count, max(count, loaded.config.recipe.microbatches))
+    ready = build.setup(loaded.config.recipe)
     evaluated(found.path, found.snapshot, ready)
-    _setup.check_cut(ready, loaded.config, count)
+    build.check_cut(ready, loaded.config, count)
     for problem in found.problems:
         click.echo(printable(f"warning: {problem}"), err=True)
     if count == 1:
         return _evaluate_as(alone(), asked, found, ready)
-    method = _setup.start_method(loaded.config.placement)
+    method = build.start_method(loaded.config.placement)
     shared = (found, ready) if method == "fork" else (None, None)
     return run_workers(partial(_worker, asked, *shared), count, method, loaded.config.placement.timeout_s)
 
@@ -110,9 +110,9 @@ def _worker(asked: Asked, found: Found | None, ready: Setup | None, meeting: Mee
 
 
 def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, ready: Setup | None = None) -> int:
-    from lockstep.commands import _setup
-    from lockstep.commands._resume import evaluated
-    from lockstep.commands._training import started_with, watched
+    from lockstep.run import build
+    from lockstep.run.resume import evaluated
+    from lockstep.run.session import started_with, watched
     from lockstep.runtime.memory import keep_freed_memory
     from lockstep.runtime.precision import fix_kernels
     from lockstep.runtime.switches import check_switches
@@ -129,17 +129,17 @@ def _evaluate_as(meeting: Meeting, asked: Asked, found: Found | None = None, rea
     with watched(meeting, loaded.config.placement, device):
         facts = started_with(loaded, device)
         meeting.compare(facts | {"weights": checkpoint.weights_sha256(opened.snapshot.model)})
-        ready = ready or _setup.setup(loaded.config.recipe)
+        ready = ready or build.setup(loaded.config.recipe)
         state = evaluated(opened.path, opened.snapshot, ready)
-        meeting.compare(_setup.setup_facts(ready))
+        meeting.compare(build.setup_facts(ready))
         return _evaluate(loaded, opened, state, ready, meeting, device)
 
 
 def _open(asked: Asked, found: Found | None = None) -> tuple[Found, Loaded]:
     """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
-    from lockstep.commands._resume import saved_recipe, signing_key
     from lockstep.config.base import values
     from lockstep.config.load import load_text, recorded
+    from lockstep.run.resume import saved_recipe, signing_key
     from lockstep.training import checkpoint
 
     is_new = found is None
@@ -179,9 +179,9 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
 def _evaluate(
     loaded: Loaded, found: Found, state: SavedState, ready: Setup, meeting: Meeting, device: torch.device
 ) -> int:
-    from lockstep.commands._setup import evaluation_batch, start
-    from lockstep.commands._training import engine_state, evaluated
     from lockstep.reporting import wording
+    from lockstep.run.build import evaluation_batch, start
+    from lockstep.run.session import engine_state, evaluated
     from lockstep.runtime.affinity import bind
     from lockstep.runtime.doing import Doing
     from lockstep.runtime.world import open_world

@@ -20,9 +20,9 @@ from lockstep.core.text import printable_line
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.commands._submitted import Submitted
     from lockstep.reporting.overview import Run
     from lockstep.reporting.status import Status
+    from lockstep.run.submitted import Submitted
 
 _PATIENCE_S: Final = 5.0  # for squeue; a controller that is overloaded lets it wait for minutes
 
@@ -54,8 +54,8 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     A FOLDER is a run folder, or holds some, in folders of its own too. Where recipes differ, the table has the keys in
     which they do; below it stands why a run failed.
     """
-    from lockstep.commands._runs import run_folders
     from lockstep.reporting.overview import differing, overview
+    from lockstep.run.runs import run_folders
 
     found = [_found(folder) for each in folders or ("runs",) for folder in run_folders(Path(each))]
     found.sort(key=lambda each: each.time, reverse=True)
@@ -73,11 +73,11 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
 
 
 def _found(folder: Path) -> _Found:
-    from lockstep.commands._runs import CONFIG, failure, is_held
-    from lockstep.commands._submitted import recorded
     from lockstep.config.recorded import recorded_recipe
     from lockstep.reporting import jsonl
     from lockstep.reporting.status import Status, status
+    from lockstep.run.runs import CONFIG, failure, is_held
+    from lockstep.run.submitted import recorded
 
     said, submitted, problem = Status(), None, None
     log = folder / jsonl.EVENTS

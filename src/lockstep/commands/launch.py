@@ -281,7 +281,7 @@ def _say(text: str) -> None:
 
 def _result(job: Job) -> dict[str, Any]:
     """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
-    from lockstep.commands._runs import RESULT
+    from lockstep.run.runs import RESULT
 
     if job.words[0] != "train":
         return {}

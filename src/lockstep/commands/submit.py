@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.commands._submitted import SCRIPT, Submitted, record
 from lockstep.core.job import Job, Resources, other_processes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import slurm
+from lockstep.run.submitted import SCRIPT, Submitted, record
 from lockstep.training import durable
 
 if TYPE_CHECKING:
@@ -90,21 +90,22 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
     loaded = load(*split(words[1:]))
     if problems := other_processes(loaded.config.placement.processes, processes):
         raise UsageError(*problems)
-    from lockstep.commands import _folder, _setup
+    from lockstep.run import build
+    from lockstep.run import folder as run_folder
 
     with with_places(loaded):
-        _setup.check_placement(loaded.config, processes)
+        build.check_placement(loaded.config, processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
-        _folder.claim(loaded).lock.release()  # refused here where it would be refused there
+        run_folder.claim(loaded).lock.release()  # refused here where it would be refused there
     return loaded
 
 
 def _run(loaded: Loaded) -> Path:
     """Return the run folder, which each start of the job is to go on in."""
-    from lockstep.commands import _folder
+    from lockstep.run import folder as run_folder
 
-    return Path(loaded.config.run.dir) if loaded.config.run.dir else _folder.fresh(loaded)
+    return Path(loaded.config.run.dir) if loaded.config.run.dir else run_folder.fresh(loaded)
 
 
 def _whole(words: tuple[str, ...], loaded: Loaded, run: Path, processes: int) -> tuple[str, ...]:

@@ -19,11 +19,11 @@ from lockstep.parent import die_with_launcher, parent_command
 from lockstep.runtime.voice import outliving_terminal
 
 if TYPE_CHECKING:
-    from lockstep.commands._setup import Setup
-    from lockstep.commands._training import Start
     from lockstep.config.load import Loaded
     from lockstep.config.schema import Config
     from lockstep.core.rank import RankInfo
+    from lockstep.run.build import Setup
+    from lockstep.run.session import Start
     from lockstep.runtime.meeting import Meeting
 
 
@@ -44,7 +44,7 @@ def command(words: tuple[str, ...]) -> None:
 
 def _alone(words: tuple[str, ...]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
-    from lockstep.commands._finished import finished
+    from lockstep.run.finished import finished
 
     loaded = _loaded(words)
     done = finished(loaded)
@@ -77,7 +77,7 @@ def _loaded(words: tuple[str, ...], say: bool = True) -> Loaded:
 
 def _as_rank(loaded: Loaded, info: RankInfo) -> int:
     """Meet the other ranks and train."""
-    from lockstep.commands._training import run_rank
+    from lockstep.run.session import run_rank
     from lockstep.runtime.member import as_rank
 
     placement = loaded.config.placement
@@ -92,12 +92,12 @@ def _as_rank(loaded: Loaded, info: RankInfo) -> int:
 
 def _checked(loaded: Loaded, info: RankInfo) -> Loaded:
     """Check all that can be checked before the ranks meet, and return the configuration."""
-    from lockstep.commands import _setup
     from lockstep.config.blame import with_places
+    from lockstep.run import build
 
     _check_launch(loaded.config, info)
     with with_places(loaded):
-        _setup.check_placement(loaded.config, info.size)
+        build.check_placement(loaded.config, info.size)
     return loaded
 
 
@@ -122,40 +122,41 @@ def _here(loaded: Loaded) -> int:
     """Check everything in this process, then train in it, or start the processes that do."""
     import torch
 
-    from lockstep.commands import _folder, _setup
-    from lockstep.commands._training import Start, run_rank
     from lockstep.config.blame import with_places
+    from lockstep.run import build
+    from lockstep.run import folder as run_folder
+    from lockstep.run.session import Start, run_rank
     from lockstep.runtime.agent import run_workers
     from lockstep.runtime.member import alone
 
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     with with_places(loaded):
-        count = _setup.processes(loaded.config)
-        _setup.check_placement(loaded.config, count)
-        ready = _setup.setup(loaded.config.recipe)
-        _setup.check_cut(ready, loaded.config, count)
-        _setup.check_kernels(ready, loaded.config.placement)
+        count = build.processes(loaded.config)
+        build.check_placement(loaded.config, count)
+        ready = build.setup(loaded.config.recipe)
+        build.check_cut(ready, loaded.config, count)
+        build.check_kernels(ready, loaded.config.placement)
     for warning in ready.warnings:
         click.echo(printable(f"warning: {warning}"), err=True)
-    claim = _folder.claim(loaded)
+    claim = run_folder.claim(loaded)
     with claim.held():
         for note in claim.notes:
             click.echo(printable(note), err=True)
         start = Start(claim.folder, claim.checkpoint, claim.done)
         if count == 1:
             return run_rank(loaded, alone(), start, ready)
-        method = _setup.start_method(loaded.config.placement)
+        method = build.start_method(loaded.config.placement)
         worker = partial(_worker, loaded, start, ready if method == "fork" else None)
         reasons: list[str] = []
         code = run_workers(
-            worker, count, method, loaded.config.placement.timeout_s, claim.folder / _folder.LOGS, reasons.append
+            worker, count, method, loaded.config.placement.timeout_s, claim.folder / run_folder.LOGS, reasons.append
         )
-        _folder.settle(claim.folder, code, *reasons)
+        run_folder.settle(claim.folder, code, *reasons)
         return code
 
 
 def _worker(loaded: Loaded, start: Start, ready: Setup | None, meeting: Meeting) -> int:
     """Train as one of the processes that `_here` started."""
-    from lockstep.commands._training import run_rank
+    from lockstep.run.session import run_rank
 
     return run_rank(loaded, meeting, start, ready)

@@ -20,11 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.commands import _setup
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._setup import Setup
-from lockstep.commands._training import engine_state
-from lockstep.commands._verify_trace import Seen, StepSeen, Wanted
 from lockstep.config import plan as planning
 from lockstep.config.load import Loaded
 from lockstep.core.order import Step
@@ -34,6 +29,9 @@ from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layout import gathered
+from lockstep.run import build
+from lockstep.run.build import Setup
+from lockstep.run.session import engine_state
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.meter import Meter
@@ -44,6 +42,8 @@ from lockstep.training import checkpoint, shards
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.verification import trace
+from lockstep.verification.trace import Seen, StepSeen, Wanted
 
 _NEVER: Final = Every(steps=1 << 62)
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
@@ -69,7 +69,7 @@ class Job:
 
 def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
-    ready = _setup.setup(loaded.config.recipe)
+    ready = build.setup(loaded.config.recipe)
     whole = ready.data.validation
     count = len(whole) if validation is None else min(validation, len(whole))
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
@@ -122,7 +122,7 @@ class _Contestant:
         self._meter = Meter(world.device)
         self._engine: Engine
         self._loader: Loader
-        _, self._engine, self._loader = _setup.start(ready, job.loaded.config.placement, world)
+        _, self._engine, self._loader = build.start(ready, job.loaded.config.placement, world)
         self._steps: list[StepSeen] = []
         self._seconds = 0.0
 
@@ -203,7 +203,7 @@ class _Contestant:
         return []
 
     def _evaluate(self) -> dict[str, float]:
-        batch = _setup.evaluation_batch(self._ready.recipe)
+        batch = build.evaluation_batch(self._ready.recipe)
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         figures = evaluate(self._engine, self._world, self._ready.task, batches, number)
         return {name: value for name, value in figures.items() if name != "seconds"}

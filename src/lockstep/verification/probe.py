@@ -19,12 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.commands import _own_code
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._probe_state import Globals, ModelState, streams, weights
-from lockstep.commands._probe_witness import witnessed
-from lockstep.commands._setup import Setup
-from lockstep.commands._verify_causes import Facts, LossFact, RandomSample
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps, permutation
@@ -37,10 +31,16 @@ from lockstep.importing import import_object
 from lockstep.models.initialise import initialise
 from lockstep.own_code import place as place_of_error
 from lockstep.parallel.weights import computing_in
+from lockstep.run import user_code
+from lockstep.run.build import Setup
 from lockstep.runtime.precision import autocast
 from lockstep.runtime.pretended import as_rank
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
+from lockstep.verification import trace
+from lockstep.verification.causes import Facts, LossFact, RandomSample
+from lockstep.verification.probe_state import Globals, ModelState, streams, weights
+from lockstep.verification.probe_witness import witnessed
 
 _SAMPLES: Final = 8  # fetched twice, of each part
 _FEW: Final = 4  # the same, and of a micro-batch, for a quick look
@@ -150,7 +150,7 @@ class _Probe:
         self._world = World(ALONE, device)
         self._look = look
         self._numerics = replace(ready.numerics(), precision=look.precision)
-        self._modules = _own_code.own_modules(_own_code.import_paths(ready.recipe).values())
+        self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> Facts:
         """Compute, and say what was seen."""
@@ -267,11 +267,11 @@ class _Probe:
 def _places(ready: Setup) -> dict[str, str]:
     """Return where the model's function, the loss and what fetches a sample of each part begin, as far as known."""
     recipe = ready.recipe
-    paths = _own_code.import_paths(recipe)
-    named = {part: _own_code.place_of(import_object(path, part)) for part, path in paths.items()}
+    paths = user_code.import_paths(recipe)
+    named = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
     if "data" in paths:
         parts = {"training": ready.data.train, "validation": ready.data.validation}
-        named |= {part: _own_code.place_of(_fetching(split)) or named["data"] for part, split in parts.items()}
+        named |= {part: user_code.place_of(_fetching(split)) or named["data"] for part, split in parts.items()}
     return {part: place for part, place in named.items() if place}
 
 
@@ -289,7 +289,7 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         path, _, own = name.rpartition(".")
         parts = path.split(".") if path else []
         modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-        places = (_own_code.place_of_attribute(type(module), own) for module in modules)
+        places = (user_code.place_of_attribute(type(module), own) for module in modules)
         found[name] = next(filter(None, places), "")
     return {name: place for name, place in found.items() if place}
 

@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._verify_compare import Difference
-from lockstep.commands._verify_trace import Wanted
+from lockstep.verification import trace
+from lockstep.verification.compare import Difference
+from lockstep.verification.trace import Wanted
 
 _BUDGET_BYTES: Final = 512 << 20  # of tensors that are written whole
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from lockstep import plainfile
-from lockstep.commands._submitted import RECORD
 from lockstep.core.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.reporting.jsonl import EVENTS
+from lockstep.run.submitted import RECORD
 from lockstep.training.lock import LOCK
 
 RESULT: Final = "result.json"

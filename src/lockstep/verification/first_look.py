@@ -1,6 +1,6 @@
 """A look at the user's own code beside the start of a run: warns of what would make its numbers depend on placement.
 
-It is the probe of `lockstep verify` (commands/_probe.py) on a few samples, in a process of its own: it advances
+It is the probe of `lockstep verify` (verification/probe.py) on a few samples, in a process of its own: it advances
 generators, globals and the state of models and data, of which the run must see nothing.
 """
 
@@ -22,16 +22,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep.commands._own_code import import_paths
-from lockstep.commands._probe import quick_facts_of
-from lockstep.commands._setup import Setup
-from lockstep.commands._verify_causes import NOT_DETERMINISTIC, findings
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.parent import die_with_parent
 from lockstep.reporting.verification import Finding
+from lockstep.run.build import Setup
+from lockstep.run.user_code import import_paths
 from lockstep.runtime.pretended import not_a_rank
 from lockstep.runtime.signals import stopping
+from lockstep.verification.causes import NOT_DETERMINISTIC, findings
+from lockstep.verification.probe import quick_facts_of
 
 NOT_LOOKED: Final = "not looked at"
 

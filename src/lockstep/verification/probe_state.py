@@ -15,9 +15,9 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lockstep.commands import _own_code
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._probe_witness import NUMPY, PYTHON
+from lockstep.run import user_code
+from lockstep.verification import trace
+from lockstep.verification.probe_witness import NUMPY, PYTHON
 
 SPECTRAL_NORM: Final = "spectral_norm"  # in place of the class of a module whose buffers are those of torch's
 
@@ -90,16 +90,16 @@ def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
         if isinstance(value, type):
             yield from _class_attributes(value)
         elif isinstance(value, FunctionType):
-            yield _Owner(f"{name}.{variable}", value, partial(_own_code.place_of, value))
+            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of, value))
         else:
-            yield _Owner(f"{name}.{variable}", value, partial(_own_code.place_of_global, module, variable))
+            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of_global, module, variable))
 
 
 def _class_attributes(kind: type) -> Iterator[_Owner]:
     for attribute, value in list(vars(kind).items()):
         if not attribute.startswith("__") and not callable(value):
             name = f"{kind.__module__}.{kind.__qualname__}.{attribute}"
-            yield _Owner(name, value, partial(_own_code.place_of_attribute, kind, attribute))
+            yield _Owner(name, value, partial(user_code.place_of_attribute, kind, attribute))
 
 
 def streams() -> dict[str, str]:

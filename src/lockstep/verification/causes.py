@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from lockstep.commands._probe_state import SPECTRAL_NORM as SPECTRAL_KIND
-from lockstep.commands._probe_witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
-from lockstep.commands._verify_compare import DATA, EVALUATION, LOSS, OWN_LOSS, SCALARS, Difference
-from lockstep.commands._verify_trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER
 from lockstep.reporting.verification import Finding
+from lockstep.verification.compare import DATA, EVALUATION, LOSS, OWN_LOSS, SCALARS, Difference
+from lockstep.verification.probe_state import SPECTRAL_NORM as SPECTRAL_KIND
+from lockstep.verification.probe_witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
+from lockstep.verification.trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER
 
 RANDOM_DATA: Final = "a data set that is random for each call"
 RANKED_DATA: Final = "a data set that depends on the rank"

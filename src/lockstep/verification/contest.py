@@ -23,23 +23,23 @@ from typing import Any, Final, final
 import torch
 
 from lockstep import runtime
-from lockstep.commands import _setup, _verify_probe
-from lockstep.commands import _verify_trace as trace
-from lockstep.commands._setup import Setup
-from lockstep.commands._verify_causes import Facts, Suspicion, cause, findings
-from lockstep.commands._verify_compare import Difference, differences
-from lockstep.commands._verify_run import Job, checkpoint_of, prepared, work
-from lockstep.commands._verify_trace import Seen
-from lockstep.commands._verify_values import Values, largest, values, wanted
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Strategy
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
+from lockstep.run import build
+from lockstep.run.build import Setup
 from lockstep.runtime.agent import run_workers
 from lockstep.runtime.meeting import Meeting
 from lockstep.strategies import names
+from lockstep.verification import probing, trace
+from lockstep.verification.causes import Facts, Suspicion, cause, findings
+from lockstep.verification.compare import Difference, differences
+from lockstep.verification.contestant import Job, checkpoint_of, prepared, work
+from lockstep.verification.trace import Seen
+from lockstep.verification.values import Values, largest, values, wanted
 
 _SINGLE: Final = Strategy(name="single")
 _LARGEST: Final = 4  # processes, with --all
@@ -84,14 +84,14 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     `tell` is told what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    count = _setup.processes(loaded.config)
+    count = build.processes(loaded.config)
     recipe = loaded.config.recipe
     if not everything:
-        _setup.check_placement(loaded.config, count)
+        build.check_placement(loaded.config, count)
     ready = prepared(loaded)
-    _setup.check_kernels(ready, loaded.config.placement)
+    build.check_kernels(ready, loaded.config.placement)
     samples = len(ready.data.validation)
-    evaluated = min(samples, _validation(_setup.evaluation_batch(recipe)))
+    evaluated = min(samples, _validation(build.evaluation_batch(recipe)))
     places = _all(loaded) if everything else _given(loaded, count)
     if everything:
         _import_for_all()
@@ -169,13 +169,13 @@ def _candidate(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapp
     update = {"strategy": strategy, "processes": processes, **changes}
     placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
-    name, chosen = _setup.strategy(placement, processes)
+    name, chosen = build.strategy(placement, processes)
     return Candidate(placed, name, processes, chosen.exactness)
 
 
 def _checked(place: Candidate) -> Candidate:
     try:
-        _setup.check_placement(place.loaded.config, place.processes)
+        build.check_placement(place.loaded.config, place.processes)
     except UsageError as error:
         return replace(place, reason=str(error))
     return place
@@ -201,9 +201,9 @@ class _Contest:
         """Probe data, model and loss in a process of their own."""
         self._tell("a look at data, model and loss")
         job = self._new(self._single, self._job)
-        code, said = self._launch(_verify_probe.probe, self._single, job)
+        code, said = self._launch(probing.probe, self._single, job)
         self._demanded(Outcome(job, code, [], said))
-        self._facts = _verify_probe.read(job.folder)
+        self._facts = probing.read(job.folder)
         return self._facts
 
     def rows(self, places: Sequence[Candidate]) -> list[Row]:
@@ -338,7 +338,7 @@ class _Contest:
 
     def _launch(self, body: Callable[[Job, Setup | None, Meeting], int], place: Candidate, job: Job) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
-        method = _setup.start_method(place.loaded.config.placement)
+        method = build.start_method(place.loaded.config.placement)
         worker = partial(_with_own_streams, partial(body, job, self._ready if method == "fork" else None))
         with redirect_stderr(io.StringIO()) as said:
             try:

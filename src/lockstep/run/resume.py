@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.commands._setup import Setup, check_classes
 from lockstep.config import load as loading
 from lockstep.config.base import values
 from lockstep.config.load import comparable
@@ -30,6 +29,7 @@ from lockstep.models.check import Form
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.updating import keep_ratios
+from lockstep.run.build import Setup, check_classes
 from lockstep.runtime.precision import loss_scaler
 from lockstep.training import saved_state
 from lockstep.training.checkpoint import Snapshot

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from lockstep.commands._verify_trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER, Seen, StepSeen, Wanted
+from lockstep.verification.trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER, Seen, StepSeen, Wanted
 
 DATA: Final = "data of a micro-batch"
 OWN_LOSS: Final = "loss of a micro-batch"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands._runs import CONFIG
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable, recorded
 from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
+from lockstep.run.runs import CONFIG
 
 
 def finished(loaded: Loaded) -> str:

@@ -16,21 +16,6 @@ from typing import Any, Final, TextIO
 import torch
 
 from lockstep import __version__
-from lockstep.commands import _folder
-from lockstep.commands._first_look import Look, first_look
-from lockstep.commands._own_source import source_changes
-from lockstep.commands._resume import resumed as checked_state
-from lockstep.commands._resume import signing_key
-from lockstep.commands._setup import (
-    Setup,
-    check_cut,
-    check_kernels,
-    evaluation_batch,
-    seen_by_model,
-    setup,
-    setup_facts,
-)
-from lockstep.commands._setup import start as start_engine
 from lockstep.config import plan as planning
 from lockstep.config import run as run_config
 from lockstep.config.base import values
@@ -48,6 +33,20 @@ from lockstep.reporting.flops import with_flops
 from lockstep.reporting.jsonl import JsonLines, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
+from lockstep.run import folder as run_folder
+from lockstep.run.build import (
+    Setup,
+    check_cut,
+    check_kernels,
+    evaluation_batch,
+    seen_by_model,
+    setup,
+    setup_facts,
+)
+from lockstep.run.build import start as start_engine
+from lockstep.run.resume import resumed as checked_state
+from lockstep.run.resume import signing_key
+from lockstep.run.user_source import source_changes
 from lockstep.runtime import flight, machine
 from lockstep.runtime.affinity import bind
 from lockstep.runtime.doing import Doing, Phase
@@ -67,6 +66,7 @@ from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Sta
 from lockstep.training.loop import Every, Plan, Progress, train
 from lockstep.training.saved_state import SavedState
 from lockstep.training.saver import Saver
+from lockstep.verification.first_look import Look, first_look
 
 _FILES: Final = 100  # that could not be read, in one event
 
@@ -103,7 +103,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
             return EXIT_DONE
-        log = held.enter_context(meeting.voice.logged(agreed.folder / _folder.LOGS / log_name(info.rank)))
+        log = held.enter_context(meeting.voice.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
         log.write(place)
         if ready is None:
             with with_places(loaded):
@@ -179,7 +179,7 @@ def _read(meeting: Meeting, loaded: Loaded, ready: Setup, path: Path) -> _Resume
 @contextmanager
 def _claimed(meeting: Meeting, loaded: Loaded) -> Iterator[Start]:
     """Hold the run folder on rank 0 while the block runs, and tell the others where the run begins. All call it."""
-    claim = _folder.claim(loaded) if meeting.info.rank == 0 else None
+    claim = run_folder.claim(loaded) if meeting.info.rank == 0 else None
     with claim.held() if claim else nullcontext():
         for note in claim.notes if claim else []:
             print(printable(note), file=sys.stderr)
@@ -268,7 +268,7 @@ class _Training:
     def _conclude(self, event: Stopped | Done, code: int) -> None:
         """Leave what the exit code says in the run folder: torchrun makes 1 of every code that is not 0."""
         if self.world.rank == 0:
-            _folder.conclude(self.start.folder, {**figures(event, time.time()), "exit_code": code})
+            run_folder.conclude(self.start.folder, {**figures(event, time.time()), "exit_code": code})
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         started = self._started()
@@ -328,7 +328,7 @@ class _Training:
             parameters=self.ready.parameters,
             base_lr=planning.base_rate(recipe),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
-            again=max(0, last_step(self.start.folder / _folder.EVENTS) - self.progress.step),
+            again=max(0, last_step(self.start.folder / run_folder.EVENTS) - self.progress.step),
             flops_per_sample=self.ready.flops,
             peak_flops_per_s=peak_flops_per_s(self.world, recipe.precision),
         )
@@ -416,19 +416,19 @@ class _Training:
         if self.world.rank == 0:
             folder, run = self.start.folder, self.loaded.config.run
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            _folder.record(self.loaded, folder, self.ready.source, self.cores, exchange)
+            run_folder.record(self.loaded, folder, self.ready.source, self.cores, exchange)
             rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
             terminal, log = self.streams
             sinks = [
-                JsonLines(folder / _folder.EVENTS),
-                SkippedFiles(folder / _folder.SKIPPED),
+                JsonLines(folder / run_folder.EVENTS),
+                SkippedFiles(folder / run_folder.SKIPPED),
                 Console(terminal, str(folder), rule),
                 Console(log, str(folder), rule),
             ]
             if run.tensorboard:
                 from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
 
-                sinks.append(TensorBoard(folder / _folder.TENSORBOARD))
+                sinks.append(TensorBoard(folder / run_folder.TENSORBOARD))
         try:
             yield sinks
         finally:

@@ -24,15 +24,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.commands._finished import finished
-from lockstep.commands._resume import check_recipe, saved_recipe, signing_key
-from lockstep.commands._runs import CONFIG, RESULT
-from lockstep.commands._submitted import RECORD, SCRIPT
 from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.core.text import printable
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
+from lockstep.run.finished import finished
+from lockstep.run.resume import check_recipe, saved_recipe, signing_key
+from lockstep.run.runs import CONFIG, RESULT
+from lockstep.run.submitted import RECORD, SCRIPT
 from lockstep.runtime import machine
 from lockstep.training import checkpoint, durable
 from lockstep.training.lock import LOCK, Lock, lock

@@ -1,4 +1,4 @@
-"""The process of a verification that looks at data, model and loss (commands/_probe.py), and what it hands back."""
+"""The process of a verification that looks at data, model and loss (verification/probe.py), and what it hands back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from lockstep.commands._probe import facts_of
-from lockstep.commands._setup import Setup
-from lockstep.commands._verify_causes import Facts, LossFact, RandomSample
-from lockstep.commands._verify_run import Job, prepared
 from lockstep.errors import EXIT_DONE
+from lockstep.run.build import Setup
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import choose_device
+from lockstep.verification.causes import Facts, LossFact, RandomSample
+from lockstep.verification.contestant import Job, prepared
+from lockstep.verification.probe import facts_of
 
 _FACTS: Final = "facts.json"
 

@@ -17,8 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.commands._own_code import import_paths
-from lockstep.commands._own_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
@@ -44,6 +42,8 @@ from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimiz
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
+from lockstep.run.user_code import import_paths
+from lockstep.run.user_source import source_digests
 from lockstep.runtime.compiler import check_compiler
 from lockstep.runtime.precision import check_precision, computing_dtype
 from lockstep.runtime.switches import check_switches

@@ -1,0 +1,1 @@
+"""A run: from a configuration to things, one rank's part, and everything in its folder."""

@@ -1,0 +1,1 @@
+"""Verification: placements run side by side, and what differs between them."""
