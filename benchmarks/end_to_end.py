@@ -31,8 +31,8 @@ from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
+from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Finish, Loader
-from lockstep.data.tensors import TensorSplit
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.memory import keep_freed_memory

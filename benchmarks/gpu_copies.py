@@ -28,8 +28,8 @@ from lockstep.core.rank import RankInfo
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local
 from lockstep.data.copies import Arrival, copies_to
+from lockstep.data.images.synthetic import synthetic
 from lockstep.data.loader import Finish, Loader
-from lockstep.data.synthetic import synthetic
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer

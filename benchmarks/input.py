@@ -30,9 +30,9 @@ from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
-from lockstep.data.folder import folder
+from lockstep.data.images.folder import folder
+from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Finish, Loader
-from lockstep.data.tensors import TensorSplit
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World

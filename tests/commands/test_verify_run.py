@@ -13,7 +13,7 @@ from lockstep.config.load import load
 from lockstep.core.order import part
 from lockstep.core.rank import ALONE
 from lockstep.core.shard import Held, Shard
-from lockstep.data.tensors import TensorSplit
+from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
 from lockstep.runtime.world import World
 from lockstep.training.events import Event

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from lockstep.core import random
-from lockstep.data.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
+from lockstep.data.images.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
 from lockstep.tasks.base import SKIPPED
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import functional
 
-from lockstep.data.crops import DRAWS, centre, random_crop, short_side
+from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
 
 sizes = st.integers(1, 700)
 draws = st.lists(st.floats(0, 1, exclude_max=True), min_size=DRAWS, max_size=DRAWS)

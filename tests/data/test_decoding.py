@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from lockstep.data.decoding import decode
+from lockstep.data.images.decoding import decode
 
 
 def _picture(seed: int, height: int = 60, width: int = 80) -> Image.Image:

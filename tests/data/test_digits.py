@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.digits import digits
+from lockstep.data.images.digits import digits
 from lockstep.data.sizes import KNOWN
 
 

@@ -14,8 +14,8 @@ from torchvision.transforms.v2 import functional
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.crops import DRAWS, random_crop
-from lockstep.data.folder import folder
+from lockstep.data.images.crops import DRAWS, random_crop
+from lockstep.data.images.folder import folder
 from lockstep.errors import TrainingError
 from lockstep.tasks.base import SKIPPED
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.data.base import DataSet
-from lockstep.data.digits import digits
+from lockstep.data.images.digits import digits
 from lockstep.data.imported import imported, tensor
 from lockstep.errors import OwnCodeError, UsageError
 

@@ -18,8 +18,8 @@ from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, permutation
 from lockstep.data.base import DataSet, Split
+from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Finish, Loader
-from lockstep.data.tensors import TensorSplit
 from lockstep.errors import PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import SKIPPED, MicroBatch
 

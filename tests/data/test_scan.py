@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.scan import scan
+from lockstep.data.images.scan import scan
 from lockstep.data.sizes import training_samples
 from lockstep.errors import UsageError
 
@@ -119,5 +119,5 @@ def test_all_differences_at_once_and_not_too_many_names(tmp_path: Path) -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, lockstep.data.sources, lockstep.data.scan; sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep.data.sources, lockstep.data.images.scan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data import synthetic as module
+from lockstep.data.images import synthetic as module
 from lockstep.data.base import DataSet
-from lockstep.data.synthetic import synthetic
+from lockstep.data.images.synthetic import synthetic
 
 
 def _small() -> DataSet:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lockstep.data.base import Split
-from lockstep.data.tensors import TensorSplit
+from lockstep.data.images.tensors import TensorSplit
 
 
 def test_fetch_returns_the_samples_in_order() -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from lockstep.data.torchvision_sets import torchvision_set
+from lockstep.data.images.torchvision_sets import torchvision_set
 from lockstep.errors import UsageError
 
 
@@ -202,7 +202,7 @@ class Slow:
 stand_in = types.ModuleType("torchvision")
 stand_in.datasets = types.SimpleNamespace(CIFAR10=Slow)
 sys.modules["torchvision"] = stand_in
-from lockstep.data.torchvision_sets import torchvision_set
+from lockstep.data.images.torchvision_sets import torchvision_set
 
 (go / str(os.getpid())).touch()
 while len(list(go.iterdir())) < 2:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
+from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Finish, Loader
-from lockstep.data.tensors import TensorSplit
 from lockstep.runtime.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluate import evaluate

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, part, permutation
-from lockstep.data.augment import DRAWS, augmenting_key, constants, mix, normalise, places_of, taken
 from lockstep.data.base import DataSet, Split
 from lockstep.data.copies import Arrival, copies_to, started_ahead
+from lockstep.data.images.augment import DRAWS, augmenting_key, constants, mix, normalise, places_of, taken
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.parent import die_with_parent
 from lockstep.tasks.base import SKIPPED, MicroBatch

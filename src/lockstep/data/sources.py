@@ -52,18 +52,18 @@ def open_data(
 
         return imported(name, options)
     if name == "digits":
-        from lockstep.data.digits import digits
+        from lockstep.data.images.digits import digits
 
         return digits()
     if name == "synthetic":
         return _synthetic(image_size or _SYNTHETIC_SIZE, {**SYNTHETIC, **options})
     if name == "folder":
-        from lockstep.data.folder import folder
+        from lockstep.data.images.folder import folder
 
         size = image_size or _FOLDER_SIZE
         scale = (resized_crop_scale[0], resized_crop_scale[1]) if resized_crop else None
         return folder(root, image_size=size, resize_size=resize_size or size, scale=scale, exif=exif, on_error=on_error)
-    from lockstep.data.torchvision_sets import torchvision_set
+    from lockstep.data.images.torchvision_sets import torchvision_set
 
     return torchvision_set(name, root, download)
 
@@ -136,7 +136,7 @@ def _options(name: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _synthetic(size: int, options: Mapping[str, int]) -> DataSet:
-    from lockstep.data.synthetic import synthetic
+    from lockstep.data.images.synthetic import synthetic
 
     return synthetic(
         image_size=size,

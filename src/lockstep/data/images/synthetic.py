@@ -11,7 +11,7 @@ from PIL import Image
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.tensors import TensorSplit
+from lockstep.data.images.tensors import TensorSplit
 
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision import datasets
 
 from lockstep.data.base import DataSet
-from lockstep.data.tensors import TensorSplit
+from lockstep.data.images.tensors import TensorSplit
 from lockstep.errors import UsageError
 from lockstep.locking import exclusive
 

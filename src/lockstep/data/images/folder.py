@@ -17,9 +17,9 @@ from torch import Tensor
 from lockstep import plainfile
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.crops import DRAWS, centre, random_crop, short_side
-from lockstep.data.decoding import decode
-from lockstep.data.scan import scan
+from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
+from lockstep.data.images.decoding import decode
+from lockstep.data.images.scan import scan
 from lockstep.errors import TrainingError
 from lockstep.tasks.base import SKIPPED
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lockstep.data.base import DataSet
-from lockstep.data.tensors import TensorSplit
+from lockstep.data.images.tensors import TensorSplit
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
 _MEAN: Final = 0.3061  # of the training part, as is the next
