@@ -1,0 +1,24 @@
+"""The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters; SHAKESPEARE.md says whose they are."""
+
+from __future__ import annotations
+
+import bz2
+import hashlib
+from pathlib import Path
+from typing import Final
+
+from lockstep.errors import TrainingError
+
+_FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
+_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def shakespeare(file: Path = _FILE) -> bytes:
+    """Return the text, as ASCII; TrainingError where `file` does not hold exactly that."""
+    try:
+        text = bz2.decompress(file.read_bytes())
+    except (OSError, ValueError) as error:  # ValueError: the compressed data ends early
+        raise TrainingError(f"{file}: {error}; install Lockstep again") from error
+    if (found := hashlib.sha256(text).hexdigest()) != _SHA256:
+        raise TrainingError(f"{file}: its text has sha256 {found}, not {_SHA256}; install Lockstep again")
+    return text
