@@ -23,6 +23,7 @@ Factory = Callable[..., nn.Module]
 
 OURS: Final[Mapping[str, str]] = {
     "botnet50": "lockstep.models.botnet:botnet50",
+    "gpt": "lockstep.models.gpt:gpt",
     "digits_convnet": "lockstep.models.digits_convnet:digits_convnet",
 }
 

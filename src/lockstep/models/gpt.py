@@ -1,0 +1,185 @@
+"""A decoder of tokens: causal self-attention and a feed-forward net in each block, behind a LayerNorm each.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2), with two choices more: rotary
+positions (Su et al. 2021, arXiv 2104.09864, section 3.2) and no biases.
+
+Shapes, as suffixes of names: n sequences, t tokens, d width of the model, h heads, k channels of one head (d / h),
+v size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.errors import UsageError
+
+_SPREAD: Final = 0.02  # standard deviation of first weights
+_BASE: Final = 10_000.0  # of the wavelengths of rotary positions
+
+Positions = Literal["learned", "rotary"]
+
+
+def gpt(
+    vocabulary: int = 256,
+    context: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    width: int = 128,
+    dropout: float = 0.0,
+    positions: Positions = "learned",
+    bias: bool = False,
+    tied: bool = True,
+) -> nn.Module:
+    """Return a GPT: token ids, int64 of shape [n, t] with t <= context, become logits of shape [n, t, vocabulary].
+
+    With `tied` the weights that look a token up are those that score it as the next one. `bias` is that of linear
+    layers and of LayerNorm; the scores never have one.
+    """
+    if heads < 1 or width % heads:
+        raise UsageError(f"model gpt: {heads} heads do not divide a width of {width}; choose a width of {heads} x n")
+    if positions not in ("learned", "rotary"):
+        raise UsageError(f"model gpt: positions is {positions!r}; use learned or rotary")
+    if positions == "rotary" and width // heads % 2:
+        raise UsageError(f"model gpt: rotary positions turn pairs, and a head has {width // heads} channels; use 2 x n")
+    model = GPT(vocabulary, context, layers, heads, width, dropout, positions, bias)
+    _initialise(model, layers)
+    if tied:
+        model.head.weight = model.embedding.tokens.weight
+    return model
+
+
+@torch.no_grad()
+def _initialise(model: GPT, layers: int) -> None:
+    """Draw first weights as GPT-2 does: what is added to the residual stream starts smaller, the more layers add."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 2:
+            ends_branch = name.endswith(("attention.out.weight", "down.weight"))
+            nn.init.normal_(parameter, std=_SPREAD / (2 * layers) ** 0.5 if ends_branch else _SPREAD)
+
+
+@final
+class GPT(nn.Module):
+    """See `gpt`. Between embedding and head there is one tensor, so that a pipeline may cut before any block."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float,
+        positions: Positions,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = Embedding(vocabulary, context, width, dropout, learned=positions == "learned")
+        turned = context if positions == "rotary" else 0
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, turned) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids_nt: Tensor) -> Tensor:
+        x_ntd = self.embedding(ids_nt)
+        for block in self.blocks:
+            x_ntd = block(x_ntd)
+        logits_ntv: Tensor = self.head(self.norm(x_ntd))
+        return logits_ntv
+
+
+@final
+class Embedding(nn.Module):
+    """A vector for each token and, where they are learned, one for its position."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float, learned: bool) -> None:
+        super().__init__()
+        self.context = context
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width) if learned else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids_nt: Tensor) -> Tensor:
+        length = ids_nt.shape[1]
+        if length > self.context:
+            raise UsageError(f"model gpt: {length} tokens in a sequence, and its context is {self.context}")
+        x_ntd = self.tokens(ids_nt)
+        if self.positions is not None:
+            x_ntd = x_ntd + self.positions(torch.arange(length, device=ids_nt.device))
+        dropped: Tensor = self.dropout(x_ntd)
+        return dropped
+
+
+@final
+class Block(nn.Module):
+    """What each layer adds to the stream: attention over the tokens so far, then a net for each token alone."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, turned: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention = Attention(width, heads, dropout, bias, turned)
+        self.feed_forward_norm = nn.LayerNorm(width, bias=bias)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_ntd: Tensor) -> Tensor:
+        x_ntd = x_ntd + self.dropout(self.attention(self.attention_norm(x_ntd)))
+        inner_nte = F.gelu(self.up(self.feed_forward_norm(x_ntd)))
+        added: Tensor = x_ntd + self.dropout(self.down(inner_nte))
+        return added
+
+
+@final
+class Attention(nn.Module):
+    """Causal self-attention; queries and keys are turned by their positions where `turned`, the context, is given."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, turned: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.rotary = Rotary(width // heads, turned) if turned else None
+
+    def forward(self, x_ntd: Tensor) -> Tensor:
+        n, t, _ = x_ntd.shape
+        split = self.queries_keys_values(x_ntd).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q_nhtk, k_nhtk, v_nhtk = split.unbind(0)
+        if self.rotary is not None:
+            q_nhtk, k_nhtk = self.rotary(q_nhtk), self.rotary(k_nhtk)
+        dropped = self.dropout if self.training else 0.0
+        y_nhtk = F.scaled_dot_product_attention(q_nhtk, k_nhtk, v_nhtk, dropout_p=dropped, is_causal=True)
+        attended: Tensor = self.out(y_nhtk.transpose(1, 2).reshape(n, t, -1))
+        return attended
+
+
+@final
+class Rotary(nn.Module):
+    """Turns channel i of each half-pair by its position, at a speed that falls with i: what counts is the distance.
+
+    The tables are buffers of each attention, not of the model: a pipeline may then cut between any two blocks.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, channels: int, context: int) -> None:
+        super().__init__()
+        speeds = _BASE ** -(torch.arange(0, channels, 2) / channels)
+        angles = torch.outer(torch.arange(context), speeds)
+        self.register_buffer("cosines", angles.cos(), persistent=False)
+        self.register_buffer("sines", angles.sin(), persistent=False)
+
+    def forward(self, x_nhtk: Tensor) -> Tensor:
+        length = x_nhtk.shape[-2]
+        # As float32 and back: angles in 16 bits would mix up far positions.
+        cosines, sines = self.cosines[:length].float(), self.sines[:length].float()
+        left, right = x_nhtk.float().chunk(2, dim=-1)
+        turned = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)
+        return turned.type_as(x_nhtk)
