@@ -82,6 +82,7 @@ def _here(asked: Asked) -> int:
 
     from lockstep.run import build
     from lockstep.run.resume import evaluated
+    from lockstep.run.strategy import check_strategy, find_strategy
     from lockstep.runtime.agent import run_workers
     from lockstep.runtime.member import alone
 
@@ -91,7 +92,8 @@ def _here(asked: Asked) -> int:
         click.echo(f"note: {note}", err=True)
     count = build.processes(loaded.config)
     # No step is shared here, so there may be more processes than micro-batches.
-    build.strategy(loaded.config.placement, count)[1].check(count, max(count, loaded.config.recipe.microbatches))
+    name, chosen = find_strategy(loaded.config.placement, count)
+    check_strategy(name, chosen, count, max(count, loaded.config.recipe.microbatches))
     ready = build.setup(loaded.config.recipe)
     evaluated(found.path, found.snapshot, ready)
     build.check_cut(ready, loaded.config, count)

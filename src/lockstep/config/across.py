@@ -19,7 +19,7 @@ _STRATEGIES: Final = FilePath(__file__).parent.parent / "strategies"
 
 def strategies() -> list[str]:
     """Return the names of the strategies: those of the files in strategies/, which are not imported here."""
-    return sorted(each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if not each.name.startswith("_"))
+    return sorted(each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if each.name != "base")
 
 
 def problems(values: Any, places: dict[Path, Place], shares_steps: bool) -> Iterator[Problem]:
@@ -47,7 +47,7 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     name = _name(placement)
     valid = ["auto", *strategies(), *ALIASES]
-    if isinstance(name, str) and name not in valid:
+    if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
         text = f"no strategy {shown(name)}{choices(name, valid)}"
         yield ("placement", "strategy", "name"), text
 
@@ -58,7 +58,7 @@ def _name(placement: dict[str, Any]) -> Any:
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if _name(placement) == "pipeline":  # its processes share a micro-batch
+    if _name(placement) != "auto":  # what processes share is for the strategy to say, which needs torch
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     count = recipe.get("microbatches")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +21,6 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING, resolved_backend
 from lockstep.core.mesh import Place
-from lockstep.core.names import choices
 from lockstep.core.order import Step, Steps
 from lockstep.core.rota import Rota
 from lockstep.data.base import DataSet, Split
@@ -35,13 +32,14 @@ from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
 from lockstep.parallel.audited import AuditedEngine
-from lockstep.parallel.engine import Engine
+from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
+from lockstep.run.strategy import check_strategy, find_strategy
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
 from lockstep.runtime.compiler import check_compiler
@@ -162,31 +160,9 @@ def setup(recipe: Recipe) -> Setup:
     )
 
 
-def strategy(placement: Placement, processes: int) -> tuple[str, Any]:
-    """Return the name and the `Strategy` that a placement asks for; wrong options raise UsageError."""
-    name = placement.strategy.name
-    if name == "auto":
-        name = "single" if processes == 1 else "ddp"
-    kind = import_module(f"lockstep.strategies.{name}").Strategy
-    options = dict(placement.strategy.model_extra or {})
-    valid = [field.name for field in fields(kind)]
-    for key in options:
-        if key not in valid:
-            raise UsageError(f"placement.strategy.{key}: strategy {name} has no such option{choices(key, valid)}")
-    if kind.recomputes:
-        options.setdefault("recompute", placement.recompute != "none")
-    try:
-        return name, TypeAdapter(kind).validate_python(options)
-    except ValidationError as error:
-        lines = [
-            f"placement.strategy.{each['loc'][0]}: {each['msg']}; got {each['input']!r}" for each in error.errors()
-        ]
-        raise UsageError("\n".join(lines)) from error
-
-
 def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine, Loader]:
     """Start the engine that a placement asks for; return its strategy's name, the engine and this rank's loader."""
-    name, chosen = strategy(placement, world.size)
+    name, chosen = find_strategy(placement, world.size)
     _check_compile(ready.recipe, name, chosen.compiles)
     every = 0 if chosen.recomputes else _recomputed(placement)
     engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(placement.offload_activations, every))
@@ -195,7 +171,7 @@ def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine
         return name, engine, ready.loader(world, places[world.rank], placement.workers)
     rota = Rota(placement.audit_every, places, ready.recipe.microbatches)
     loader = ready.loader(world, places[world.rank], placement.workers, partial(rota.repeated, world.rank))
-    return name, AuditedEngine(engine, world, rota, loader.microbatch), loader
+    return name, AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), loader
 
 
 def _recomputed(placement: Placement) -> int:
@@ -239,8 +215,8 @@ def check_placement(config: Config, count: int) -> None:
     resolved_backend(config.placement.backend, on_gpu)
     if not on_gpu:
         check_precision(config.recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
-    name, chosen = strategy(config.placement, count)
-    chosen.check(count, config.recipe.microbatches)
+    name, chosen = find_strategy(config.placement, count)
+    check_strategy(name, chosen, count, config.recipe.microbatches)
     if config.placement.audit_every is not None and chosen.cuts_model:
         raise UsageError(
             f"placement.audit_every: strategy {name} has but a part of the model on each rank, so none can repeat "
@@ -267,7 +243,7 @@ def _check_compile(recipe: Recipe, name: str, compiles: bool) -> None:
 
 def check_cut(ready: Setup, config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
-    _, chosen = strategy(config.placement, count)
+    _, chosen = find_strategy(config.placement, count)
     if chosen.cuts_model:
         chosen.check_model(ready.blank, ready.task.sample, count, whole_blocks=ready.recipe.compile)
         check_separable(ready.optimizer, ready.dims)

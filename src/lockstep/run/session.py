@@ -46,7 +46,7 @@ from lockstep.run.build import (
 from lockstep.run.build import start as start_engine
 from lockstep.run.resume import resumed as checked_state
 from lockstep.run.resume import signing_key
-from lockstep.run.user_source import source_changes
+from lockstep.run.user_source import source_changes, source_digests
 from lockstep.runtime import flight, machine
 from lockstep.runtime.affinity import bind
 from lockstep.runtime.doing import Doing, Phase
@@ -114,7 +114,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
             for warning in ready.warnings if info.rank == 0 else ():
                 print(printable(f"warning: {warning}"), file=sys.stderr)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
-            meeting.compare(setup_facts(ready))
+            meeting.compare(setup_facts(ready) | {"your source files": _source(loaded, ready)})
         resumed = _read(meeting, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
         looks = info.rank == 0 and resumed is None and loaded.config.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
@@ -416,7 +416,7 @@ class _Training:
         if self.world.rank == 0:
             folder, run = self.start.folder, self.loaded.config.run
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            run_folder.record(self.loaded, folder, self.ready.source, self.cores, exchange)
+            run_folder.record(self.loaded, folder, _source(self.loaded, self.ready), self.cores, exchange)
             rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
             terminal, log = self.streams
             sinks = [
@@ -434,6 +434,15 @@ class _Training:
         finally:
             for sink in sinks:
                 sink.close()
+
+
+def _source(loaded: Loaded, ready: Setup) -> dict[str, str]:
+    """Return the hashes of the user's own source files: of what the recipe names, and of a strategy of their own.
+
+    A checkpoint has but those of the recipe: the strategy may be another one after a resume.
+    """
+    strategy = loaded.config.placement.strategy.name
+    return {**ready.source, **source_digests([strategy] if ":" in strategy else [])}
 
 
 def engine_state(snapshot: checkpoint.Snapshot) -> State:

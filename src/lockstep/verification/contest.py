@@ -31,6 +31,7 @@ from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, 
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.run import build
 from lockstep.run.build import Setup
+from lockstep.run.strategy import find_strategy
 from lockstep.runtime.agent import run_workers
 from lockstep.runtime.meeting import Meeting
 from lockstep.strategies import names
@@ -154,8 +155,9 @@ def _all(loaded: Loaded) -> list[Candidate]:
     own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
     gpus = torch.cuda.device_count() if own else 0
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
+    theirs = [placement.strategy.name] if ":" in placement.strategy.name else []
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    return [_checked(_named(loaded, name, size)) for name in ordered for size in sizes]
+    return [_checked(_named(loaded, name, size)) for name in [*ordered, *theirs] for size in sizes]
 
 
 def _named(loaded: Loaded, name: str, processes: int) -> Candidate:
@@ -169,7 +171,7 @@ def _candidate(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapp
     update = {"strategy": strategy, "processes": processes, **changes}
     placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
-    name, chosen = build.strategy(placement, processes)
+    name, chosen = find_strategy(placement, processes)
     return Candidate(placed, name, processes, chosen.exactness)
 
 
