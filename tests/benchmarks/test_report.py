@@ -47,7 +47,7 @@ def test_the_table_shows_each_contestant_and_the_verdict(capsys: pytest.CaptureF
         compare(
             "a",
             "a title",
-            "images/s",
+            "samples/s",
             {"peer": [4000.0], "ours": [0.5]},
             "peer",
             [Target("ours", "peer", "at most", 1)],

@@ -99,7 +99,7 @@ def test_figures_as_json(folder: Path) -> None:
         "steps": 50,
         "epoch": 1,
         "epochs": 5,
-        "images_per_s": 64.0,
+        "samples_per_s": 64.0,
         "left_s": 40.0,
         "loss": "nan",
         "top1": 0.5,
@@ -113,7 +113,7 @@ def test_figures_as_json(folder: Path) -> None:
 def test_a_table_for_people(folder: Path) -> None:
     run_folder(folder, "a", STARTED, STEP, STOPPED, job=12)
     head, line = show().stdout.splitlines()
-    assert head.split() == ["run", "state", "step", "epoch", "images/s", "left", "loss", "last", "job"]
+    assert head.split() == ["run", "state", "step", "epoch", "samples/s", "left", "loss", "last", "job"]
     assert line.split()[:7] == ["runs/a", "saved", "10/50", "1/5", "64", "0:40", "0.2500"]
     assert line.endswith("d ago  12")
 

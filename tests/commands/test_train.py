@@ -119,8 +119,8 @@ def test_the_event_log_has_units_and_the_same_frame_in_every_line(finished):
     log = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [each["event"] for each in log if each["event"] != "step"] == ["started", "evaluated", "saved", "done"]
     assert all({"event", "time", "epoch", "step", "samples"} <= set(each) for each in log)
-    assert set(log[0]["units"]) >= {"time", "loss", "lr", "images_per_s", "peak_bytes"}
-    assert {"loss", "lr", "norm", "images_per_s", "peak_bytes"} <= set(log[1])
+    assert set(log[0]["units"]) >= {"time", "loss", "lr", "samples_per_s", "peak_bytes"}
+    assert {"loss", "lr", "norm", "samples_per_s", "peak_bytes"} <= set(log[1])
     assert log[-2]["samples"] == log[-1]["samples"] == log[0]["train_samples"] == 1437
     assert log[-2]["weights_sha256"] == log[-1]["weights_sha256"]
 
@@ -137,7 +137,7 @@ def test_what_a_sample_costs_is_the_same_on_one_process_and_on_three(finished):
 def test_reports_have_the_speed_in_flops_and_on_a_cpu_no_part_of_a_peak(finished):
     command = finished("recipe.microbatches=4", "placement.processes=3")
     for step in events(command.folder / "run", "step"):
-        assert step["flops_per_s"] == pytest.approx(step["images_per_s"] * DIGITS_FLOPS)
+        assert step["flops_per_s"] == pytest.approx(step["samples_per_s"] * DIGITS_FLOPS)
         assert step["mfu"] is None
     assert "FLOP for each sample, forward and backward\n" in command.out
     assert "FLOP/s" in command.out

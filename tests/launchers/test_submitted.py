@@ -166,7 +166,7 @@ def test_while_they_train_their_progress_is_seen(seen: Seen) -> None:
     for each in (seen.running[name] for name in STOPS):
         assert (each["state"], each["slurm"], each["steps"]) == ("running", "RUNNING", STEPS)
         # Braked for 0.1 s in a step, of 64 samples.
-        assert 0 < each["images_per_s"] < 640
+        assert 0 < each["samples_per_s"] < 640
         assert each["left_s"] > 0.1 * (STEPS - each["step"])
 
 

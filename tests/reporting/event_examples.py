@@ -36,7 +36,7 @@ def stepped(step: int = 69, loss: float = 0.43214) -> Stepped:
         loss=loss,
         lr=0.09511,
         norm=1.5,
-        images_per_s=1234.4,
+        samples_per_s=1234.4,
         peak_bytes=1000,
     )
 

@@ -43,7 +43,7 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
     assert stream.getvalue().splitlines()[3:] == [
         "3.25 MFLOP for each sample, forward and backward",
         RULE,
-        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 images/s",
+        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 samples/s",
         "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023",
         "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far",
         "steps            690",
@@ -51,7 +51,7 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
         "top1             98.33 %, best 98.61 %",
         "top5             100.00 %",
         "time             0:43",
-        "images/s         1,000, evaluating and saving included",
+        "samples/s         1,000, evaluating and saving included",
         "skipped steps    0",
         "skipped samples  2",
         "run folder       runs/x",
@@ -82,11 +82,11 @@ def test_on_a_terminal_steps_move_and_lines_stay(console: Open) -> None:
     sink.write(stepped(23), 10.0)
     first = seen(stream)
     assert re.search(r"epoch 1/30  step 23/690 .*━.* 4:50 left\n?", first)
-    assert "loss 0.4321  lr 0.09511  1,234 images/s" in first
+    assert "loss 0.4321  lr 0.09511  1,234 samples/s" in first
     sink.write(evaluated(), 20.0)
     sink.write(stepped(69), 30.0)
     assert "evaluated 360 of 360  top1 98.61 %" in seen(stream)
-    assert "loss 0.4321  top1 98.61 %  top5 100.00 %  lr 0.09511  1,234 images/s" in seen(stream)
+    assert "loss 0.4321  top1 98.61 %  top5 100.00 %  lr 0.09511  1,234 samples/s" in seen(stream)
     assert re.search(r"epoch 3/30  step 69/690 .* 4:30 left", seen(stream))
     assert "\x1b[1A" in stream.getvalue()  # the second drawing goes over the first
     sink.close()

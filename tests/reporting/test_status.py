@@ -29,7 +29,7 @@ def test_before_the_first_report_there_is_a_length_and_no_speed() -> None:
         0,
         30,
     )
-    assert (found.images_per_s, found.left_s, found.loss, found.top1) == (None, None, None, None)
+    assert (found.samples_per_s, found.left_s, found.loss, found.top1) == (None, None, None, None)
 
 
 def test_figures_are_the_last_ones() -> None:
@@ -45,7 +45,7 @@ def test_speed_and_time_left_are_of_the_last_reports() -> None:
     slow = [(100.0 * step, stepped(step)) for step in range(1, 31)]
     fast = [(3000.0 + step, stepped(30 + step)) for step in range(1, 61)]
     found = status(log((0.0, started()), *slow, *fast))
-    assert found.images_per_s == 64.0
+    assert found.samples_per_s == 64.0
     assert found.left_s == 600.0
 
 
@@ -57,9 +57,9 @@ def test_evaluating_and_saving_count_as_time() -> None:
 def test_a_run_that_went_on_counts_from_its_last_start() -> None:
     first = [(0.0, started()), (1.0, stepped(50)), (2.0, stepped(100))]
     found = status(log(*first, (90_000.0, started(step=46))))
-    assert (found.step, found.images_per_s, found.left_s) == (46, None, None)
+    assert (found.step, found.samples_per_s, found.left_s) == (46, None, None)
     found = status(log(*first, (90_000.0, started(step=46)), (90_010.0, stepped(56))))
-    assert (found.step, found.images_per_s, found.left_s) == (56, 64.0, 634.0)
+    assert (found.step, found.samples_per_s, found.left_s) == (56, 64.0, 634.0)
 
 
 def test_a_clock_that_was_set_back_gives_no_speed() -> None:

@@ -44,15 +44,15 @@ def test_part_of_an_epoch_counts_as_one() -> None:
 
 
 def test_figures() -> None:
-    assert wording.figures(stepped()) == "loss 0.4321  lr 0.09511  1,234 images/s"
+    assert wording.figures(stepped()) == "loss 0.4321  lr 0.09511  1,234 samples/s"
     scaled = dataclasses.replace(stepped(), loss_scale=65536.0, skipped_steps=1)
     assert wording.figures(scaled, "top1 98.61 %") == (
-        "loss 0.4321  top1 98.61 %  lr 0.09511  1,234 images/s  loss scale 65536  1 step skipped"
+        "loss 0.4321  top1 98.61 %  lr 0.09511  1,234 samples/s  loss scale 65536  1 step skipped"
     )
     cpu = dataclasses.replace(stepped(), flops_per_s=4.0118e9)
-    assert wording.figures(cpu) == "loss 0.4321  lr 0.09511  1,234 images/s  4.012 GFLOP/s"
+    assert wording.figures(cpu) == "loss 0.4321  lr 0.09511  1,234 samples/s  4.012 GFLOP/s"
     card = dataclasses.replace(stepped(), flops_per_s=406.5e12, mfu=0.411)
-    assert wording.figures(card) == "loss 0.4321  lr 0.09511  1,234 images/s  406.5 TFLOP/s  MFU 41.1 %"
+    assert wording.figures(card) == "loss 0.4321  lr 0.09511  1,234 samples/s  406.5 TFLOP/s  MFU 41.1 %"
 
 
 def test_lines() -> None:
@@ -71,18 +71,18 @@ def test_summary_counts_what_this_start_did() -> None:
         ("top1", "98.33 %, best 98.61 %"),
         ("top5", "100.00 %"),
         ("time", "0:43"),
-        ("images/s", "1,000, evaluating and saving included"),
+        ("samples/s", "1,000, evaluating and saving included"),
         ("skipped steps", "0"),
         ("skipped samples", "2"),
         ("run folder", "runs/x"),
     ]
     rows = dict(wording.summary(done(), started(46, RESUMED_FROM), "runs/x"))
-    assert rows["images/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, evaluating and saving included"
+    assert rows["samples/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, evaluating and saving included"
 
 
 def test_a_run_of_no_time_has_no_speed() -> None:
     rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, top={}), started(), "runs/x"))
-    assert "images/s" not in rows
+    assert "samples/s" not in rows
 
 
 def test_aligned() -> None:

@@ -98,7 +98,7 @@ def test_a_report_tells_of_its_own_step() -> None:
     assert (report.epoch, report.samples, report.loss, report.norm) == (1, 18, 7.0, 3.0)
     assert report.lr == plan(STEPS).rate.at(14)
     assert (report.loss_scale, report.skipped_steps) == (8.0, 1)
-    assert report.images_per_s > 0
+    assert report.samples_per_s > 0
     assert report.peak_bytes > 0
 
 
@@ -198,7 +198,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda progress: passes(1000.0) or saved(progress),  # type: ignore[func-returns-value]
         Wish(),  # type: ignore[arg-type]
     )
-    assert [event.images_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3
+    assert [event.samples_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3
 
 
 def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:

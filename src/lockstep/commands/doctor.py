@@ -80,9 +80,10 @@ def _read_all(recipe: Recipe) -> int:
 
     strict = recipe.data.model_copy(update={"on_error": "raise"})
     found = open_recipe_data(recipe.model_copy(update={"data": strict}))
-    total, workers = len(found.train) + len(found.validation), len(os.sched_getaffinity(0))
+    parts = [split for split in (found.train, found.validation) if split is not None]
+    total, workers = sum(map(len, parts)), len(os.sched_getaffinity(0))
     damaged, reported = 0, 0
-    for number, damage in enumerate(chain(damages(found.train, workers), damages(found.validation, workers)), 1):
+    for number, damage in enumerate(chain(*(damages(split, workers) for split in parts)), 1):
         if damage:
             damaged += 1
             click.echo(printable_line(damage))

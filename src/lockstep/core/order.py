@@ -46,6 +46,12 @@ class Step(NamedTuple):
     samples: int
     samples_seen: int  # before this step, in the whole run
     last_of_epoch: bool
+    counted: int | None = None  # what its samples weigh, where that is not their number
+
+    @property
+    def weight(self) -> int:
+        """What the sum of the losses is divided by."""
+        return self.samples if self.counted is None else self.counted
 
     def microbatches(self, count: int) -> list[range]:
         """Cut the step into its micro-batches, as positions in the epoch's order; none is empty.

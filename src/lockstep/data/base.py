@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lockstep.core.batch import Batch
 
 
 class Split(Protocol):
@@ -21,30 +23,67 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples `indices`, on the CPU.
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """Return the samples `indices` as one batch on the CPU: any tensors, with the samples along dim 0.
 
-        Images are uint8 of shape [n, channels, height, width], targets int64 of shape [n]; other data is what
-        the user's data set gives, stacked. With `draw` given, whatever is random is a function of (draw, index);
-        None asks for no augmentation. A sample that cannot be read raises TrainingError that names its file, or,
-        where the recipe says skip, comes as zeros with target SKIPPED (tasks/base.py).
+        With `draw` given, whatever is random is a function of (draw, index); None asks for no augmentation. A sample
+        that cannot be read raises TrainingError that names its file, or, where the recipe says skip, comes as zeros
+        that count as nothing (see `DataSet.skipped`).
         """
         ...
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Both splits and what the model must know of them.
+    """Both splits and what task and model must know of them; without a validation split nothing is evaluated.
 
-    `mean` and `std` are for each channel, of values in [0, 1]; None for data that is not images.
-    `shape` is that of one sample as the model sees it. `files` give the file of a training and of a validation sample
-    by its number, for data of which samples may be skipped.
+    `facts` are ready for JSON, such as `classes`, a list of names, `shape`, that of a sample as the model sees it, or
+    `vocabulary`, a size; a checkpoint keeps them. `files` give the file of a training and of a validation sample by its
+    number, for data of which samples may be skipped, and `skipped` says which of a batch were: bool of shape [n].
     """
 
     train: Split
-    validation: Split
-    classes: Sequence[str]
-    shape: tuple[int, ...]
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    validation: Split | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[Callable[[int], str], Callable[[int], str]] | None = None
+    skipped: Callable[[Batch], Tensor] | None = None
+
+
+class Request(NamedTuple):
+    """Samples to fetch; `draw` is the key of their random numbers, None for none."""
+
+    indices: NDArray[np.int64]
+    draw: int | None
+
+
+class Finish(Protocol):
+    """What is done to a fetched batch before the model sees it, on its device."""
+
+    def prepared(self, fetched: Batch, request: Request) -> Batch:
+        """Return what travels to the device of a fetched batch of training."""
+        ...
+
+    def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
+        """Finish micro-batch `index` of update `step`."""
+        ...
+
+    def for_evaluation(self, arrived: Batch) -> Batch:
+        """Finish a batch of evaluation, of which what was fetched has arrived."""
+        ...
+
+
+@final
+class AsFetched:
+    """Does nothing."""
+
+    def prepared(self, fetched: Batch, request: Request) -> Batch:
+        """See Finish."""
+        return fetched
+
+    def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
+        """See Finish."""
+        return arrived
+
+    def for_evaluation(self, arrived: Batch) -> Batch:
+        """See Finish."""
+        return arrived

@@ -7,14 +7,15 @@ allocator of pinned memory marks a block with each copy that reads it, and gives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar, final
 
 import torch
-from torch import Tensor
+
+from lockstep.core.batch import Batch, like, tensors_of
 
 T = TypeVar("T")
-Arrival = Callable[[], Sequence[Tensor]]  # gives what was sent, for whatever the caller's stream computes after it
+Arrival = Callable[[], Batch]  # gives what was sent, for whatever the caller's stream computes after it
 
 
 class Copies(Protocol):
@@ -25,7 +26,7 @@ class Copies(Protocol):
         """How many steps before its use a copy is started."""
         ...
 
-    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+    def start(self, batch: Batch) -> Arrival:
         """Start copying, and return what to call where the copies are used. It is called once, and never waits."""
         ...
 
@@ -36,9 +37,9 @@ class NoCopies:
 
     steps_ahead = 0
 
-    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+    def start(self, batch: Batch) -> Arrival:
         """See Copies."""
-        return lambda: tensors
+        return lambda: batch
 
 
 @final
@@ -52,20 +53,20 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+    def start(self, batch: Batch) -> Arrival:
         """See Copies."""
         # A copy from memory that is not pinned would wait for all that its stream has to do.
-        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors]
+        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors_of(batch)]
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
             done = self._stream.record_event()
 
-        def arrived() -> Sequence[Tensor]:
+        def arrived() -> Batch:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_event(done)
             for copy in copies:
                 copy.record_stream(computing)
-            return copies
+            return like(batch, copies)
 
         return arrived
 

@@ -17,10 +17,11 @@ from torch.utils.data import IterableDataset
 
 from lockstep.core import random
 from lockstep.data.base import DataSet, Split
+from lockstep.data.images.facts import facts
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
-from lockstep.tasks.classification import check_targets
+from lockstep.tasks.classification import check_targets, skipped_samples
 
 _MOST_CLASSES: Final = 1 << 24  # each has a name: a number in the wrong place would take all memory
 
@@ -45,11 +46,9 @@ def imported(path: str, options: Mapping[str, Any]) -> DataSet:
     return DataSet(
         train=split,
         validation=ImportedSplit(f"{label}: validation", validation, len(classes)),
-        classes=classes,
-        shape=tuple(sample.shape),
         # Bytes come to the model as values in [0, 1], as ToTensor gives them; floats as they are.
-        mean=(0.0,) * sample.shape[0] if image else None,
-        std=(1.0,) * sample.shape[0] if image else None,
+        facts=facts(classes, sample.shape, *(((0.0,) * sample.shape[0], (1.0,) * sample.shape[0]) if image else ())),
+        skipped=skipped_samples,
     )
 
 
@@ -220,8 +219,9 @@ def _pair(label: str, made: Any) -> tuple[Any, Any]:
 
 def _whole(label: str, made: DataSet) -> DataSet:
     """Return the user's own DataSet with its splits and classes looked at."""
-    classes = _classes(label, list(made.classes), made.train)
-    shape = tuple(int(each) for each in made.shape)
+    classes = _classes(label, list(made.facts.get("classes", ())), made.train)
+    shape = tuple(int(each) for each in made.facts["shape"])
+    assert made.validation is not None
     splits = {
         part: OwnSplit(f"{label}: {name}", split, shape, len(classes))
         for part, name, split in (("train", "training", made.train), ("validation", "validation", made.validation))
@@ -229,7 +229,8 @@ def _whole(label: str, made: DataSet) -> DataSet:
     for part, split in splits.items():
         if not len(split):
             raise UsageError(f"{label}: its split {part} has no samples")
-    return replace(made, train=splits["train"], validation=splits["validation"], classes=classes, shape=shape)
+    own = facts(classes, shape, made.facts.get("mean"), made.facts.get("std"))
+    return replace(made, train=splits["train"], validation=splits["validation"], facts={**made.facts, **own})
 
 
 def _length(label: str, dataset: Any) -> int:

@@ -10,110 +10,26 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import random
+from lockstep.core.batch import Batch, mapped
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, part, permutation
-from lockstep.data.base import DataSet, Split
+from lockstep.data.base import DataSet, Finish, Request, Split
 from lockstep.data.copies import Arrival, copies_to, started_ahead
-from lockstep.data.images.augment import DRAWS, augmenting_key, constants, mix, normalise, places_of, taken
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.parent import die_with_parent
-from lockstep.tasks.base import SKIPPED, MicroBatch
+from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = Place()
 _BLOCK: Final = 16  # updates
 _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
-
-
-@dataclass(frozen=True)
-class Finish:
-    """What is done to a fetched batch on the device; `mean` None is data that is no image and stays as it is."""
-
-    device: torch.device
-    classes: int
-    seed: int = 0
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-    crop_padding: int = 0
-    flip: bool = False
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_probability: float = 1.0
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        """Raise UsageError where this cannot be done to samples of `shape`."""
-        if found := list(self._misfits(shape)):
-            raise UsageError("\n".join(found))
-
-    def _misfits(self, shape: tuple[int, ...]) -> Iterator[str]:
-        image = len(shape) == 3
-        if not image and (self.crop_padding or self.flip):
-            yield f"recipe.data.augment: samples of shape {shape} are no images; leave crop_padding and flip out"
-        for name, values, other, others in (("mean", self.mean, "std", self.std), ("std", self.std, "mean", self.mean)):
-            if values is None:
-                continue
-            if others is None:
-                yield f"recipe.data.{name}: given without {other}, which this data set has none of; give both, or none"
-            elif not image or len(values) != shape[0]:
-                has = f"{shape[0]} channels" if image else f"shape {shape}, no channels"
-                yield f"recipe.data.{name}: {len(values)} values, but samples have {has}; give one for each channel"
-        if image and self.crop_padding >= min(shape[1:]):
-            yield (
-                f"recipe.data.augment.crop_padding: {self.crop_padding} around images of {shape[1]}x{shape[2]} gives "
-                f"crops without a pixel of the image; use at most {min(shape[1:]) - 1}"
-            )
-
-    def prepared(self, fetched: Fetched, request: Request) -> Sequence[Tensor]:
-        """Return what travels to the device of a fetched batch of training: it, and what is to be cut from it."""
-        if not (self.crop_padding or self.flip) or request.draw is None:
-            return fetched
-        draws = random.uniform(augmenting_key(request.draw), request.indices, DRAWS)
-        return *fetched, places_of(draws, fetched[0].shape, self.crop_padding, self.flip)
-
-    def for_training(self, arrived: Sequence[Tensor], step: int, index: int, shadow: bool) -> MicroBatch:
-        """Augment, normalise and mix micro-batch `index` of update `step`, of which this has arrived."""
-        inputs, targets, *places = arrived
-        for each in places:
-            inputs = taken(inputs, each, self.crop_padding, self.flip)
-        inputs = self._normalised(inputs)
-        if self.mixup or self.cutmix:
-            key = random.key(random.MIX, self.seed, step, index)
-            inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
-        return MicroBatch(index, inputs, targets, shadow)
-
-    def for_evaluation(self, arrived: Sequence[Tensor]) -> Fetched:
-        """Normalise."""
-        inputs, targets = arrived
-        return self._normalised(inputs), targets
-
-    def _normalised(self, inputs: Tensor) -> Tensor:
-        return inputs if self._constants is None else normalise(inputs, *self._constants)
-
-    @cached_property
-    def _constants(self) -> tuple[Tensor, Tensor] | None:
-        if self.mean is None or self.std is None:
-            return None
-        return constants(self.mean, self.std, self.device)
-
-
-Fetched = tuple[Tensor, Tensor]
-
-
-class Request(NamedTuple):
-    """Samples to fetch; `draw` is the key of their random numbers, None for none."""
-
-    indices: NDArray[np.int64]
-    draw: int | None
 
 
 class _Planned(NamedTuple):
@@ -121,6 +37,13 @@ class _Planned(NamedTuple):
 
     step: Step
     requests: list[tuple[_Cut, Request]]
+
+
+class Weigh(NamedTuple):
+    """What a batch weighs, and what adds a whole number over the ranks; for tasks that do not count samples."""
+
+    weight: Callable[[Batch], int]
+    over_ranks: Callable[[int], int]
 
 
 class _Cut(NamedTuple):
@@ -132,10 +55,11 @@ class _Cut(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A micro-batch on its way to the device, and the numbers of those of its samples that could not be read."""
+    """A batch on its way to the device, the numbers of those of its samples that could not be read, and its weight."""
 
     cut: _Cut
     skipped: list[int]
+    weight: int
     arrival: Arrival
 
 
@@ -153,9 +77,12 @@ class Loader:
         steps: Steps,
         microbatches: int,
         finish: Finish,
+        device: torch.device,
+        seed: int,
         place: Place = ALONE,
         workers: int = 0,
         beside: Callable[[Step], int | None] | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         self.skipped = 0
         self.unreadable: tuple[set[int], set[int]] = set(), set()
@@ -163,49 +90,55 @@ class Loader:
         self._steps = steps
         self._microbatches = microbatches
         self._finish = finish
-        self._copies = copies_to(finish.device)
+        self._device = device
+        self._seed = seed
+        self._copies = copies_to(device)
         self._place = place
         self._workers = workers
         self._beside = beside
-        self._may_skip = place.speaks and not data.train.in_memory
+        self._skipped = data.skipped if place.speaks else None
+        self._weigh = weigh
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
         self._epochs: dict[int, Request] = {}  # the last two planned: loader processes may be ahead by one
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
         requests = (request for planned in self._planned(first) for _, request in planned.requests)
-        with _fetching(self._data.train, requests, self._workers, self._finish.device) as fetch:
+        with _fetching(self._data.train, requests, self._workers, self._device) as fetch:
             copied = (
                 (planned.step, [self._sent(cut, request, fetch(request)) for cut, request in planned.requests])
                 for planned in self._planned(first)
             )
             for step, sent in started_ahead(copied, self._copies.steps_ahead):
-                yield step, [self._microbatch(step, each) for each in sent]
+                yield self._weighed(step, sent), [self._microbatch(step, each) for each in sent]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch any micro-batch of `step` in this process, as a shadow."""
         [(cut, request)] = self._requests(step, [self._cut(step.samples, index, shadow=True)])
         return self._microbatch(step, self._sent(cut, request, self._data.train.fetch(*request)))
 
-    def validation(self, batch: int) -> Iterator[tuple[int | None, Tensor, Tensor]]:
-        """Yield this rank's batches as (number, inputs, targets): every rank's together hold each sample once.
+    def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
+        """Yield this rank's batches as (number, batch, weight): every rank's together hold each sample once.
 
         Batch j takes the samples [j * batch, (j + 1) * batch). Where the members of a replica must evaluate as many
         batches as each other, those that lack one get batch 0 in its place, without a number: it is not to be counted.
         """
-        length = len(self._data.validation)
+        split = self._data.validation
+        assert split is not None
+        length = len(split)
         numbers = self._place.turns(self.validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
-        with _fetching(self._data.validation, requests, self._workers, self._finish.device) as fetch:
+        with _fetching(split, requests, self._workers, self._device) as fetch:
             copied = (self._sent_for_evaluation(request, fetch(request)) for request in requests)
             sent = started_ahead(copied, self._copies.steps_ahead)
-            for number, arrival in zip(numbers, sent, strict=True):
-                yield number if self._place.speaks else None, *self._finish.for_evaluation(arrival())
+            for number, each in zip(numbers, sent, strict=True):
+                batch = self._finish.for_evaluation(each.arrival())
+                yield number if self._place.speaks else None, batch, each.weight
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
-        return math.ceil(len(self._data.validation) / batch)
+        return 0 if self._data.validation is None else math.ceil(len(self._data.validation) / batch)
 
     def _planned(self, first: int) -> Iterator[_Planned]:
         """Return the plans from number `first` to the last, worked out some at once, which is several times quicker.
@@ -242,26 +175,42 @@ class Loader:
     def _epoch(self, epoch: int) -> Request:
         """Ask for all samples of an epoch, in its order."""
         if epoch not in self._epochs:
-            seed = self._finish.seed
-            order = permutation(seed, epoch, len(self._data.train))
+            order = permutation(self._seed, epoch, len(self._data.train))
             last = max(self._epochs, default=epoch)
             kept = {last: self._epochs[last]} if last in self._epochs else {}
-            self._epochs = {**kept, epoch: Request(order, random.key(random.AUGMENT, seed, epoch))}
+            self._epochs = {**kept, epoch: Request(order, random.key(random.AUGMENT, self._seed, epoch))}
         return self._epochs[epoch]
 
-    def _sent(self, cut: _Cut, request: Request, fetched: Fetched) -> _Sent:
-        skipped = _skipped(request, fetched) if self._may_skip and not cut.shadow else []
-        return _Sent(cut, skipped, self._copies.start(self._finish.prepared(fetched, request)))
+    def _sent(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
+        skipped = [] if cut.shadow else self._unread(request, fetched)
+        arrival = self._copies.start(self._finish.prepared(fetched, request))
+        return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
-    def _sent_for_evaluation(self, request: Request, fetched: Fetched) -> Arrival:
-        if self._may_skip:
-            self.unreadable[1].update(_skipped(request, fetched))
-        return self._copies.start(fetched)
+    def _sent_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
+        skipped = self._unread(request, fetched)
+        self.unreadable[1].update(skipped)
+        return _Sent(_Cut(0, range(0), shadow=False), skipped, self._weight(request, fetched), self._copies.start(fetched))
+
+    def _unread(self, request: Request, fetched: Batch) -> list[int]:
+        numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(fetched).numpy()].tolist()
+        return numbers
+
+    def _weight(self, request: Request, fetched: Batch) -> int:
+        return len(request.indices) if self._weigh is None else self._weigh.weight(fetched)
+
+    def _weighed(self, step: Step, sent: Sequence[_Sent]) -> Step:
+        """Return the step with what it weighs over all ranks: all of them ask, before any computes."""
+        if self._weigh is None:
+            return step
+        own = sum(each.weight for each in sent if self._place.speaks and not each.cut.shadow)
+        return step._replace(counted=self._weigh.over_ranks(own))
 
     def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
         self.skipped += len(sent.skipped)
         self.unreadable[0].update(sent.skipped)
-        return self._finish.for_training(sent.arrival(), step.number, sent.cut.number, sent.cut.shadow)
+        number, positions, shadow = sent.cut
+        batch = self._finish.for_training(sent.arrival(), step.number, number)
+        return MicroBatch(number, batch, len(positions), sent.weight, shadow)
 
 
 def damages(split: Split, workers: int) -> Iterator[str]:
@@ -280,14 +229,6 @@ def damages(split: Split, workers: int) -> Iterator[str]:
                 yield ""
 
 
-def _skipped(request: Request, fetched: Fetched) -> list[int]:
-    targets = fetched[1]
-    if targets.is_floating_point():  # a mixture of classes
-        return []
-    numbers: list[int] = request.indices[(targets == SKIPPED).numpy()].tolist()
-    return numbers
-
-
 class _fetching:  # noqa: N801 - a context manager that reads as a verb
     """Enter to get what answers the requests, which must be asked in their order; leaving ends the loader processes."""
 
@@ -298,7 +239,7 @@ class _fetching:  # noqa: N801 - a context manager that reads as a verb
         self._pinned = device.type == "cuda" and not split.in_memory
         self._iterator: Iterator[Any] | None = None
 
-    def __enter__(self) -> Callable[[Request], Fetched]:
+    def __enter__(self) -> Callable[[Request], Batch]:
         if not self._workers:
             return lambda request: self._split.fetch(*request)
         try:  # first: torch's iterator, where it is half made, ends with an error of its own
@@ -331,15 +272,15 @@ class _Fetches(Dataset[Any]):
     def __init__(self, split: Split) -> None:
         self._split = split
 
-    def __getitem__(self, request: Request) -> Fetched | _Refused:
+    def __getitem__(self, request: Request) -> Batch:
         try:
-            inputs, targets = self._split.fetch(*request)
+            fetched = self._split.fetch(*request)
         except LockstepError as error:
             return _Refused(str(error), isinstance(error, UsageError))
         try:
             # Here, and not when torch sends them: it does that in a thread, whose error nobody hears, and the trainer
             # would wait for a batch that never comes.
-            return inputs.share_memory_(), targets.share_memory_()  # type: ignore[no-untyped-call]
+            return mapped(Tensor.share_memory_, fetched)
         except RuntimeError as error:
             return _Refused(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}", False)
 
@@ -358,11 +299,10 @@ def _without_workers(reason: str) -> PreflightError:
     )
 
 
-def _opened(answer: Any) -> Fetched:
+def _opened(answer: Any) -> Batch:
     if isinstance(answer, _Refused):
         raise UsageError(answer.text) if answer.users else TrainingError(answer.text)
-    inputs, targets = answer
-    return inputs, targets
+    return answer
 
 
 def _begin_worker(_: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.core.batch import Inputs, call, length, mapped, tensors_of
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.own_code import OwnCode, described, place
@@ -50,9 +51,16 @@ class Summary:
 
 
 def check_model(
-    build: Callable[[], nn.Module], *, name: str, evaluation: Tensor, training: Tensor, classes: int
+    build: Callable[[], nn.Module],
+    *,
+    name: str,
+    evaluation: Inputs,
+    training: Inputs,
+    check: Callable[[Any, int], None],
 ) -> Summary:
-    """Raise UsageError unless inputs become [n, classes], in evaluation and in training, where something is trained.
+    """Raise UsageError unless the model gives outputs, in evaluation and in training, where something is trained.
+
+    `check` raises UsageError where outputs are not what the task takes; it is given them and the number of samples.
 
     `evaluation` and `training` are inputs as the model sees them, with the values of real samples; `training` has as
     many as the run's smallest micro-batch: BatchNorm may want more of them.
@@ -66,9 +74,9 @@ def check_model(
             evaluated, trained, summary = trial("meta")
         except Exception:  # a model may read values while it is built or runs; what fails on the CPU too is told
             evaluated, trained, summary = trial("cpu")
-    _check_outputs(name, evaluated, len(evaluation), classes)
-    _check_outputs(name, trained, len(training), classes)
-    if not trained.requires_grad:
+    check(evaluated, length(evaluation))
+    check(trained, length(training))
+    if not any(tensor.requires_grad for tensor in tensors_of(trained)):
         raise UsageError(
             f"model {name}: its outputs carry no gradient while training, so nothing would be learned; let forward "
             f"compute them from the parameters by torch's functions, without detach(), no_grad() and .data"
@@ -81,7 +89,7 @@ def check_dtype(
     compute_in: Callable[[nn.Module, torch.dtype], object],
     *,
     name: str,
-    inputs: Tensor,
+    inputs: Inputs,
     dtype: torch.dtype,
 ) -> None:
     """Raise UsageError unless the model can do what `compute_in` has it do: compute with weights and inputs in `dtype`.
@@ -98,7 +106,10 @@ def check_dtype(
         compute_in(model, dtype)
         try:
             with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
-                model(inputs.to("meta", dtype if inputs.is_floating_point() else inputs.dtype))
+                call(
+                    model,
+                    mapped(lambda each: each.to("meta", dtype if each.is_floating_point() else each.dtype), inputs),
+                )
         except RuntimeError as error:
             if "dtype" in str(error):
                 raise UsageError(
@@ -167,7 +178,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _trial(
-    build: Callable[[], nn.Module], name: str, evaluation: Tensor, training: Tensor, device: str
+    build: Callable[[], nn.Module], name: str, evaluation: Inputs, training: Inputs, device: str
 ) -> tuple[Any, Any, Summary]:
     """Return the outputs in evaluation and in training."""
     with torch.device(device):
@@ -175,11 +186,11 @@ def _trial(
         check_weights(name, model)
         model.eval()
         with torch.no_grad():
-            evaluated = _outputs(model, name, evaluation.to(device))
+            evaluated = _outputs(model, name, mapped(lambda each: each.to(device), evaluation))
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            trained = _outputs(model, name, training.to(device))
+            trained = _outputs(model, name, mapped(lambda each: each.to(device), training))
         flops = backward_flops(counter, trained) if device == "meta" else None
     parameters = list(model.parameters())
     dims = tuple(sorted({parameter.ndim for parameter in parameters}))
@@ -191,7 +202,7 @@ def _trial(
         trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
         batchnorm=batchnorm,
         buffers=frozenset(name for name, _ in model.named_buffers()),
-        flops=None if flops is None else round(flops / len(training)),
+        flops=None if flops is None else round(flops / length(training)),
     )
     return evaluated, trained, summary
 
@@ -200,35 +211,28 @@ def _form(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.dtype)
 
 
-def _outputs(model: nn.Module, name: str, inputs: Tensor) -> Any:
+def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
     try:
-        return model(inputs)
+        return call(model, inputs)
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a stranger's model may raise anything, and may even exit
         told = described(error, "" if place(error) else "choose a model or an image size that fit each other")
         if "Expected more than 1 value per channel" in told:
             raise UsageError(
-                f"model {name}: the smallest micro-batch has {len(inputs)} sample, too few for BatchNorm; "
+                f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "
                 f"choose batch and microbatches so that every micro-batch, the last step's of an epoch too, "
                 f"has at least 2 samples, or set last_batch: drop"
             ) from error
-        raise OwnCodeError(
-            f"model {name}: it cannot take inputs of shape {tuple(inputs.shape)} and {inputs.dtype}: {told}"
-        ) from error
+        raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {told}") from error
 
 
-def _check_outputs(name: str, outputs: object, samples: int, classes: int) -> None:
-    if not isinstance(outputs, Tensor):
-        raise UsageError(
-            f"model {name}: its output is of type {type(outputs).__name__}, not one tensor; "
-            f"choose options without further outputs, or wrap it in a function of yours"
-        )
-    if outputs.shape != (samples, classes):
-        raise UsageError(
-            f"model {name} gives outputs of shape {tuple(outputs.shape)} for {samples} samples, but the data "
-            f"has {classes} classes; set its number of classes to {classes} (a function of yours is given it "
-            f"as num_classes where it has that parameter)"
-        )
-    if not outputs.is_floating_point():
-        raise UsageError(f"model {name}: its outputs are of {outputs.dtype}; return one float for each class")
+def _forms(inputs: Inputs) -> str:
+    """Say of what shape and dtype inputs are, by their names where they have any."""
+    names = [f"{name} of " for name in inputs] if isinstance(inputs, Mapping) else [""] * len(inputs)
+    values = [*(inputs.values() if isinstance(inputs, Mapping) else inputs)]
+    return ", ".join(
+        f"{name}shape {tuple(tensor.shape)} and {tensor.dtype}"
+        for name, value in zip(names, values, strict=True)
+        for tensor in tensors_of(value)
+    )

@@ -34,10 +34,9 @@ def build_model(
     source: Source = "auto",
     pretrained: bool = False,
     options: Mapping[str, Any] | None = None,
-    classes: int,
-    shape: tuple[int, ...],
+    facts: Mapping[str, Any],
 ) -> nn.Module:
-    """Return the model `name` for `classes` classes and samples of `shape`, (channels, rows, columns).
+    """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample.
 
     `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path. `options`
     go to the model's function and win over what follows from the data. timm and torchvision take seconds to
@@ -50,7 +49,7 @@ def build_model(
             f"set recipe.model.pretrained: false, or load them in a function of yours"
         )
     factory = _factory(place, name, pretrained)
-    arguments = _from_data(place, name, factory, classes, shape) | dict(options or {})
+    arguments = _from_data(place, name, factory, facts) | dict(options or {})
     with _explained(name, arguments), fetching(name) if pretrained else nullcontext():
         fit = pretrained and place == "torchvision"
         model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
@@ -119,8 +118,9 @@ def _factory(place: Place, name: str, pretrained: bool) -> Factory:
     return made
 
 
-def _from_data(place: Place, name: str, factory: Factory, classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
+def _from_data(place: Place, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that follow from the data, as far as the model's function takes them."""
+    classes, shape = len(facts["classes"]), facts["shape"]
     images = len(shape) == 3
     other_channels = images and shape[0] != 3
     match place:

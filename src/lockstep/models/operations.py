@@ -26,10 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.core.batch import Batch, Inputs, call, mapped
 from lockstep.runtime.kernels import RNN_DROPOUT, Refused, refused
 
 Build = Callable[[], nn.Module]
-Loss = Callable[[Any, Tensor], Tensor]  # of outputs and targets
+Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
 
 _LOSS: Final = "the loss"
 _LEAF: Final = "AccumulateGrad"  # the node of a parameter, behind which nothing is computed
@@ -48,7 +49,7 @@ class Refusal:
         )
 
 
-def refused_operations(build: Build, inputs: Tensor, targets: Tensor, loss: Loss) -> list[Refusal]:
+def refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
     """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in the order it is met.
 
     `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
@@ -57,17 +58,17 @@ def refused_operations(build: Build, inputs: Tensor, targets: Tensor, loss: Loss
     for look in (_on_fake_cuda, _on_the_cpu):
         try:
             with warnings.catch_warnings(action="ignore"), _deterministic():
-                return look(build, inputs, targets, loss)
+                return look(build, inputs, batch, loss)
         except Exception:  # a stranger's model may raise anything
             continue
     return []
 
 
-def _on_fake_cuda(build: Build, inputs: Tensor, targets: Tensor, loss: Loss) -> list[Refusal]:
+def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
     model = _built(build)
     with _fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
-        return _seen(model.train(), to_cuda(inputs), to_cuda(targets), loss, cuda=True)
+        return _seen(model.train(), mapped(to_cuda, inputs), mapped(to_cuda, batch), loss, cuda=True)
 
 
 def _built(build: Build) -> nn.Module:
@@ -79,8 +80,8 @@ def _built(build: Build) -> nn.Module:
         return build()
 
 
-def _on_the_cpu(build: Build, inputs: Tensor, targets: Tensor, loss: Loss) -> list[Refusal]:
-    return _seen(build().train(), inputs, targets, loss, cuda=False)
+def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
+    return _seen(build().train(), inputs, batch, loss, cuda=False)
 
 
 @contextmanager
@@ -113,13 +114,13 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-def _seen(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, cuda: bool) -> list[Refusal]:
+def _seen(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
     """Run forward and backward, and return what was refused on the way."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.enable_grad():
         with recorder.forward():
-            outputs = model(inputs)
-        _backward(loss(outputs, targets), recorder)
+            outputs = call(model, inputs)
+        _backward(loss(outputs, batch), recorder)
     found = dict.fromkeys([*_rnn_dropouts(model), *recorder.found])
     return list(found)
 

@@ -24,7 +24,7 @@ from lockstep.core.rota import Rota
 from lockstep.core.shard import Held, Shard, local
 from lockstep.core.vote import odd_ones
 from lockstep.errors import TrainingError
-from lockstep.parallel.engine import Auditable, State, Sums, Update
+from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
@@ -80,7 +80,7 @@ class AuditedEngine:
         """See Engine."""
         return self._engine.update(lr, max_norm)
 
-    def evaluation(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+    def evaluation(self) -> AbstractContextManager[Predict]:
         """See Engine."""
         return self._engine.evaluation()
 

@@ -9,23 +9,26 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
 from lockstep.core.shard import Held
 from lockstep.tasks.base import MicroBatch
 
+Predict = Callable[[Inputs], Any]  # gives the model's outputs
+
 
 class Sums(NamedTuple):
     """The losses of a step, 0-dim: `total` over all its samples, the same on every rank, and `own_losses` over each
-    of this rank's micro-batches, as the task gave them."""
+    of this rank's micro-batches, as the task gave them. `weight` is the step's."""
 
     total: Tensor
-    samples: int
+    weight: int
     own_losses: Sequence[Tensor]
 
     @property
     def loss(self) -> Tensor:
-        """The mean over all samples, in float64; worked out only when asked for."""
-        return self.total.double() / self.samples
+        """The mean by weight, in float64; worked out only when asked for. Of a step without weight it is 0 / 0."""
+        return self.total.double() / self.weight
 
 
 class Update(NamedTuple):
@@ -58,7 +61,10 @@ class Stepping(Protocol):
         ...
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """Clip the gradient to `max_norm`, move the weights and forget the gradient."""
+        """Clip the gradient to `max_norm`, move the weights and forget the gradient.
+
+        After a step of weight 0 nothing moves, and the update counts as not applied.
+        """
         ...
 
 
@@ -69,7 +75,7 @@ class Engine(Stepping, Protocol):
         """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
         ...
 
-    def evaluation(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+    def evaluation(self) -> AbstractContextManager[Predict]:
         """Enter evaluation, with averaged weights where the recipe keeps them, and give `predict(inputs)`."""
         ...
 

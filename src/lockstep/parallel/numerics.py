@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.core.batch import Inputs, mapped
 from lockstep.core.precision import Precision
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
@@ -39,14 +41,24 @@ class Numerics:
         """The dtype of the copies of its weights that the model computes with, None where there are none."""
         return computing_dtype(self.precision)
 
-    def laid_out(self, inputs: Tensor) -> Tensor:
+    def laid_out(self, inputs: Inputs) -> Inputs:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""
-        if self.dtype is not None and inputs.is_floating_point():
-            inputs = inputs.to(self.dtype)
-        if self.channels_last and inputs.ndim == 4:
-            return inputs.contiguous(memory_format=torch.channels_last)
-        return inputs
+        if self.dtype is None and not self.channels_last:
+            return inputs
+        laid_out: Inputs = mapped(self._tensor_laid_out, inputs)
+        return laid_out
 
-    def given_out(self, outputs: Tensor) -> Tensor:
+    def given_out(self, outputs: Any) -> Any:
         """Return what the model gave as the loss takes it: added up in 16 bits it would not be worth much."""
-        return outputs if self.dtype is None else outputs.float()
+        return outputs if self.dtype is None else mapped(_widened, outputs)
+
+    def _tensor_laid_out(self, tensor: Tensor) -> Tensor:
+        if self.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        if self.channels_last and tensor.ndim == 4:
+            return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -12,15 +12,16 @@ In which order a rank does what is the schedule's business (core/pipeline_schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core import random
+from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
 from lockstep.core.pipeline_schedule import Action, Schedule, actions
@@ -31,7 +32,7 @@ from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
-from lockstep.parallel.engine import State, Sums, Update
+from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import Slots, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -40,13 +41,14 @@ from lockstep.parallel.pipeline_layout import StageLayout, StageSums
 from lockstep.parallel.pipeline_part import keep_only, part_of
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
-from lockstep.parallel.updating import Updates
+from lockstep.parallel.pipeline_trace import only_input
+from lockstep.parallel.updating import Updates, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.runtime.canonical import CanonicalSum, add_
 from lockstep.runtime.pipeline import Post, Value, Values
 from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch, Task
+from lockstep.tasks.base import MicroBatch, Problem
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,14 @@ class PipelineEngine:
 
     def __init__(
         self,
-        task: Task,
+        problem: Problem,
         make_optimizer: MakeOptimizer,
         world: World,
         numerics: Numerics,
         pipe: Pipe,
     ) -> None:
-        self._task = task
-        self._model_code = OwnCode(task.name, shared=True)
+        self._task = problem.task
+        self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
@@ -89,8 +91,8 @@ class PipelineEngine:
         self._ranks = world.size // self._pipelines  # of one pipeline
         self._pipeline, self._rank = divmod(world.rank, self._ranks)
         self._last = self._ranks * pipe.stages_per_rank - 1
-        self._model = task.build_model()
-        cut = find_cut(self._model, self._last + 1, task.sample, pipe.cut, whole_blocks=numerics.compile)
+        self._model = problem.build_model()
+        cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
         owner = owners(self._model, cut)
         trained = trained_parameters(self._model)
         if self._last:
@@ -133,7 +135,7 @@ class PipelineEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._post = Post(world, self._neighbours())
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
         self._losses: Counter[Tensor] = Counter(add_)
 
@@ -150,7 +152,8 @@ class PipelineEngine:
         for stage in self._stages.values():
             stage.observe(leaves, step.samples, self._across)
         self._loss = self._total_loss(leaves)
-        return Sums(self._loss, step.samples, self._own_losses)
+        self._weight = step.weight
+        return Sums(self._loss, step.weight, self._own_losses)
 
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
@@ -158,7 +161,7 @@ class PipelineEngine:
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
-        update = self._updates.update(lr, max_norm, self._loss)
+        update = self._updates.update(lr, max_norm, self._loss, self._weight)
         for stage in self._stages.values():
             stage.move(update.applied)
         if self._ema is not None and update.applied:
@@ -166,7 +169,7 @@ class PipelineEngine:
         return update
 
     @contextmanager
-    def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
+    def evaluation(self) -> Iterator[Predict]:
         """See Engine. All ranks predict the same inputs in the same order, and all get the outputs."""
         with evaluating(self._model, self._ema, self._layout.reload):
             yield self._predict
@@ -226,7 +229,7 @@ class PipelineEngine:
     def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
         index = microbatch.index
         first, last = number == 0, number == self._last
-        given: Values = [None, self._numerics.laid_out(microbatch.inputs)]
+        given: Values = [None, only_input(self._numerics.laid_out(self._task.inputs(microbatch.batch)))]
         states, *inputs = given if first else self._arrived(number, number - 1, index)
         before: list[Tensor] = []
 
@@ -238,9 +241,9 @@ class PipelineEngine:
                 if not last:
                     return outputs
                 given = self._numerics.given_out(_tensor(outputs[0]))
-                return [self._task.loss_sum(given, microbatch.targets)]
+                return [self._task.loss(given, microbatch.batch)]
 
-        outputs = self._stages[number].forward(index, inputs, len(microbatch.inputs), compute)
+        outputs = self._stages[number].forward(index, inputs, microbatch.samples, compute)
         if last:
             loss = _tensor(outputs[0]).detach()
             self._own_losses.append(loss)
@@ -250,11 +253,10 @@ class PipelineEngine:
             self._leave([drawn, *outputs], number + 1, number + 1, index)
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
-        """Return the gradients of what the stage gave, those of the loss being what a sample counts in the step."""
+        """Return the gradients of what the stage gave, those of the loss being what it counts in the step."""
         if number != self._last:
             return self._arrived(self._back(number), number + 1, index)
-        share = torch.full((), 1.0 / step.samples, dtype=self._own_losses[-1].dtype, device=self._world.device)
-        return [self._updates.scaled(share)]
+        return [self._updates.scaled(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
     def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         if number:
@@ -336,10 +338,10 @@ class PipelineEngine:
         # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]
 
-    def _predict(self, inputs: Tensor) -> Tensor:
+    def _predict(self, inputs: Inputs) -> Any:
         outputs: Values = []
         for number, module in self._evaluating.items():
-            values = self._arrived(number, number - 1, 0) if number else [self._numerics.laid_out(inputs)]
+            values = self._arrived(number, number - 1, 0) if number else [only_input(self._numerics.laid_out(inputs))]
             with self._autocast, self._model_code:
                 outputs = list(_checked(module(*values)))
             if number != self._last:

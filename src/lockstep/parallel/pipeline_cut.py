@@ -15,11 +15,12 @@ from typing import Final
 import torch
 from torch import Tensor, fx, nn
 
+from lockstep.core.batch import Inputs
 from lockstep.core.names import suggestion
 from lockstep.core.partition import balanced
 from lockstep.errors import UsageError
 from lockstep.parallel.compiled import compiled_units
-from lockstep.parallel.pipeline_trace import Line, batch_of, tensors_of
+from lockstep.parallel.pipeline_trace import Line, only_input, tensors_of
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered in vain, once there is a cut
@@ -35,15 +36,15 @@ class Cut:
 
 
 def find_cut(
-    model: nn.Module, stages: int, sample: Tensor | None, names: Sequence[str] = (), *, whole_blocks: bool = False
+    model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str] = (), *, whole_blocks: bool = False
 ) -> Cut:
     """Return a cut of `model` into so many stages, by cost or before the modules `names`.
 
-    With `whole_blocks` none lies within a block (parallel/units.py). Operations are counted on samples like `sample`;
+    With `whole_blocks` none lies within a block (parallel/units.py). Operations are counted on the inputs `example`;
     with None parameters alone are. `model`, which may lie on the meta device, is left as it is. A model that cannot be
     cut so raises UsageError that says why.
     """
-    blank, sample = _blank(model, sample)
+    blank, sample = _blank(model, None if example is None else only_input(example))
     kept = _blocks(blank) if whole_blocks else frozenset()
     if names:
         return _by_hand(blank, stages, names, sample, kept)
@@ -210,7 +211,7 @@ def _blank(model: nn.Module, sample: Tensor | None) -> tuple[nn.Module, Tensor |
         return blank, None
     try:
         with torch.no_grad():
-            blank.train()(batch_of(sample))
+            blank.train()(sample)
     except Exception:  # it reads values, which are not there
         return blank, None
     return blank, sample

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random as python_random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.core import batch as batches
+from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError, UsageError
 
 _ROOT: Final = "model"
@@ -82,12 +84,12 @@ class Line:
         return [any(tensor.requires_grad for tensor in used) for used in self._used]
 
     def measure(self, sample: Tensor) -> list[int]:
-        """Return the operations of the forward at each place, for one like `sample`; the model is on the meta device.
+        """Return the operations of the forward at each place, for the input `sample`; the model is on the meta device.
 
         From here on `obstacle` knows what cannot cross, too.
         """
         run = _Measuring(self._root, self._graph)
-        run.run(batch_of(sample))
+        run.run(sample)
         self._unfit = frozenset(run.unfit)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
@@ -131,9 +133,15 @@ class Line:
         return weights
 
 
-def batch_of(sample: Tensor) -> Tensor:
-    """Return two samples of the shape and dtype of `sample`, on the meta device."""
-    return torch.zeros((2, *sample.shape), dtype=sample.dtype, device="meta")
+def only_input(inputs: Inputs) -> Tensor:
+    """Return the one tensor that a model takes; UsageError where it takes more."""
+    tensors = batches.tensors_of(inputs)
+    if len(inputs) != 1 or len(tensors) != 1 or isinstance(inputs, Mapping):
+        raise UsageError(
+            f"strategy pipeline: the model takes {len(inputs)} inputs; let its forward take one tensor, or use another "
+            f"strategy"
+        )
+    return tensors[0]
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

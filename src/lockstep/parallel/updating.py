@@ -38,8 +38,11 @@ class Updates:
         """Return what a backward starts from, times the loss scale where there is one."""
         return self._scaler.scale(seed) if self._scales else seed
 
-    def update(self, lr: float, max_norm: float | None, loss: Tensor) -> Update:
-        """Do what Engine.update says of weights; `loss` is that of the whole step."""
+    def update(self, lr: float, max_norm: float | None, loss: Tensor, weight: int) -> Update:
+        """Do what Engine.update says of weights; `loss` and `weight` are those of the whole step."""
+        if not weight:
+            self._forget()
+            return Update(None, applied=False)
         scale = None
         if self._scales:
             self._scaler.unscale_(self.optimizer)
@@ -57,8 +60,7 @@ class Updates:
             self._layout.settle()
         if self._scales:
             self._scaler.update()
-        for tensor in self._trained:  # as zero_grad does, at a tenth of its time
-            tensor.grad = None
+        self._forget()
         return Update(norm, applied, scale)
 
     @property
@@ -79,6 +81,10 @@ class Updates:
         self._bare_step()
         return True
 
+    def _forget(self) -> None:
+        for tensor in self._trained:  # as zero_grad does, at a tenth of its time
+            tensor.grad = None
+
     def _infinities(self) -> list[Tensor]:
         return list(self._scaler._found_inf_per_device(self.optimizer).values())
 
@@ -92,6 +98,11 @@ def keep_ratios(optimizer: Optimizer) -> None:
         scale = group.get(_SCALE, 1.0) * float(group["lr"]) / float(optimizer.defaults["lr"])
         if scale != 1.0:
             group[_SCALE] = scale
+
+
+def share(weight: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what a backward starts from in a step of such a weight: nothing, where there is nothing to learn from."""
+    return torch.full((), 1.0 / weight if weight else 0.0, dtype=dtype, device=device)
 
 
 def gradient(parameter: Tensor) -> Tensor:

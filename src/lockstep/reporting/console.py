@@ -43,7 +43,7 @@ class Console:
             case Evaluated():
                 self._line(wording.evaluated(event))
                 if self._progress is not None:
-                    self._progress.accuracy(wording.top(event.top))
+                    self._progress.evaluated(wording.of_task(event.figures, event.fractions))
             case Skipped():
                 for line in wording.skipped(event):
                     self._line(line)
@@ -73,7 +73,7 @@ class Console:
         if self._progress is not None:
             self._progress.step(event, time)
         elif self._run is not None:
-            self._line(f"{wording.place(event, self._run)}  {wording.figures(event)}")
+            self._line(f"{wording.place(event, self._run)}  {wording.figures(event, self._run)}")
 
     def _finish(self, event: Done) -> None:
         if self._run is not None:

@@ -14,6 +14,6 @@ def with_flops(event: Stepped, run: Started) -> Stepped:
     """
     if run.flops_per_sample is None:
         return event
-    flops_per_s = event.images_per_s * run.flops_per_sample
+    flops_per_s = event.samples_per_s * run.flops_per_sample
     mfu = flops_per_s / run.peak_flops_per_s if run.peak_flops_per_s else None
     return replace(event, flops_per_s=flops_per_s, mfu=mfu)

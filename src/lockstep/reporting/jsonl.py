@@ -61,7 +61,7 @@ class JsonLines:
 def figures(event: Event, time: float) -> dict[str, Any]:
     """Return the event as a flat mapping that is strict JSON; `started` carries the units.
 
-    `top`, `best` and `correct` become top1, best_top1 and correct1. JSON has no NaN and no infinity: they
+    `figures` and `best` become top1 and best_top1, say. JSON has no NaN and no infinity: they
     become the strings "NaN", "Infinity" and "-Infinity", which Python's float() reads.
     """
     flat: dict[str, Any] = {"event": event.name, "time": time}
@@ -111,9 +111,7 @@ def last(path: Path) -> dict[str, Any]:
 def _flat(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {name: value}
-    prefix = {"top": "", "best": "best_", "correct": "correct"}[name]
-    if name == "correct":
-        value = {key.removeprefix("correct").removeprefix("top"): count for key, count in value.items()}
+    prefix = {"figures": "", "best": "best_"}[name]
     return {prefix + key: figure for key, figure in value.items()}
 
 

@@ -15,9 +15,9 @@ from lockstep.reporting import wording
 from lockstep.reporting.status import State, Status
 
 _STYLES: Final = {"running": "green", "died": "red", "unreadable": "red", "queued": "yellow", "saved": "cyan"}
-_HEADINGS: Final = ("run", "state", "step", "epoch", "images/s", "left", "loss", "top1", "last", "job")
-_NUMBERS: Final = ("step", "epoch", "images/s", "left", "loss", "top1")
-_LEFT_OUT: Final = ("epoch", "top1", "images/s", "loss", "last")  # one after the other, where a terminal is narrow
+_HEADINGS: Final = ("run", "state", "step", "epoch", "samples/s", "left", "loss", "top1", "last", "job")
+_NUMBERS: Final = ("step", "epoch", "samples/s", "left", "loss", "top1")
+_LEFT_OUT: Final = ("epoch", "top1", "samples/s", "loss", "last")  # one after the other, where a terminal is narrow
 _GAP: Final = "  "
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
 _WIDEST: Final = 24  # of such a column
@@ -80,7 +80,7 @@ def cells(run: Run, now: float) -> tuple[str, ...]:
         run.state,
         _of(status.step, status.steps),
         _of(status.epoch, status.epochs),
-        "" if status.images_per_s is None else f"{status.images_per_s:,.0f}",
+        "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
         wording.duration(status.left_s) if going and status.left_s is not None else "",
         "" if status.loss is None else f"{status.loss:.4f}",
         "" if status.top1 is None else wording.percent(status.top1),

@@ -28,15 +28,15 @@ class Progress:
         self._run = run
         self._began = time
         self._drawn = -float("inf")
-        self._top = ""
+        self._last = ""
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
         # Live hides the cursor until it is stopped; a process that is killed never stops it.
         console.show_cursor(True)
 
-    def accuracy(self, words: str) -> None:
-        """Show the last evaluation's accuracies from now on."""
-        self._top = words
+    def evaluated(self, words: str) -> None:
+        """Show the last evaluation's figures from now on."""
+        self._last = words
 
     def step(self, event: Stepped, time: float) -> None:
         """Move to a step."""
@@ -56,7 +56,7 @@ class Progress:
         left = f"{wording.duration(self._left(event.step, time))} left"
         bar = ProgressBar(total=self._run.steps, completed=event.step)
         line.add_row(Text(wording.place(event, self._run)), bar, Text(left))
-        return Group(line, Text(wording.figures(event, self._top)))
+        return Group(line, Text(wording.figures(event, self._run, self._last)))
 
     def _left(self, step: int, time: float) -> float:
         """Return the seconds left, if the run goes on as it did: evaluation and saving are in."""

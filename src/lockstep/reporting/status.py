@@ -21,7 +21,7 @@ class Status:
     """What an event log says; None is what it does not say.
 
     `last` is the name of its last event and `time` that event's, in seconds since 1970. `epoch` is the number of the
-    epoch that the last step belongs to, from 1. `images_per_s` and `left_s`, the seconds to the last step, are at the
+    epoch that the last step belongs to, from 1. `samples_per_s` and `left_s`, the seconds to the last step, are at the
     speed of the last reports since the last start, evaluating and saving included.
     """
 
@@ -32,7 +32,7 @@ class Status:
     steps: int | None = None
     epoch: int | None = None
     epochs: int | None = None
-    images_per_s: float | None = None
+    samples_per_s: float | None = None
     left_s: float | None = None
     loss: float | None = None
     top1: float | None = None
@@ -59,7 +59,7 @@ def status(events: Iterable[Mapping[str, Any]]) -> Status:
         _take(seen, event)
     step, steps = _count(event, "step"), _count(seen.started, "steps")
     per_epoch, epochs = _count(seen.started, "steps_per_epoch"), _number(seen.started, "epochs")
-    steps_per_s, images_per_s = _speed(seen)
+    steps_per_s, samples_per_s = _speed(seen)
     return Status(
         last=_text(event, "event"),
         time=_number(event, "time"),
@@ -68,7 +68,7 @@ def status(events: Iterable[Mapping[str, Any]]) -> Status:
         steps=steps,
         epoch=-(-step // per_epoch) if step is not None and per_epoch else None,
         epochs=None if epochs is None else math.ceil(epochs),
-        images_per_s=images_per_s,
+        samples_per_s=samples_per_s,
         left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
         loss=seen.loss,
         top1=seen.top1,

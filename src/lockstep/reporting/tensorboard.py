@@ -75,7 +75,7 @@ def _scalars(event: Event) -> dict[str, float]:
 
 
 def _training(event: Stepped) -> dict[str, float]:
-    scalars = {"loss/train": event.loss, "lr": event.lr, "images_per_s": event.images_per_s}
+    scalars = {"loss/train": event.loss, "lr": event.lr, "samples_per_s": event.samples_per_s}
     if event.norm is not None:
         scalars["norm"] = event.norm
     if event.loss_scale is not None:
@@ -90,4 +90,4 @@ def _training(event: Stepped) -> dict[str, float]:
 def _validation(event: Evaluated) -> dict[str, float]:
     suffix = "" if event.weights == "model" else f"/{event.weights}"
     scalars = {"loss/validation" + suffix: event.loss}
-    return scalars | {name + suffix: fraction for name, fraction in event.top.items()}
+    return scalars | {name + suffix: value for name, value in event.figures.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lockstep.core.devices import SLOWLY
 from lockstep.core.text import printable_line
@@ -40,9 +40,9 @@ def place(event: Stepped, run: Started) -> str:
     return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
 
 
-def figures(event: Stepped, top: str = "") -> str:
-    """Give a step's figures; `top` stands after the loss."""
-    words = [f"loss {event.loss:.4f}", top, f"lr {event.lr:.4g}", f"{event.images_per_s:,.0f} images/s"]
+def figures(event: Stepped, run: Started, last: str = "") -> str:
+    """Give a step's figures; `last`, those of the last evaluation, stand after the loss."""
+    words = [f"loss {event.loss:.4f}", last, f"lr {event.lr:.4g}", speed(event, run)]
     if event.flops_per_s is not None:
         words.append(f"{_flops(event.flops_per_s)}/s")
     if event.mfu is not None:
@@ -54,15 +54,27 @@ def figures(event: Stepped, top: str = "") -> str:
     return "  ".join(word for word in words if word)
 
 
-def top(fractions: dict[str, float]) -> str:
-    """Give accuracies in per cent."""
-    return "  ".join(f"{name} {percent(fraction)}" for name, fraction in fractions.items())
+def speed(event: Stepped, run: Started) -> str:
+    """Give how fast a run trains, in what its task counts."""
+    if event.weight_per_s is not None:
+        return f"{event.weight_per_s:,.0f} {run.unit}/s"
+    return f"{event.samples_per_s:,.0f} samples/s"
+
+
+def of_task(figures: dict[str, float], fractions: Collection[str]) -> str:
+    """Give a task's figures: those that are shares of one in per cent."""
+    return "  ".join(f"{name} {figure(value, name in fractions)}" for name, value in figures.items())
+
+
+def figure(value: float, is_fraction: bool) -> str:
+    """Give a figure of a task."""
+    return percent(value) if is_fraction else f"{value:.4g}"
 
 
 def evaluated(event: Evaluated) -> str:
     """Give the result of an evaluation, with how many samples it saw of how many there are."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
-    figures = "  ".join(word for word in (top(event.top), f"loss {event.loss:.4f}") if word)
+    figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {event.loss:.4f}") if word)
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 
@@ -86,13 +98,14 @@ def stopped(event: Stopped, run_dir: str) -> str:
 def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
     """Return the rows of the table at the end."""
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
-    for name, last in event.top.items():
-        best = f", best {percent(event.best[name])}" if name in event.best else ""
-        rows.append((name, f"{percent(last)}{best}"))
+    for name, last in event.figures.items():
+        share = name in run.fractions
+        best = f", best {figure(event.best[name], share)}" if name in event.best else ""
+        rows.append((name, f"{figure(last, share)}{best}"))
     rows.append(("time", duration(event.seconds)))
     if event.seconds > 0:
-        speed = (event.samples - run.samples) / event.seconds
-        rows.append(("images/s", f"{speed:,.0f}, evaluating and saving included"))
+        rate = (event.samples - run.samples) / event.seconds
+        rows.append(("samples/s", f"{rate:,.0f}, evaluating and saving included"))
     rows += [
         ("skipped steps", f"{event.skipped_steps:,}"),
         ("skipped samples", f"{event.skipped_samples:,}"),

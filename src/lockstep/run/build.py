@@ -19,12 +19,14 @@ from lockstep.config import plan as planning
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
+from lockstep.core.batch import Batch, mapped, tensors_of
 from lockstep.core.devices import SHARING, resolved_backend
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps
 from lockstep.core.rota import Rota
-from lockstep.data.base import DataSet, Split
-from lockstep.data.loader import Fetched, Finish, Loader, Request
+from lockstep.data.base import DataSet, Request, Split
+from lockstep.data.images.finish import ImageFinish
+from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
 from lockstep.models.check import Form, check_dtype, check_model
@@ -46,10 +48,11 @@ from lockstep.runtime.compiler import check_compiler
 from lockstep.runtime.precision import check_precision, computing_dtype
 from lockstep.runtime.switches import check_switches
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch
-from lockstep.tasks.classification import Classification, check_loss, find_loss
+from lockstep.tasks.base import Problem, Task
+from lockstep.tasks.classification import Classification, check_loss, check_outputs, find_loss
 
 _FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
+_CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
 _EXAMPLES: Final = 4  # samples of each split that are looked at before a run
 
 
@@ -59,7 +62,7 @@ class Setup:
 
     recipe: Recipe
     data: DataSet
-    task: Classification
+    problem: Problem
     steps: Steps
     parameters: int
     dims: tuple[int, ...]  # of the parameters, each once
@@ -92,12 +95,25 @@ class Setup:
             recompute=recompute,
         )
 
+    @property
+    def task(self) -> Task:
+        """What is learned."""
+        return self.problem.task
+
     def loader(
         self, world: World, place: Place, workers: int, beside: Callable[[Step], int | None] | None = None
     ) -> Loader:
         """Return the loader of this process, which stands at `place`; for `beside` see there."""
-        finish = _finish(self.recipe, self.data, world.device)
-        return Loader(self.data, self.steps, self.recipe.microbatches, finish, place, workers, beside)
+        recipe, task = self.recipe, self.task
+        finish = _finish(recipe, self.data, world.device)
+        weigh = None if task.counts_samples else Weigh(task.weight, partial(_over_ranks, world))
+        return Loader(
+            self.data, self.steps, recipe.microbatches, finish, world.device, recipe.seed, place, workers, beside, weigh
+        )
+
+
+def _over_ranks(world: World, number: int) -> int:
+    return int(world.add_(torch.tensor(number)))
 
 
 def setup(recipe: Recipe) -> Setup:
@@ -108,45 +124,45 @@ def setup(recipe: Recipe) -> Setup:
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
-    classes = len(data.classes)
+    classes = len(data.facts["classes"])
     steps = planning.steps(recipe, len(data.train))
-    example, inputs = _examples(recipe, data)
+    example, evaluation = _examples(recipe, data)
+    inputs = evaluation[0]
     loss = find_loss(recipe.loss.name)
     if loss is not None:
-        check_loss(loss, classes, example.targets)
+        check_loss(loss, classes, example[1])
     build = partial(
         build_model,
         name=recipe.model.name,
         source=recipe.model.source,
         options=recipe.model.options,
-        classes=classes,
-        shape=data.shape,
+        facts=data.facts,
     )
     dtype = computing_dtype(recipe.precision)
     summary = check_model(
         build,
         name=recipe.model.name,
-        evaluation=_repeated(inputs, 2),
-        training=_repeated(example.inputs, _smallest_microbatch(steps, recipe.microbatches)),
-        classes=classes,
+        evaluation=(_repeated(inputs, 2),),
+        training=(_repeated(example[0], _smallest_microbatch(steps, recipe.microbatches)),),
+        check=partial(check_outputs, recipe.model.name, classes),
     )
     if dtype is not None:
-        check_dtype(build, computing_in, name=recipe.model.name, inputs=_repeated(inputs, 2), dtype=dtype)
+        check_dtype(build, computing_in, name=recipe.model.name, inputs=(_repeated(inputs, 2),), dtype=dtype)
     check_optimizer(_optimizer(recipe), summary.dims)
     whole = partial(build, pretrained=recipe.model.pretrained)
-    task = Classification(
+    name = f"model {recipe.model.name}"
+    task = Classification(loss, recipe.loss.label_smoothing, _topk(recipe, classes), name)
+    problem = Problem(
+        task,
         partial(initialise, whole, recipe.seed),
-        loss,
-        recipe.loss.label_smoothing,
-        _topk(recipe, classes),
-        f"model {recipe.model.name}",
-        torch.empty_like(example.inputs[0], device="meta"),
+        name,
+        mapped(lambda tensor: _repeated(tensor, 2).to("meta"), task.inputs(example)),
     )
     warnings = tuple(_few_samples(recipe, steps)) if summary.batchnorm else ()
     return Setup(
         recipe=recipe,
         data=data,
-        task=task,
+        problem=problem,
         steps=steps,
         parameters=summary.parameters,
         dims=summary.dims,
@@ -165,7 +181,7 @@ def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine
     name, chosen = find_strategy(placement, world.size)
     _check_compile(ready.recipe, name, chosen.compiles)
     every = 0 if chosen.recomputes else _recomputed(placement)
-    engine = chosen.start(ready.task, ready.optimizer, world, ready.numerics(placement.offload_activations, every))
+    engine = chosen.start(ready.problem, ready.optimizer, world, ready.numerics(placement.offload_activations, every))
     places = [chosen.place(rank, world.size) for rank in range(world.size)]
     if placement.audit_every is None:
         return name, engine, ready.loader(world, places[world.rank], placement.workers)
@@ -245,14 +261,14 @@ def check_cut(ready: Setup, config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
     _, chosen = find_strategy(config.placement, count)
     if chosen.cuts_model:
-        chosen.check_model(ready.blank, ready.task.sample, count, whole_blocks=ready.recipe.compile)
+        chosen.check_model(ready.blank, ready.problem.example, count, whole_blocks=ready.recipe.compile)
         check_separable(ready.optimizer, ready.dims)
 
 
 def refused_on_cuda(ready: Setup) -> list[Refusal]:
     """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
     example, _ = _examples(ready.recipe, ready.data)
-    return refused_operations(ready.blank, example.inputs, example.targets, ready.task.loss_sum)
+    return refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
 
 
 def check_kernels(ready: Setup, placement: Placement) -> None:
@@ -292,14 +308,14 @@ def open_recipe_data(recipe: Recipe) -> DataSet:
 
 def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | None, Sequence[float] | None]:
     """Return mean and std for each channel: the recipe's own, else the data set's."""
-    return recipe.data.mean or data.mean, recipe.data.std or data.std
+    return recipe.data.mean or data.facts.get("mean"), recipe.data.std or data.facts.get("std")
 
 
-def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
+def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> ImageFinish:
     mean, std = _normalisation(recipe, data)
-    return Finish(
+    return ImageFinish(
         device=device,
-        classes=len(data.classes),
+        classes=len(data.facts["classes"]),
         seed=recipe.seed,
         mean=mean,
         std=std,
@@ -311,24 +327,25 @@ def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
     )
 
 
-def _examples(recipe: Recipe, data: DataSet) -> tuple[MicroBatch, Tensor]:
-    """Return a few training samples as training sees them, and inputs as evaluation sees them.
+def _examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
+    """Return a few samples as training sees them, and as evaluation sees them.
 
     Data of the user's own is looked at here: what cannot be learned from raises UsageError.
     """
     finish = _finish(recipe, data, torch.device("cpu"))
-    finish.check(data.shape)
-    request, fetched = _few(data.train, data.shape, data.mean is not None)
+    shape, images = tuple(data.facts["shape"]), data.facts.get("mean") is not None
+    finish.check(shape)
+    request, fetched = _few(data.train, shape, images)
     if fetched[1].is_floating_point() and (recipe.mix.mixup or recipe.mix.cutmix):
         raise UsageError(
             f"data set {recipe.data.name}: its targets are mixtures already, which recipe.mix cannot mix again; "
             f"leave mixup and cutmix out"
         )
-    _, validation = _few(data.validation, data.shape, data.mean is not None)
-    return finish.for_training(finish.prepared(fetched, request), 0, 0, False), finish.for_evaluation(validation)[0]
+    _, validation = _few(data.train if data.validation is None else data.validation, shape, images)
+    return finish.for_training(finish.prepared(fetched, request), 0, 0), finish.for_evaluation(validation)
 
 
-def _few(split: Split, shape: tuple[int, ...], images: bool) -> tuple[Request, Fetched]:
+def _few(split: Split, shape: tuple[int, ...], images: bool) -> tuple[Request, Batch]:
     indices = np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64))
     try:
         return Request(indices, None), split.fetch(indices, None)
@@ -395,46 +412,49 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
     """
     own = ":" in ready.recipe.data.name
     data = ready.data
+    splits = [split for split in (data.train, data.validation) if split is not None]
     return {
         "your source files": dict(ready.source),
         "data": {
-            "number of samples": [len(data.train), len(data.validation)],
-            "classes": list(data.classes),
-            "samples": [_digest(split, targets_only=own) for split in (data.train, data.validation)],
+            "number of samples": [len(split) for split in splits],
+            **data.facts,
+            "samples": [_digest(split, targets_only=own) for split in splits],
         },
     }
 
 
 def _digest(split: Split, targets_only: bool) -> str:
     try:
-        inputs, targets = split.fetch(np.unique([0, len(split) - 1]), None)
+        batch = split.fetch(np.unique([0, len(split) - 1]), None)
     except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
         return "unreadable"
-    tensors = [targets] if targets_only else [inputs, targets]
+    tensors = tensors_of(batch[1] if targets_only else batch)
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 
 def seen_by_model(ready: Setup) -> dict[str, Any]:
     """Return what whoever uses the model needs to know of its data: a checkpoint has it beside the weights."""
     mean, std = _normalisation(ready.recipe, ready.data)
-    return {
-        "classes": list(ready.data.classes),
-        "shape": list(ready.data.shape),  # of a sample, (channels, height, width) for images
-        "mean": None if mean is None else list(mean),  # of values in [0, 1], for each channel
-        "std": None if std is None else list(std),
-    }
+    return {**ready.data.facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
-def check_classes(ready: Setup, learned: Sequence[str] | None, place: Path) -> None:
-    """Raise UsageError where the model of a checkpoint learned other classes than the data has, or in another order."""
-    here = list(ready.data.classes)
-    if learned is None or learned == here:  # up to 0.1 checkpoints did not have them
-        return
-    if len(learned) != len(here):
-        found = f"{len(learned)} classes, and the data here has {len(here)}"
-    else:
-        number, (one, other) = next(
-            (n, pair) for n, pair in enumerate(zip(learned, here, strict=True)) if len({*pair}) > 1
-        )
-        found = f"class {number} is {one!r}, and in the data here {other!r}"
-    raise UsageError(f"{place}: of other classes: {found}; give the data it was trained on, recipe.data.root")
+def check_facts(ready: Setup, learned: Mapping[str, Any] | None, place: Path) -> None:
+    """Raise UsageError where a checkpoint's model learned from data with other facts, such as classes in another order.
+
+    Whatever else the data now says of itself, or no longer says, is no difference.
+    """
+    here = seen_by_model(ready)
+    for name, before in (learned or {}).items():  # up to 0.1 checkpoints did not have them
+        if name in here and here[name] != before and name not in _CHOSEN:
+            found = _difference(before, here[name])
+            raise UsageError(f"{place}: of other {name}: {found}; give the data it was trained on, recipe.data.root")
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Say how two facts differ: by the first of two lists' items that does, or in their lengths."""
+    if not (isinstance(before, list) and isinstance(now, list)):
+        return f"{before!r}, and in the data here {now!r}"
+    if len(before) != len(now):
+        return f"{len(before)} of them, and the data here has {len(now)}"
+    number, (one, other) = next((n, pair) for n, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
+    return f"number {number} is {one!r}, and in the data here {other!r}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,11 +28,10 @@ from lockstep.models.check import Form
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.updating import keep_ratios
-from lockstep.run.build import Setup, check_classes
+from lockstep.run.build import Setup, check_facts
 from lockstep.runtime.precision import loss_scaler
 from lockstep.training import saved_state
 from lockstep.training.checkpoint import Snapshot
-from lockstep.training.loop import Progress
 from lockstep.training.saved_state import SavedState
 from lockstep.training.signing import read_key
 
@@ -81,16 +79,15 @@ def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
     state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
-    check_classes(ready, state.classes, path)
-    names = [f"top{k}" for k in ready.task.topk]
+    check_facts(ready, state.facts, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision == "fp16"
     problems = [
-        *saved_state.progress_problems(state.progress, ready.steps, names, may_skip),
+        *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
         *_forms_problems("model", _forms(snapshot.model), ready.tensors),
         *_average_problems(snapshot, ready),
     ]
     _refuse(path, problems)
-    return replace(state, progress=_ordered(state.progress, names))
+    return state
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> None:
@@ -100,12 +97,6 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
     raise UsageError(
         "\n".join([f"{path}: not a checkpoint of this run, though its hashes are right:", *problems[:_SHOWN], *more])
     )
-
-
-def _ordered(progress: Progress, names: Sequence[str]) -> Progress:
-    """Return the figures in the run's order, the first of which decides what is best: a file sorts them by name."""
-    top, best = ({name: shares[name] for name in names if shares} for shares in (progress.top, progress.best))
-    return replace(progress, top=top, best=best)
 
 
 def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:

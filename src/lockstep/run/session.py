@@ -300,10 +300,12 @@ class _Training:
         return Plan(
             steps=self.ready.steps,
             rate=planning.rate(config.recipe, self.ready.steps),
+            monitor=self.ready.task.monitor,
+            weighs=not self.ready.task.counts_samples,
             clip_norm=config.recipe.clip_norm,
             stop_on_nonfinite=config.recipe.nonfinite == "stop",
             log=Every(steps=config.run.log_every),
-            evaluate=_every(config.run.evaluate_every),
+            evaluate=None if self.ready.data.validation is None else _every(config.run.evaluate_every),
             save=_every(config.run.save_every),
         )
 
@@ -317,7 +319,7 @@ class _Training:
             epochs=steps.total_samples / steps.samples_per_epoch,
             steps_per_epoch=steps.per_epoch,
             train_samples=len(self.ready.data.train),
-            validation_samples=len(self.ready.data.validation),
+            validation_samples=0 if self.ready.data.validation is None else len(self.ready.data.validation),
             batch=recipe.batch,
             microbatches=recipe.microbatches,
             processes=self.world.size,
@@ -327,6 +329,8 @@ class _Training:
             sharing=self.world.sharing,
             parameters=self.ready.parameters,
             base_lr=planning.base_rate(recipe),
+            unit=self.ready.task.unit,
+            fractions=tuple(self.ready.task.fractions),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
             again=max(0, last_step(self.start.folder / run_folder.EVENTS) - self.progress.step),
             flops_per_sample=self.ready.flops,
@@ -402,7 +406,7 @@ class _Training:
             epoch=self.progress.epoch,
             samples=self.progress.samples,
             weights_sha256=self.weights,
-            top=self.progress.top,
+            figures=self.progress.figures,
             best=self.progress.best,
             skipped_steps=self.progress.skipped_steps,
             skipped_samples=int(skipped),
@@ -453,19 +457,20 @@ def engine_state(snapshot: checkpoint.Snapshot) -> State:
 
 def evaluated(engine: Engine, world: World, ready: Setup, loader: Loader, batch: int, progress: Progress) -> Evaluated:
     """Evaluate exactly and return the event. All ranks call it."""
-    figures = evaluate(engine, world, ready.task, loader.validation(batch), loader.validation_batches(batch))
-    counted = int(figures["counted"])
-    correct = {f"top{k}": int(figures[f"correct{k}"]) for k in ready.task.topk}
+    task = ready.task
+    sums, seconds = evaluate(engine, world, task, loader.validation(batch), loader.validation_batches(batch))
+    figures = task.figures(sums)
+    loss = figures.pop("loss", float(sums["loss"]) / max(int(sums["weight"]), 1))
     return Evaluated(
         step=progress.step,
         epoch=progress.epoch,
         samples=progress.samples,
-        loss=figures["loss"] / max(counted, 1),
-        top={name: count / max(counted, 1) for name, count in correct.items()},
-        correct=correct,
-        evaluated=counted,
-        of=len(ready.data.validation),
-        seconds=figures["seconds"],
+        loss=loss,
+        figures=figures,
+        evaluated=int(sums.get("counted", sums["samples"])),
+        of=0 if ready.data.validation is None else len(ready.data.validation),
+        seconds=seconds,
+        fractions=tuple(task.fractions),
         weights="ema" if ready.recipe.ema else "model",
     )
 

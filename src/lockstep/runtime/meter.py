@@ -20,23 +20,24 @@ class Meter:
         self._device = device
         self.restart()
 
-    def add(self, samples: int) -> None:
-        """Count samples as trained on."""
+    def add(self, samples: int, weight: int) -> None:
+        """Count samples as trained on, and what they weigh."""
         self._samples += samples
+        self._weight += weight
 
     def restart(self) -> None:
         """Forget what was counted: what comes between now and the last read is not training."""
-        self._samples = 0
+        self._samples = self._weight = 0
         self._since = time.perf_counter()
 
-    def read(self) -> float:
-        """Return samples per second since the last read or restart."""
+    def read(self) -> tuple[float, float]:
+        """Return samples and weight per second since the last read or restart."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._since
-        rate = self._samples / seconds if self._samples else 0.0
+        rates = (self._samples / seconds, self._weight / seconds) if self._samples else (0.0, 0.0)
         self.restart()
-        return rate
+        return rates
 
     def peak_bytes(self) -> int:
         """Return the most memory this process has had: of the GPU where there is one, else resident."""

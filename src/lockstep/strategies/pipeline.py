@@ -12,8 +12,9 @@ from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
+from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Place
 from lockstep.core.pipeline_schedule import Schedule
 from lockstep.errors import UsageError
@@ -22,7 +23,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline import Pipe, PipelineEngine
 from lockstep.parallel.pipeline_cut import find_cut
 from lockstep.runtime.world import World
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Problem
 
 
 @final
@@ -96,11 +97,11 @@ class Strategy:
             )
 
     def check_model(
-        self, build: Callable[[], nn.Module], sample: Tensor, processes: int, *, whole_blocks: bool = False
+        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
     ) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut into the stages for so many processes.
 
-        It is built on the meta device, or on the CPU where that fails; `sample` is one input. With `whole_blocks` no
+        It is built on the meta device, or on the CPU where that fails; `example` are its inputs. With `whole_blocks` no
         cut may lie within a block.
         """
         stages = processes // self._pipelines * self._per_rank()
@@ -110,17 +111,17 @@ class Strategy:
                     blank = build()
             except Exception:  # a stranger's model may read values while it is built; what fails on the CPU too is told
                 blank = build()
-        find_cut(blank, stages, sample, self.cut, whole_blocks=whole_blocks)
+        find_cut(blank, stages, example, self.cut, whole_blocks=whole_blocks)
 
     def place(self, rank: int, size: int) -> Place:
         """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""
         pipeline, number = divmod(rank, size // self._pipelines)
         return Place(pipeline, self._pipelines, speaks=number == 0)
 
-    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         pipe = Pipe(self.schedule, self.replicate, self.shard, self._per_rank(), self.cut, self.recompute)
-        return PipelineEngine(task, make_optimizer, world, numerics, pipe)
+        return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 
     @property
     def _pipelines(self) -> int:

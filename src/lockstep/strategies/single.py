@@ -12,7 +12,7 @@ from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.whole import whole
 from lockstep.runtime.world import World
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Problem
 
 
 @final
@@ -38,8 +38,8 @@ class Strategy:
         """Return where a rank stands: it has a contiguous part of the micro-batches."""
         return Place(replica=rank, replicas=size)
 
-    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = whole(world, places, bucket_bytes=0)
-        return LocalEngine(task, make_optimizer, world, numerics, places, lay)
+        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)

@@ -17,7 +17,7 @@ from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.rows import rows
 from lockstep.runtime.world import World
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Problem
 
 
 @final
@@ -47,8 +47,8 @@ class Strategy:
         """Return where a rank stands: it has a contiguous part of the micro-batches."""
         return Place(replica=rank, replicas=size)
 
-    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = rows(world, places, bucket_bytes=int(self.bucket_mib * 2**20), offload=self.offload)
-        return LocalEngine(task, make_optimizer, world, numerics, places, lay)
+        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)

@@ -17,7 +17,7 @@ from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.sharded import sharded
 from lockstep.runtime.world import World
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Problem
 
 
 @final
@@ -46,8 +46,8 @@ class Strategy:
         """Return where a rank stands: all take turns in the micro-batches."""
         return Place(member=rank, members=size)
 
-    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = sharded(world, places[world.rank], keep_gathered=False, offload=self.offload)
-        return LocalEngine(task, make_optimizer, world, numerics, places, lay)
+        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)

@@ -1,62 +1,109 @@
-"""What is learned, as the engines see it: a model, a loss that is a sum, metrics that are counts."""
+"""What is learned, as the rest sees it: a batch becomes inputs, a weight, a loss that is a sum, and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
-
+from lockstep.core.batch import Batch, Inputs
 
 Note = Callable[[str, Tensor], None]  # what something is, and its value
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One cut of the global batch: the unit of work, computed at the same shape whoever computes it.
 
-    `index` is its number in the step; dim 0 of `inputs` and `targets` runs over its samples. A `shadow` is computed by
-    another rank too: this one only takes part in what all do together meanwhile, and its result counts for nothing.
-    `note`, where there is one, sees what the micro-batch gives: its loss, its BatchNorm statistics, and each gradient
-    as it goes into the step's sum.
+    `index` is its number in the step, `samples` are along dim 0 of each tensor of `batch`, and `weight` is what it
+    counts for in the step's loss. A `shadow` is computed by another rank too: this one only takes part in what all do
+    together meanwhile, and its result counts for nothing. `note`, where there is one, sees what the micro-batch
+    gives: its loss, its BatchNorm statistics, and each gradient as it goes into the step's sum.
     """
 
     index: int
-    inputs: Tensor
-    targets: Tensor
+    batch: Batch
+    samples: int
+    weight: int
     shadow: bool = False
     note: Note | None = field(default=None, compare=False)
 
 
+class Monitor(NamedTuple):
+    """The figure that says which evaluation is the best, and whether a higher one is better."""
+
+    name: str
+    higher: bool
+
+
+LOSS: Final = Monitor("loss", higher=False)
+
+
 class Task(Protocol):
-    """A model with its loss and its metrics."""
+    """What a model learns from a batch; a step's loss is the sum over its micro-batches, divided by their weight."""
 
     @property
-    def name(self) -> str:
-        """What errors call the model, such as `model my.nets:net`."""
-        ...
-
-    @property
-    def sample(self) -> Tensor | None:
-        """One input, without the dim of samples, where it is known: its shape and dtype, on the meta device."""
-        ...
-
-    def build_model(self) -> nn.Module:
-        """Build the model on the CPU; the same weights in every process."""
-        ...
-
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss added over the samples, never their mean: means of uneven micro-batches do not add up."""
+    def counts_samples(self) -> bool:
+        """Whether a batch weighs as many as it has samples: what a step weighs is known then, and not exchanged."""
         ...
 
     @property
-    def count_names(self) -> tuple[str, ...]:
-        """The names of what `counts` returns."""
+    def unit(self) -> str:
+        """What a weight counts, in the plural: `samples`, `tokens`."""
         ...
 
-    def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return figures that may be added over samples, such as `correct1`: 0-dim tensors."""
+    @property
+    def fractions(self) -> Collection[str]:
+        """The names of those figures that are shares of one, which people read in per cent."""
         ...
+
+    @property
+    def monitor(self) -> Monitor:
+        """Which of the figures is the one that matters; where two evaluations are equal in it, the loss decides."""
+        ...
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """Return what the model's forward takes: a tuple, or a mapping of names."""
+        ...
+
+    def weight(self, batch: Batch) -> int:
+        """Return what a batch counts for: a whole number, such as of samples or of tokens that are not padding.
+
+        `batch` is on the CPU, as the data set gave it. 0 is legal: the batch then counts for nothing.
+        """
+        ...
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the loss added over the batch, 0-dim, never its mean: means of uneven micro-batches do not add up."""
+        ...
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return what may be added over batches, such as `correct1`: tensors of any shape.
+
+        Whole numbers are added as int64 and stay exact, all else as float64.
+        """
+        ...
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return what a person reads, from the sums over all batches, on the CPU; `loss` and `weight` are among them.
+
+        A figure `loss` replaces the sum of the losses over the weight.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task, and the model that is to learn it.
+
+    `build_model` builds it on the CPU, with the same weights in every process. `name` is what errors call it, such as
+    `model my.nets:net`. `example` has the inputs of two samples, on the meta device, where they are known.
+    """
+
+    task: Task
+    build_model: Callable[[], nn.Module]
+    name: str = "model"
+    example: Inputs | None = None

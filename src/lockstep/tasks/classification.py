@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
-from lockstep.tasks.base import SKIPPED
+from lockstep.tasks.base import Figures, Monitor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
+SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
 _TOLERANCE: Final = 1e-2  # of the sum of a mixture, which may have been rounded to bfloat16
 _SHOWN: Final = 6  # values of a target
 
@@ -24,60 +26,93 @@ _SHOWN: Final = 6  # values of a target
 @final
 @dataclass(frozen=True)
 class Classification:
-    """A task whose outputs have shape [n, classes].
+    """A task whose outputs have shape [n, classes]; a batch is (inputs, targets).
 
     Targets are int64 of shape [n], with SKIPPED for a sample that counts as nothing, or the weights of a
-    mixture of classes: floats of shape [n, classes], where a row of zeros counts as nothing. `loss` None is
+    mixture of classes: floats of shape [n, classes], where a row of zeros counts as nothing. `own_loss` None is
     cross entropy.
     """
 
-    build: Callable[[], nn.Module]
-    loss: Loss | None = None
+    own_loss: Loss | None = None
     label_smoothing: float = 0.0
     topk: tuple[int, ...] = (1, 5)
-    name: str = "model"
-    sample: Tensor | None = None
+    model_name: str = "model"
 
     def __post_init__(self) -> None:
-        if self.loss is not None and self.label_smoothing:
+        if self.own_loss is not None and self.label_smoothing:
             raise UsageError(
                 f"loss: label_smoothing is {self.label_smoothing}, but the loss is a function of yours; "
                 f"smooth in that function and leave label_smoothing out, or use cross_entropy"
             )
 
-    def build_model(self) -> nn.Module:
-        """Build the model."""
-        return self.build()
+    @property
+    def counts_samples(self) -> bool:
+        """See Task."""
+        return True
+
+    @property
+    def unit(self) -> str:
+        """See Task."""
+        return "samples"
+
+    @property
+    def fractions(self) -> tuple[str, ...]:
+        """See Task."""
+        return tuple(f"top{k}" for k in self.topk)
+
+    @property
+    def monitor(self) -> Monitor:
+        """See Task."""
+        return Monitor(self.fractions[0], higher=True)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """See Task."""
+        return (batch[0],)
+
+    def weight(self, batch: Batch) -> int:
+        """See Task."""
+        return len(batch[1])
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """See Task."""
+        return self.loss_sum(outputs, batch[1])
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss added over the samples: a 0-dim tensor.
 
         A user's loss that returns one value for each sample is added up here; a scalar is taken as their sum.
         """
-        if self.loss is None:
-            with OwnCode(f"{self.name}: the cross entropy of its outputs"):
+        if self.own_loss is None:
+            with OwnCode(f"{self.model_name}: the cross entropy of its outputs"):
                 return cross_entropy_sum(outputs, targets, self.label_smoothing)
-        loss = _summed(self.loss(outputs, targets), len(targets))
+        loss = _summed(self.own_loss(outputs, targets), len(targets))
         if outputs.requires_grad and not loss.requires_grad and torch.is_grad_enabled():
             raise UsageError(
                 "loss: it carries no gradient; compute it from the outputs by torch's functions alone, without detach()"
             )
         return loss
 
-    @property
-    def count_names(self) -> tuple[str, ...]:
-        """Return the names of the counts."""
-        return (*(f"correct{k}" for k in self.topk), "counted")
-
-    def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return `counted`, the samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
 
         With a mixture of classes the heaviest one is the truth.
         """
-        truth, counted = _truth(targets)
+        truth, counted = _truth(batch[1])
         hits = _hits(outputs, truth, max(self.topk, default=1)) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return the loss over the samples that count, and how often the truth was among k guesses."""
+        counted = max(int(sums["counted"]), 1)
+        shares = {f"top{k}": int(sums[f"correct{k}"]) / counted for k in self.topk}
+        return {"loss": float(sums["loss"]) / counted, **shares}
+
+
+def skipped_samples(batch: Batch) -> Tensor:
+    """Return which samples of a batch count as nothing: bool of shape [n]; none of a mixture of classes."""
+    targets: Tensor = batch[1]
+    return torch.zeros(len(targets), dtype=torch.bool) if targets.is_floating_point() else targets == SKIPPED
 
 
 def find_loss(name: str) -> Loss | None:
@@ -135,6 +170,23 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
         first = int(wrong.nonzero()[0])
         found = f"its target is {_shown(targets[first])}"
         raise UsageError(f"{label} sample {samples[first]}: {found}; {_expected(classes)}")
+
+
+def check_outputs(name: str, classes: int, outputs: object, samples: int) -> None:
+    """Raise UsageError unless `outputs` of the model `name` are floats of shape [samples, classes]."""
+    if not isinstance(outputs, Tensor):
+        raise UsageError(
+            f"model {name}: its output is of type {type(outputs).__name__}, not one tensor; "
+            f"choose options without further outputs, or wrap it in a function of yours"
+        )
+    if outputs.shape != (samples, classes):
+        raise UsageError(
+            f"model {name} gives outputs of shape {tuple(outputs.shape)} for {samples} samples, but the data "
+            f"has {classes} classes; set its number of classes to {classes} (a function of yours is given it "
+            f"as num_classes where it has that parameter)"
+        )
+    if not outputs.is_floating_point():
+        raise UsageError(f"model {name}: its outputs are of {outputs.dtype}; return one float for each class")
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:

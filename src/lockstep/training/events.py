@@ -1,7 +1,8 @@
 """What a run says of itself: the loop yields these, and the sinks write them down.
 
-Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the rate of the optimizer, `loss` the mean over
-samples, `top` fractions in [0, 1], `peak_bytes` bytes, `images_per_s` training samples a second over all processes.
+Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the rate of the optimizer, `loss` the sum of the
+losses over what the step or the evaluation weighs, `peak_bytes` bytes, `samples_per_s` training samples a second over
+all processes. What other figures are is the task's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ UNITS = {
     "time": "s since 1970-01-01 UTC",
     "seconds": "s",
     "samples": "training samples seen",
-    "loss": "mean over samples",
+    "loss": "sum over the weight",
     "lr": "optimizer's learning rate",
     "norm": "L2 norm of the gradient before clipping",
-    "top": "fraction of samples",
-    "images_per_s": "training samples/s, all processes",
+    "samples_per_s": "training samples/s, all processes",
+    "weight_per_s": "training weight/s, all processes, in the task's unit",
     "flops_per_sample": "FLOP of forward and backward, products alone",
     "peak_flops_per_s": "FLOP/s of dense products, all devices",
     "flops_per_s": "FLOP/s of the model, all processes",
@@ -45,6 +46,8 @@ class Started:
     device: str
     parameters: int
     base_lr: float
+    unit: str = "samples"  # what a weight counts
+    fractions: tuple[str, ...] = ()  # figures that are shares of one
     resumed_from: str | None = None
     again: int = 0
     flops_per_sample: int | None = None
@@ -76,8 +79,9 @@ class Stepped:
     loss: float
     lr: float
     norm: float | None
-    images_per_s: float
+    samples_per_s: float
     peak_bytes: int
+    weight_per_s: float | None = None  # where the weight is not the number of samples
     loss_scale: float | None = None
     skipped_steps: int = 0
     flops_per_s: float | None = None
@@ -93,11 +97,11 @@ class Evaluated:
     epoch: int
     samples: int
     loss: float
-    top: dict[str, float]  # {"top1": 0.98, "top5": 1.0}
-    correct: dict[str, int]
+    figures: dict[str, float]  # {"top1": 0.98, "top5": 1.0}
     evaluated: int
     of: int
     seconds: float
+    fractions: tuple[str, ...] = ()  # figures that are shares of one
     weights: Literal["model", "ema"] = "model"
     name: Literal["evaluated"] = "evaluated"
 
@@ -146,7 +150,7 @@ class Done:
     epoch: int
     samples: int
     weights_sha256: str
-    top: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_samples: int = 0

@@ -13,7 +13,7 @@ from lockstep.parallel.engine import Stepping, Update
 from lockstep.runtime.meter import Meter
 from lockstep.runtime.signals import WISHES
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import LOSS, MicroBatch, Monitor
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
 from lockstep.training.watch import LossWatch
 
@@ -38,10 +38,12 @@ class Plan:
 
     steps: Steps
     rate: Rate
+    monitor: Monitor = LOSS
+    weighs: bool = False  # whether a step weighs something else than its samples, whose speed is told too
     clip_norm: float | None = None
     stop_on_nonfinite: bool = True
     log: Every = Every(steps=10)
-    evaluate: Every = Every(epochs=1)
+    evaluate: Every | None = Every(epochs=1)  # None where there is nothing to evaluate on
     save: Every = Every(epochs=1)
 
 
@@ -53,7 +55,7 @@ class Progress:
     epoch: int = 0
     samples: int = 0  # seen
     skipped_steps: int = 0
-    top: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     best: dict[str, float] = field(default_factory=dict)  # of the best one
     best_loss: float = math.inf
     best_at: int = -1  # the step it was made after
@@ -69,11 +71,11 @@ class Progress:
         """Return all of it, ready for JSON."""
         return asdict(self)
 
-    def judge(self, evaluated: Evaluated) -> None:
-        """Note an evaluation, and whether it is the best so far: by its first top-k, then by its loss."""
-        self.top = evaluated.top
-        if (_first(evaluated.top), -evaluated.loss) > (_first(self.best), -self.best_loss):
-            self.best, self.best_loss, self.best_at = evaluated.top, evaluated.loss, self.step
+    def judge(self, evaluated: Evaluated, monitor: Monitor) -> None:
+        """Note an evaluation, and whether it is the best so far: by the monitored figure, then by its loss."""
+        self.figures = evaluated.figures
+        if _rank(evaluated.figures, evaluated.loss, monitor) > _rank(self.best, self.best_loss, monitor):
+            self.best, self.best_loss, self.best_at = evaluated.figures, evaluated.loss, self.step
 
 
 class Stop(Protocol):
@@ -109,14 +111,14 @@ def train(
         update = engine.update(lr, plan.clip_norm)
         progress.advance(step, update.applied)
         watch.add(step, lr, sums)
-        meter.add(step.samples)
+        meter.add(step.samples, sums.weight)
         last = progress.step == plan.steps.total
         if last or plan.log.falls_on(step):
-            yield _stepped(progress, lr, watch.check(), update, meter)
-        if last or plan.evaluate.falls_on(step):
+            yield _stepped(plan, progress, lr, watch.check(), update, meter)
+        if plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
             watch.check()
             evaluated = evaluate(progress)
-            progress.judge(evaluated)
+            progress.judge(evaluated, plan.monitor)
             yield evaluated
             meter.restart()
         wish = world.agree_to_stop(stop.wish)
@@ -129,7 +131,8 @@ def train(
             return
 
 
-def _stepped(progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
+def _stepped(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
+    samples_per_s, weight_per_s = meter.read()
     return Stepped(
         step=progress.step,
         epoch=progress.epoch,
@@ -139,10 +142,14 @@ def _stepped(progress: Progress, lr: float, loss: float, update: Update, meter: 
         norm=None if update.norm is None else float(update.norm),
         loss_scale=update.loss_scale,
         skipped_steps=progress.skipped_steps,
-        images_per_s=meter.read(),
+        samples_per_s=samples_per_s,
+        weight_per_s=weight_per_s if plan.weighs else None,
         peak_bytes=meter.peak_bytes(),
     )
 
 
-def _first(top: dict[str, float]) -> float:
-    return next(iter(top.values()), 0.0)
+def _rank(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
+    """Return what is the larger, the better an evaluation is; one that has not been made is the worst."""
+    value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
+    goodness = value if monitor.higher else -value
+    return -math.inf if math.isnan(goodness) else goodness, -loss

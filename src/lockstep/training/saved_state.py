@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.core.order import Steps
 from lockstep.errors import UsageError
+from lockstep.tasks.base import Task
 from lockstep.training import checkpoint
 from lockstep.training.loop import Progress
 
@@ -19,7 +20,7 @@ _STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_
 _SHOWN: Final = 5  # problems of one file
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Figure = Annotated[float, Field(allow_inf_nan=True)]
 Number = bool | Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | float | None
 
 
@@ -33,7 +34,7 @@ class SavedState:
     loss_scale: Mapping[str, int | float]  # empty but for fp16
     recipe: Mapping[str, Any]
     numerics: Mapping[str, str | int | None]
-    classes: Sequence[str] | None  # of its data, by number; None where an older version wrote it
+    facts: Mapping[str, Any] | None  # of its data; None where an older version wrote it
     source: Mapping[str, str] | None  # hashes of the user's own files; None likewise
 
 
@@ -43,7 +44,7 @@ def parsed(path: Path, state: Mapping[str, Any]) -> SavedState:
     Its hash was right, so it is not damage that made it so.
     """
     try:
-        found = _State.model_validate(dict(state))
+        found = _State.model_validate(_upgraded(state))
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}, got {repr(each['input'])[:60]}"
@@ -64,15 +65,24 @@ def parsed(path: Path, state: Mapping[str, Any]) -> SavedState:
         loss_scale=engine.loss_scale,
         recipe=found.recipe,
         numerics=found.numerics,
-        classes=None if found.data is None else found.data.classes,
+        facts=found.data,
         source=found.source,
     )
 
 
-def progress_problems(progress: Progress, steps: Steps, names: Sequence[str], may_skip: bool) -> Iterator[str]:
+def _upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what version 0.1 wrote under the names that it has now."""
+    progress = state.get("progress")
+    if not isinstance(progress, dict) or "top" not in progress or "figures" in progress:
+        return dict(state)
+    renamed = {"figures" if name == "top" else name: value for name, value in progress.items()}
+    return {**state, "progress": renamed}
+
+
+def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
     """Yield what cannot be true after `progress.step` steps of a run.
 
-    `names` are those of its figures, such as top1; `may_skip` says whether its recipe lets an update be skipped.
+    `task` says which evaluation is the best; `may_skip` whether the run may leave an update out.
     """
     step = progress.step
     if step > steps.total:
@@ -85,18 +95,21 @@ def progress_problems(progress: Progress, steps: Steps, names: Sequence[str], ma
         yield f"{found}; after step {step} it is epoch {epoch} and {samples} samples"
     if progress.skipped_steps > (step if may_skip else 0):
         yield f"{progress.skipped_steps} skipped updates in {step} steps"
-    for what, shares in (("top", progress.top), ("best", progress.best)):
-        if shares and set(shares) != set(names):
-            yield f"{what} has {', '.join(shares)}; the run's figures are {', '.join(names)}"
+    monitor, has_best = task.monitor, progress.best_at > 0
+    for what, figures in (("figures", progress.figures), ("best", progress.best)):
+        if has_best and monitor.name not in (*figures, "loss"):
+            yield f"{what} has {', '.join(figures) or 'nothing'}; the run's figures have {monitor.name}"
             return
-    top, best = (shares.get(names[0], 0.0) for shares in (progress.top, progress.best))
-    is_evaluated, has_best = bool(progress.top), progress.best_at > 0
-    if bool(progress.best) != has_best or (has_best and not is_evaluated) or progress.best_at > step:
+        for name in task.fractions:
+            if not 0 <= figures.get(name, 0.0) <= 1:
+                yield f"{what}: {name} is {figures[name]}, which is no share of one"
+    latest, best = (figures.get(monitor.name, math.nan) for figures in (progress.figures, progress.best))
+    if ((progress.figures or progress.best) and not has_best) or progress.best_at > step:
         yield f"best_at is {progress.best_at}, which does not go with step {step} and the best evaluation's figures"
     elif not has_best and (progress.best_at != -1 or progress.best_loss != math.inf):
         yield f"best_at is {progress.best_at} and best_loss {progress.best_loss}, without a best evaluation"
-    elif best < top:
-        yield f"the best {names[0]} is {best}, less than that of the last evaluation, {top}"
+    elif latest > best if monitor.higher else latest < best:
+        yield f"the best {monitor.name} is {best}, and that of the last evaluation, {latest}, is better"
 
 
 class _Progress(BaseModel):
@@ -106,19 +119,10 @@ class _Progress(BaseModel):
     epoch: Count
     samples: Count
     skipped_steps: Count
-    top: dict[str, Share]
-    best: dict[str, Share]
+    figures: dict[str, Figure]
+    best: dict[str, Figure]
     best_loss: Annotated[float, Field(allow_inf_nan=True)]  # infinite before the first evaluation
     best_at: Annotated[int, Field(ge=-1, lt=1 << 63)]
-
-
-class _Data(BaseModel):
-    model_config = _STRICT
-
-    classes: list[str]
-    shape: list[Count]
-    mean: list[float] | None
-    std: list[float] | None
 
 
 class _Optimizer(BaseModel):
@@ -142,6 +146,6 @@ class _State(BaseModel):
     engine: _Engine
     recipe: dict[str, Any]
     numerics: dict[str, str | int | None]
-    data: _Data | None = None  # what follows is not in checkpoints up to 0.1
+    data: dict[str, Any] | None = None  # what follows is not in checkpoints up to 0.1
     source: dict[str, str] | None = None
     microbatches: Count | None = None  # up to 0.1 they stood here too

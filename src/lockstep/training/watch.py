@@ -37,7 +37,8 @@ class LossWatch:
         """
         if self._seen:
             totals = torch.stack([sums.total for _, _, sums in self._seen]).tolist()
-            losses = [total / sums.samples for total, (_, _, sums) in zip(totals, self._seen, strict=True)]
+            # A step of weight 0 taught nothing, and its loss says nothing: it stands as the sum that it is, which is 0.
+            losses = [total / max(sums.weight, 1) for total, (_, _, sums) in zip(totals, self._seen, strict=True)]
             self._last = losses[-1]
             if self._stop:
                 for loss, (step, lr, sums) in zip(losses, self._seen, strict=True):

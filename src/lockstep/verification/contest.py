@@ -25,6 +25,7 @@ import torch
 from lockstep import runtime
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Strategy
+from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
@@ -91,7 +92,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
         build.check_placement(loaded.config, count)
     ready = prepared(loaded)
     build.check_kernels(ready, loaded.config.placement)
-    samples = len(ready.data.validation)
+    samples = 0 if ready.data.validation is None else len(ready.data.validation)
     evaluated = min(samples, _validation(build.evaluation_batch(recipe)))
     places = _all(loaded) if everything else _given(loaded, count)
     if everything:
@@ -319,11 +320,17 @@ class _Contest:
 
     def _tolerance(self) -> float:
         """Return the tolerance for strategies that are only close; see core/tolerance.py."""
-        model, recipe = self._ready.task.build_model(), self._ready.recipe
+        model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        positions = recipe.batch * max(1, torch.Size(self._ready.data.shape[1:]).numel())
+        positions = recipe.batch * self._positions()
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
+
+    def _positions(self) -> int:
+        """Return how often a weight takes part in the forward of a sample, at most: at each position of an image."""
+        return max(
+            [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
+        )
 
     def _run(self, place: Candidate, job: Job) -> Outcome:
         """Run a contestant."""

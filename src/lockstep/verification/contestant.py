@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lockstep.config import plan as planning
 from lockstep.config.load import Loaded
+from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
 from lockstep.core.shard import Held, Shard
 from lockstep.data.base import Split
@@ -71,6 +72,8 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
     ready = build.setup(loaded.config.recipe)
     whole = ready.data.validation
+    if whole is None:
+        return ready
     count = len(whole) if validation is None else min(validation, len(whole))
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
 
@@ -100,7 +103,7 @@ class FirstSamples:
     def __len__(self) -> int:
         return self._count
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         return self._split.fetch(indices, draw)
 
 
@@ -155,7 +158,7 @@ class _Contestant:
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
         """See Stepping."""
         seen = StepSeen(step.number)
-        seen.data = {str(each.index): trace.digest([each.inputs, each.targets]) for each in microbatches}
+        seen.data = {str(each.index): trace.digest(tensors_of(each.batch)) for each in microbatches}
         began = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step)
         seen.loss = float(sums.total)  # waits for the device
@@ -202,11 +205,11 @@ class _Contestant:
             checkpoint.save(folder, done, snapshot, keep=1, best=False)
         return []
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, Any]:
         batch = build.evaluation_batch(self._ready.recipe)
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
-        figures = evaluate(self._engine, self._world, self._ready.task, batches, number)
-        return {name: value for name, value in figures.items() if name != "seconds"}
+        sums, _ = evaluate(self._engine, self._world, self._ready.task, batches, number)
+        return {name: value.tolist() for name, value in sums.items()}
 
 
 def _not_due(_: Progress) -> Evaluated:

@@ -8,18 +8,18 @@ these, so it wants a process of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.core import random
+from lockstep.core.batch import Inputs, call, mapped, tensors_of
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps, permutation
 from lockstep.core.precision import Precision
@@ -65,7 +65,7 @@ class _Look:
 def facts_of(ready: Setup, device: torch.device) -> Facts:
     """Look at data, model and loss of a recipe, as its run will compute them."""
     samples = random_samples(ready, _SAMPLES)
-    look = _Look(ready.task.build_model, _given(ready, device), ready.recipe.precision, backward=True)
+    look = _Look(ready.problem.build_model, _given(ready, device), ready.recipe.precision, backward=True)
     return _seen(ready, device, look, samples)
 
 
@@ -78,7 +78,7 @@ def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> Facts:
     if not forward:
         return Facts(random_samples=found, places=_places(ready))
     recipe, device = ready.recipe, torch.device("cpu")
-    few_samples = 2 if math.prod(ready.data.shape) > _LARGE else _FEW
+    few_samples = 2 if _numbers(ready.problem.example) > _LARGE else _FEW
     batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
     few = replace(
         ready, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(ready.data.train), batch, steps=1)
@@ -93,8 +93,10 @@ def random_samples(ready: Setup, count: int) -> list[RandomSample]:
     order = permutation(seed, 0, len(ready.data.train))[:count].tolist()
     parts: list[tuple[str, Split, list[int], int | None]] = [
         ("training", ready.data.train, order, random.key(random.AUGMENT, seed, 0)),
-        ("validation", ready.data.validation, [*range(min(count, len(ready.data.validation)))], None),
     ]
+    if ready.data.validation is not None:
+        numbers = [*range(min(count, len(ready.data.validation)))]
+        parts.append(("validation", ready.data.validation, numbers, None))
     return [each for part, split, indices, draw in parts for each in _random(part, split, indices, draw)]
 
 
@@ -230,32 +232,37 @@ class _Probe:
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
         model.zero_grad(set_to_none=True)
-        loss = self._ready.task.loss_sum(self._outputs(model, microbatch), microbatch.targets)
+        loss = self._ready.task.loss(self._outputs(model, microbatch), microbatch.batch)
         if not self._look.backward:
             return {"": trace.digest([loss])}
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {"": trace.digest([loss])} | {name: trace.digest([each]) for name, each in gradients.items()}
 
-    def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Tensor:
+    def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         key = random.key(random.FORWARD, self._ready.recipe.seed)
         for generator in self._world.generators():
             generator.manual_seed(random.torch_seed(random.extended(key, 0, microbatch.index)))
         with autocast(self._look.precision, self._world.device):
             return self._given_out(model, microbatch)
 
-    def _given_out(self, model: nn.Module, microbatch: MicroBatch) -> Tensor:
+    def _given_out(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         # A model may change its inputs in place.
-        return self._numerics.given_out(model(self._numerics.laid_out(microbatch.inputs.clone())))
+        inputs = mapped(Tensor.clone, self._ready.task.inputs(microbatch.batch))
+        return self._numerics.given_out(call(model, self._numerics.laid_out(inputs)))
 
     @torch.no_grad()
     def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:
         """Take the loss of some samples together and one by one, of the same outputs."""
-        outputs, targets = self._outputs(model, microbatch)[:_LOSS_SAMPLES], microbatch.targets[:_LOSS_SAMPLES]
-        together = float(self._ready.task.loss_sum(outputs, targets))
-        rows = [slice(number, number + 1) for number in range(len(outputs))]
-        one_by_one = sum(float(self._ready.task.loss_sum(outputs[row], targets[row])) for row in rows)
-        return LossFact(len(outputs), together, one_by_one)
+        outputs = self._outputs(model, microbatch)
+        samples = min(microbatch.samples, _LOSS_SAMPLES)
+
+        def loss(rows: slice) -> float:
+            chosen, batch = (mapped(lambda tensor: tensor[rows], each) for each in (outputs, microbatch.batch))
+            return float(self._ready.task.loss(chosen, batch))
+
+        one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))
+        return LossFact(samples, loss(slice(samples)), one_by_one)
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
         """Return what building and computing read beside their inputs, and the line of the user's code that does."""
@@ -271,8 +278,15 @@ def _places(ready: Setup) -> dict[str, str]:
     named = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
     if "data" in paths:
         parts = {"training": ready.data.train, "validation": ready.data.validation}
-        named |= {part: user_code.place_of(_fetching(split)) or named["data"] for part, split in parts.items()}
+        given = {part: split for part, split in parts.items() if split is not None}
+        named |= {part: user_code.place_of(_fetching(split)) or named["data"] for part, split in given.items()}
     return {part: place for part, place in named.items() if place}
+
+
+def _numbers(inputs: Inputs | None) -> int:
+    """Return how many numbers a sample has."""
+    tensors = tensors_of(inputs)
+    return sum(tensor[0].numel() for tensor in tensors)
 
 
 def _fetching(split: Split) -> object:
@@ -295,7 +309,7 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _fetched(split: Split, index: int, draw: int | None) -> list[str]:
-    return [trace.digest([tensor]) for tensor in split.fetch(np.array([index]), draw)]
+    return [trace.digest([tensor]) for tensor in tensors_of(split.fetch(np.array([index]), draw))]
 
 
 def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lockstep.data.base import DataSet
+from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
@@ -24,8 +25,5 @@ def digits() -> DataSet:
     return DataSet(
         train=TensorSplit(images[~validation], targets[~validation]),
         validation=TensorSplit(images[validation], targets[validation]),
-        classes=[str(digit) for digit in range(10)],
-        shape=(1, 8, 8),
-        mean=(_MEAN,),
-        std=(_STD,),
+        facts=facts([str(digit) for digit in range(10)], (1, 8, 8), (_MEAN,), (_STD,)),
     )

@@ -19,9 +19,10 @@ from lockstep.core import random
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
 from lockstep.data.images.decoding import decode
+from lockstep.data.images.facts import facts
 from lockstep.data.images.scan import scan
 from lockstep.errors import TrainingError
-from lockstep.tasks.base import SKIPPED
+from lockstep.tasks.classification import SKIPPED, skipped_samples
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)
@@ -49,10 +50,8 @@ def folder(
         train=train,
         validation=validation,
         files=(train.file, validation.file),
-        classes=found.classes,
-        shape=(3, image_size, image_size),
-        mean=_MEAN,
-        std=_STD,
+        skipped=skipped_samples,
+        facts=facts(found.classes, (3, image_size, image_size), _MEAN, _STD),
     )
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
+from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
 
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
@@ -32,10 +33,12 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
     return DataSet(
         train=_split(_TRAIN, templates, samples),
         validation=_split(_VALIDATION, templates, validation_samples),
-        classes=[f"class {number}" for number in range(classes)],
-        shape=(channels, image_size, image_size),
-        mean=(0.5,) * channels,
-        std=(deviation,) * channels,
+        facts=facts(
+            [f"class {number}" for number in range(classes)],
+            (channels, image_size, image_size),
+            (0.5,) * channels,
+            (deviation,) * channels,
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchvision import datasets
 
 from lockstep.data.base import DataSet
+from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.errors import UsageError
 from lockstep.locking import exclusive
@@ -58,10 +59,7 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
     return DataSet(
         train=split,
         validation=_split(validation),
-        classes=[str(each) for each in train.classes],
-        shape=tuple(split.images.shape[1:]),
-        mean=known.mean,
-        std=known.std,
+        facts=facts([str(each) for each in train.classes], tuple(split.images.shape[1:]), known.mean, known.std),
     )
 
 

@@ -1,0 +1,40 @@
+"""A batch: a tensor, or tuples, lists and mappings of them, however nested; samples run along dim 0 of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+# torch has no public door to its pytrees; optree does not know what transformers registers here.
+from torch.utils import _pytree as pytree
+
+Batch = Any
+Inputs = tuple[Any, ...] | Mapping[str, Any]  # of a model's forward: by position, or by name
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch, in its order; what is no tensor is left out."""
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def mapped(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """Return the batch with `change` made to each of its tensors; what is no tensor stays."""
+    return pytree.tree_map_only(Tensor, change, batch)
+
+
+def like(batch: Batch, tensors: list[Tensor]) -> Batch:
+    """Return `tensors` in the shape of `batch`, in place of its own ones."""
+    remaining = iter(tensors)
+    return mapped(lambda _: next(remaining), batch)
+
+
+def length(batch: Batch) -> int:
+    """Return the number of samples of a batch."""
+    return len(tensors_of(batch)[0])
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Return what the model gives for its inputs."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
