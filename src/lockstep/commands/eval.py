@@ -165,10 +165,12 @@ def _open(asked: Asked, found: Found | None = None) -> tuple[Found, Loaded]:
 
 def _check_code(asked: Asked, loaded: Loaded) -> None:
     """Raise UsageError where the recipe names code that the user did not: who wrote the folder could run anything."""
+    from lockstep.run.user_code import import_paths
+
     recipe = loaded.config.recipe
     # A colon in a name of timm's is no import path, but says where to fetch a model from.
-    named = {"model": recipe.model.name, "data": recipe.data.name, "loss": recipe.loss.name}
-    keys = {f"recipe.{section}.name": name for section, name in named.items() if ":" in name}
+    model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
+    keys = {f"recipe.{section}.name": name for section, name in {**model, **import_paths(recipe)}.items()}
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not asked.trust:
         words = " ".join(["lockstep eval", *map(shlex.quote, [asked.path, *foreign])])

@@ -74,7 +74,7 @@ class LearningRate(Section):
 
 
 class Optimizer(Section):
-    """`sgd`, `adamw`, `lars`, `lamb`, or any other of torch.optim or timm.optim."""
+    """`sgd`, `adamw`, `lars`, `lamb`, any other of torch.optim or timm.optim, or `package.module:Class`."""
 
     name: Name = "sgd"
     lr: Annotated[LearningRate, BeforeValidator(_rate), Field(description="a number, or value and per_samples")]

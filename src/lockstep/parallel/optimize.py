@@ -1,10 +1,9 @@
-"""Optimizers by name: torch's and timm's, with every choice that changes bits made here."""
+"""Optimizers by name: torch's, timm's and the user's own, with every choice that changes bits made here."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from types import MethodType
 from typing import Any, Final, cast
@@ -16,13 +15,16 @@ from torch.optim import Optimizer
 
 from lockstep.core.names import choices, suggestion
 from lockstep.errors import UsageError
+from lockstep.own_code import own_error
 from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
+from lockstep.parallel.own_optimizer import accepted, find_own, made_by
 
 Named = tuple[str, Parameter]
 Factory = Callable[..., Optimizer]
 
 # Ours, whatever torch or timm has or will have of these names.
 _OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
+_GIVEN: Final = ("params", "lr", "norms")  # what an optimizer takes that is none of its options
 
 # To be cut: most neither fill whole vectors of a CPU nor have parts that do; some are large enough to be factored.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
@@ -43,22 +45,25 @@ def make_optimizer(
     """Return the optimizer `name` over the parameters that want a gradient; its groups keep their names.
 
     `lars` and `lamb` are ours (parallel/layerwise.py), and take the norms of whole tensors from `norms`; any other name
-    is looked for in torch.optim, whatever its case, then in timm. What is None stays at the optimizer's default. With
-    `decay_bias_and_norm` false, parameters of at most one dim are a group of their own, without weight decay.
+    is looked for in torch.optim, whatever its case, then in timm; `package.module:Class` is the user's. What is None
+    stays at the optimizer's default. With `decay_bias_and_norm` false, parameters of at most one dim are a group of
+    their own, without weight decay.
 
     The multi-tensor form ("foreach") is taken wherever there is one and the fused form nowhere, unless `options` say
     otherwise: the forms differ in bits, so torch must not choose by device. Torch's fused form for the CPU even gives
     other bits to an element at the end of a tensor than in its middle, so not to the rows of a cut one.
     """
-    factory = _find(name)
+    factory = find_own(name) if ":" in name else _find(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     asked = {key: value for key, value in values.items() if value is not None} | dict(options or {})
-    accepted = _accepted(factory)
-    _check_asked(name, accepted, asked, decay_bias_and_norm)
-    form: dict[str, Any] = {"foreach": True} if "foreach" in accepted and not asked.get("fused") else {}
+    taken = accepted(factory)
+    _check_asked(name, taken, asked, decay_bias_and_norm)
+    form: dict[str, Any] = {"foreach": True} if "foreach" in (taken or ()) and not asked.get("fused") else {}
     if name.lower() in _OURS:
         form = {"norms": norms}
     groups = _groups(name, parameters, decay_bias_and_norm)
+    if ":" in name:
+        return made_by(name, factory, groups, {"lr": lr, **form, **asked})
     try:
         return factory(groups, **{"lr": lr, **form, **asked})
     except (TypeError, ValueError, RuntimeError) as error:
@@ -77,7 +82,8 @@ def check_optimizer(make: Callable[[Iterable[Named]], Optimizer], dims: Iterable
     try:
         cast(Callable[[], object], optimizer.step)()
     except Exception as error:  # whatever it is, it would come at the first step of training too
-        raise UsageError(f"optimizer {name}: it cannot take a plain step: {error}; use another") from error
+        told = own_error(error) or f"{error}; use another"
+        raise UsageError(f"optimizer {name}: it cannot take a plain step: {told}") from error
     for slot, value in ((slot, value) for values in optimizer.state.values() for slot, value in values.items()):
         if not isinstance(value, torch.Tensor | int | float | None):
             found = type(value).__name__
@@ -163,18 +169,14 @@ def _timm_optimizer(name: str) -> Factory:
     return factory
 
 
-def _accepted(factory: Factory) -> list[str]:
-    cls = factory.func if isinstance(factory, partial) else factory
-    return [name for name in inspect.signature(cls).parameters if name not in ("params", "lr", "norms")]
-
-
-def _check_asked(name: str, accepted: Sequence[str], asked: Iterable[str], decay_bias_and_norm: bool) -> None:
+def _check_asked(name: str, taken: Sequence[str] | None, asked: Iterable[str], decay_bias_and_norm: bool) -> None:
     keys = [*asked] if decay_bias_and_norm else [*asked, "weight_decay"]
+    options = [each for each in taken or () if each not in _GIVEN]
     for key in keys:
         if key == "lr":
             raise UsageError(f"optimizer {name}: lr stands among its options; set optimizer.lr instead")
-        if key not in accepted:
-            raise UsageError(f"optimizer {name}: it has no {key}{choices(key, accepted)}")
+        if taken is not None and key not in options:
+            raise UsageError(f"optimizer {name}: it has no {key}{choices(key, options)}")
 
 
 def _groups(name: str, parameters: Iterable[Named], decay_bias_and_norm: bool) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
 from lockstep.run.strategy import check_strategy, find_strategy
@@ -149,6 +150,8 @@ def setup(recipe: Recipe) -> Setup:
     if dtype is not None:
         check_dtype(build, computing_in, name=recipe.model.name, inputs=(_repeated(inputs, 2),), dtype=dtype)
     check_optimizer(_optimizer(recipe), summary.dims)
+    if ":" in recipe.optimizer.name:
+        check_own(recipe.optimizer.name, _optimizer(recipe))
     whole = partial(build, pretrained=recipe.model.pretrained)
     name = f"model {recipe.model.name}"
     task = Classification(loss, recipe.loss.label_smoothing, _topk(recipe, classes), name)

@@ -29,10 +29,17 @@ _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setde
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
-    """Return what a recipe names by an import path: `model`, `loss`, `data`."""
-    names = {"model": recipe.model.name, "loss": recipe.loss.name, "data": recipe.data.name}
-    by_path = recipe.model.source == "auto"  # with its source given, a colon is part of timm's own names
-    return {part: name for part, name in names.items() if ":" in name and (part != "model" or by_path)}
+    """Return what a recipe names by an import path, by its section: `model`, `data`, `loss`, `optimizer`."""
+    named = {
+        "model": recipe.model.name,
+        "data": recipe.data.name,
+        "loss": recipe.loss.name,
+        "optimizer": recipe.optimizer.name,
+    }
+    names = {part: name for part, name in named.items() if ":" in name}
+    if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names
+        names.pop("model", None)
+    return names
 
 
 def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:

@@ -1,0 +1,80 @@
+"""What a recipe names by import path decides the numbers as what is shipped does: on any ranks, and after a kill."""
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import DIGITS
+from forked import events
+
+OWN = Path(__file__).parent.parent / "parallel" / "own_optimizers.py"
+TRAIN = ("train", *DIGITS, "recipe.microbatches=4", "recipe.optimizer={name: 'mine.steps:Lion', lr: 0.001}")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A package of a user's in the current folder."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(OWN, folder / "steps.py")
+    return folder
+
+
+def test_an_own_optimizer_gives_the_same_bits_however_it_is_placed_and_resumed(run, start, mine: Path) -> None:
+    placed = {
+        "one": ("placement.processes=1",),
+        "ddp": ("placement.processes=2",),
+        "zero1": ("placement.processes=3", "placement.strategy=zero1"),
+        "pipeline": ("placement.processes=2", "placement.strategy=pipeline"),
+    }
+    hashes = {name: run(*TRAIN, f"run.dir={name}", *words).sha256 for name, words in placed.items()}
+    assert len({*hashes.values()}) == 1, hashes
+    again = (*TRAIN, "run.dir=again", "run.save_every.steps=5")
+    stopped = start(*again, "placement.processes=1")
+    stopped.until_step(7, "again")
+    stopped.signal(signal.SIGKILL)
+    assert stopped.wait() == -signal.SIGKILL
+    resumed = run(*again, "placement.processes=2", "placement.strategy=zero3")
+    assert resumed.sha256 == hashes["one"]
+    assert events(resumed.folder / "again", "started")[-1]["step"] >= 5
+
+
+def test_its_source_is_part_of_the_recipe(run, mine: Path) -> None:
+    words = (*TRAIN, "run.save_every.steps=20", "placement.processes=1")
+    trained = run(*words, "run.dir=run")
+    for file in ("environment.json", "checkpoints/step-00000020/state.json"):
+        assert "mine/steps.py" in json.loads((trained.folder / "run" / file).read_text())["source"]
+    (mine / "steps.py").write_text(f"# changed\n{OWN.read_text()}")
+    changed = run(*words, "run.dir=other", "run.resume=run/checkpoints/step-00000020")
+    assert "your source files changed since step 20 was saved: mine/steps.py: the run goes on" in changed.err
+
+
+def test_eval_runs_it_only_where_the_command_says_so(run, mine: Path) -> None:
+    run(*TRAIN, "run.dir=run", "placement.processes=1", "recipe.loss=cross_entropy")
+    refused = run("eval", "run", code=2)
+    assert re.search(r"its recipe names code, .* recipe\.optimizer\.name=mine\.steps:Lion", refused.err)
+    assert "evaluated 360 of 360" in run("eval", "run", "recipe.optimizer.name=mine.steps:Lion").out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("recipe.optimizer.name=mine.steps:Broken",), "KeyError: 'exp_avg' (mine/steps.py:{line}); mend it there"),
+        (("recipe.optimizer.options={beta: 2}",), "ValueError: a beta of 2 (mine/steps.py:{line}); mend it there"),
+        (("recipe.optimizer.name=mine.steps:Forgetful",), "resumed from a checkpoint it steps to other bits"),
+        (
+            ("recipe.optimizer.name=mine.steps:Centred", "placement.processes=2", "placement.strategy=zero1"),
+            "strategy zero1: optimizer Centred treats rows of a tensor otherwise",
+        ),
+    ],
+)
+def test_what_is_wrong_with_it_is_told_before_a_run(run, mine: Path, words: tuple[str, ...], told: str) -> None:
+    refused = run(*TRAIN, "run.dir=run", *words, code=2)
+    lines = OWN.read_text().splitlines()
+    reason = "KeyError" if "KeyError" in told else "raise ValueError"
+    assert told.format(line=next(number for number, line in enumerate(lines, 1) if reason in line)) in refused.err
+    assert refused.err.count("error: ") == 1
+    assert not Path("run").exists()

@@ -1,0 +1,116 @@
+"""Optimizers by import path: what is asked of one, whether it may be cut, and every complaint with its line."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import own_optimizers
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lockstep.errors import OwnCodeError, UsageError
+from lockstep.own_code import located
+from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
+from lockstep.parallel.own_optimizer import check_own
+
+FILE = Path(own_optimizers.__file__)
+
+
+def named(name: str, **changes: Any) -> Callable[[Iterable[tuple[str, Parameter]]], Optimizer]:
+    return partial(make_optimizer, name=f"own_optimizers:{name}", **({"lr": 0.1} | changes))
+
+
+def parameters() -> list[tuple[str, Parameter]]:
+    return [("weight", Parameter(torch.ones(2, 2))), ("bias", Parameter(torch.ones(2)))]
+
+
+def place(text: str) -> str:
+    """Return the line of the file that has a text, as messages show it."""
+    lines = FILE.read_text().splitlines()
+    return located(str(FILE), next(number for number, line in enumerate(lines, 1) if text in line))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        named("Lion"),
+        named("Lion", weight_decay=0.1, options={"beta": 0.5}, decay_bias_and_norm=False),
+        named("slow_adam", weight_decay=0.1, options={"betas": [0.8, 0.9]}),
+        partial(make_optimizer, name="torch.optim:RMSprop", lr=0.1, momentum=0.5),
+    ],
+)
+def test_what_works_may_also_be_cut(make: Any) -> None:
+    check_optimizer(make)
+    check_own("x:y", make)
+    check_rows(make, "zero1")
+
+
+def test_lion_golden() -> None:
+    parameter = Parameter(torch.tensor([2.0]))
+    optimizer = named("Lion", weight_decay=0.5)([("p", parameter)])
+    parameter.grad = torch.tensor([-3.0])
+    optimizer.step()
+    assert parameter.item() == pytest.approx(2 * (1 - 0.1 * 0.5) + 0.1)
+
+
+def test_groups_have_their_options_and_names() -> None:
+    optimizer = named("Lion", weight_decay=0.1, decay_bias_and_norm=False)(parameters())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+
+
+def test_torchs_own_form_is_chosen_here_for_a_class_that_has_forms() -> None:
+    made = make_optimizer(parameters(), name="torch.optim:Adam", lr=0.1)
+    assert made.defaults["foreach"] is True
+
+
+def test_one_that_treats_rows_otherwise_is_refused_where_rows_are_cut() -> None:
+    check_own("x:y", named("Centred"))
+    with pytest.raises(UsageError, match="strategy zero2: optimizer Centred treats rows of a tensor otherwise than"):
+        check_rows(named("Centred"), "zero2")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("Lio", {}, "optimizer own_optimizers:Lio: module own_optimizers ({file}) has no 'Lio'; did you mean 'Lion'?"),
+        ("number", {}, "optimizer own_optimizers:number: it is of type int; name a class or a function"),
+        ("without_rate", {}, "optimizer own_optimizers:without_rate: it takes no lr; let it be (params, lr, ...)"),
+        ("nothing", {}, "optimizer own_optimizers:nothing: it gives NoneType; return a torch.optim.Optimizer"),
+        ("first_only", {}, "optimizer own_optimizers:first_only: it leaves out bias"),
+        ("Lion", {"momentum": 0.9}, "optimizer own_optimizers:Lion: it has no momentum; valid: beta, weight_decay"),
+        ("Lion", {"options": {"bet": 0.9}}, "it has no bet; did you mean 'beta'?"),
+        ("Lion", {"options": {"beta": 2}}, "optimizer own_optimizers:Lion: ValueError: a beta of 2 ({line})"),
+        ("Forgetful", {"decay_bias_and_norm": False}, "own_optimizers:Forgetful: it has no weight_decay"),
+    ],
+)
+def test_what_cannot_be_made_is_told(name: str, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        named(name, **changes)(parameters())
+    assert told.format(file=FILE, line=place("raise ValueError")).lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Forgetful", "resumed from a checkpoint it steps to other bits: it keeps something outside of self.state"),
+        ("Deaf", "its step is the same whatever the rate; multiply by group['lr']"),
+        ("Noisy", "two of them, given the same, step to other bits; let it draw no random numbers"),
+    ],
+)
+def test_what_would_not_go_on_to_the_same_bits_is_refused(name: str, told: str) -> None:
+    check_optimizer(named(name))
+    with pytest.raises(UsageError, match=re.escape(f"optimizer own_optimizers:{name}: {told}")):
+        check_own(f"own_optimizers:{name}", named(name))
+
+
+def test_an_error_in_a_step_has_its_line() -> None:
+    told = f"optimizer Broken: it cannot take a plain step: KeyError: 'exp_avg' ({place('exp_avg')}); mend it there"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        check_optimizer(named("Broken"))
+    with pytest.raises(OwnCodeError, match=re.escape(f"({place('exp_avg')})")):
+        check_own("own_optimizers:Broken", named("Broken"))
