@@ -31,8 +31,9 @@ from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
+from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Loader
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.memory import keep_freed_memory
@@ -40,6 +41,7 @@ from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import StopRequest
 from lockstep.runtime.world import World
 from lockstep.strategies.ddp import Strategy
+from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.loop import Every, Plan, Progress, train
 
@@ -103,12 +105,12 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     keep_freed_memory()
     images, targets = _images()
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
-    data = DataSet(split, split, [str(each) for each in range(CLASSES)], (3, 32, 32), MEAN, STD)
+    data = DataSet(split, split)
     endless = Steps(SAMPLES, BATCH, steps=10**6)
-    finish = Finish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
-    loader = Loader(data, endless, microbatches, finish, Place(world.rank, world.size))
+    finish = ImageFinish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
+    loader = Loader(data, endless, microbatches, finish, world.device, 0, Place(world.rank, world.size))
     engine = Strategy().start(
-        Classification(_model),
+        Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
         Numerics(microbatches=microbatches),

@@ -28,7 +28,7 @@ from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
 from lockstep.strategies.ddp import Strategy
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
 SAMPLES = 64  # of a micro-batch, as in the recipe cifar10-resnet18
@@ -61,7 +61,10 @@ def _lockstep(microbatches: int, world: World) -> Turn:
     fix_kernels(threads=1)
     keep_freed_memory()
     engine = Strategy().start(
-        Classification(_model), lambda trained, _: _optimizer(trained), world, Numerics(microbatches=microbatches)
+        Problem(Classification(), _model),
+        lambda trained, _: _optimizer(trained),
+        world,
+        Numerics(microbatches=microbatches),
     )
     own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
     step = Step(0, 0, 0, microbatches * SAMPLES, 0, False)
@@ -87,7 +90,7 @@ def _torch(microbatches: int, world: World) -> Turn:
         began = time.perf_counter()
         for microbatch in own:
             with model.no_sync() if microbatch is not own[-1] else nullcontext():
-                (F.cross_entropy(model(microbatch.inputs), microbatch.targets) / len(own)).backward()
+                (F.cross_entropy(model(microbatch.batch[0]), microbatch.batch[1]) / len(own)).backward()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter() - began
@@ -108,4 +111,5 @@ def _optimizer(trained: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optim
 def _microbatch(index: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(index)
     inputs = torch.randn(SAMPLES, 3, 32, 32, generator=generator)
-    return MicroBatch(index, inputs, torch.randint(10, (SAMPLES,), generator=generator))
+    targets = torch.randint(10, (SAMPLES,), generator=generator)
+    return MicroBatch(index, (inputs, targets), SAMPLES, SAMPLES)

@@ -6,12 +6,16 @@ Pre-norm blocks, learned positions, GELU, and the embedding as the last layer. T
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lockstep.core.batch import Batch, Inputs
+from lockstep.tasks.base import LOSS, Figures, Monitor
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,29 @@ class GPT(nn.Module):
 class NextToken:
     """The task of lockstep.tasks.base.Task: cross entropy of each next token, the mean over a sample's places."""
 
-    shape: Shape
-    name: str = "gpt"
-    sample: Tensor | None = None
-    count_names: tuple[str, ...] = ()
+    counts_samples: bool = True
+    unit: str = "samples"
+    fractions: tuple[str, ...] = ()
+    monitor: Monitor = LOSS
 
-    def build_model(self) -> nn.Module:
-        """Build the model."""
-        return GPT(self.shape)
+    def inputs(self, batch: Batch) -> Inputs:
+        """Return the tokens."""
+        return (batch[0],)
 
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def weight(self, batch: Batch) -> int:
+        """Return the number of samples."""
+        return len(batch[0])
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the loss added over samples."""
+        targets = batch[1]
         summed = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         return summed / targets.shape[1]
 
-    def counts(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return nothing: it is not evaluated."""
+        return {}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return nothing."""
         return {}

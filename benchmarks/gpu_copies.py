@@ -28,15 +28,16 @@ from lockstep.core.rank import RankInfo
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local
 from lockstep.data.copies import Arrival, copies_to
+from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.synthetic import synthetic
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Loader
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.loop import Every, Plan, Progress, train
 
@@ -124,14 +125,19 @@ class _Way:
         self._progress = Progress()
         self._world = World(RankInfo(0, 1, 0, 1, "benchmark"), device)
         self.engine: Engine = Strategy().start(
-            Classification(partial(_net, device)), _optimizer, self._world, Numerics(microbatches=size.microbatches)
+            Problem(Classification(), partial(_net, device)),
+            _optimizer,
+            self._world,
+            Numerics(microbatches=size.microbatches),
         )
         data = synthetic(image_size=size.image, samples=size.samples, validation_samples=1, classes=CLASSES, channels=3)
         self._steps = Steps(size.samples, size.batch, epochs=1000)
 
         def loader(device: torch.device) -> Loader:
-            finish = Finish(device, CLASSES, mean=data.mean, std=data.std, crop_padding=2, flip=True)
-            return Loader(data, self._steps, size.microbatches, finish)
+            finish = ImageFinish(
+                device, CLASSES, mean=data.facts["mean"], std=data.facts["std"], crop_padding=2, flip=True
+            )
+            return Loader(data, self._steps, size.microbatches, finish, device, 0)
 
         self._loader, self._loader_on_cpu = loader(device), loader(torch.device("cpu"))
         if name == IN_LINE:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
 from lockstep.core.order import Step
@@ -35,7 +35,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
 OFF: Final = 0.05  # at most so far from theory, relative
@@ -138,20 +138,21 @@ def _measured_on_gpu(case: Case, device: torch.device, width: int, layers: int) 
     return between, torch.cuda.max_memory_allocated(device) - before
 
 
+def _batch(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.randn(SAMPLES, width, device=device), torch.arange(SAMPLES, device=device)
+
+
 def _start(case: Case, device: torch.device, width: int, layers: int) -> Do:
     """Return what does a step."""
     engine = Strategy().start(
-        Classification(partial(_net, width, layers)),
+        Problem(Classification(), partial(_net, width, layers)),
         lambda trained, _: make_optimizer(
             trained, name=case.optimizer, lr=1e-3, momentum=0.9 if case.optimizer == "sgd" else None
         ),
         World(RankInfo(0, 1, 0, 1, "benchmark"), device),
         Numerics(case.microbatches, precision=case.precision, ema_decay=0.9 if case.ema else None),
     )
-    microbatches = [
-        MicroBatch(index, torch.randn(SAMPLES, width, device=device), torch.arange(SAMPLES, device=device))
-        for index in range(case.microbatches)
-    ]
+    microbatches = [MicroBatch(index, _batch(width, device), SAMPLES, SAMPLES) for index in range(case.microbatches)]
     step = Step(0, 0, 0, SAMPLES * case.microbatches, 0, False)
 
     def do() -> None:

@@ -30,7 +30,7 @@ from lockstep.runtime.member import met
 from lockstep.runtime.precision import attention, fix_kernels
 from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.strategies import ddp, pipeline, single, zero3
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.checkpoint import weights_sha256
 
@@ -182,7 +182,7 @@ def _reference(device: torch.device) -> float:
 def _trained(world: World, strategy: Any, precision: Precision, steps: int = STEPS) -> Result:
     """Train; return the hash of the weights and the last loss."""
     engine = strategy.start(
-        Classification(_model),
+        Problem(Classification(), _model),
         lambda trained, norms: make_optimizer(trained, name="sgd", lr=0.1, momentum=0.9, norms=norms),
         world,
         Numerics(microbatches=MICROBATCHES, precision=precision, initial_scale=1024.0),
@@ -193,8 +193,8 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
         inputs, targets = _batch(number, world.device)
         parts = cut(SAMPLES, MICROBATCHES)
         own = [
-            MicroBatch(index, inputs[list(parts[index])], targets[list(parts[index])], shadow)
-            for index, shadow in place.indices(MICROBATCHES)
+            MicroBatch(index, (inputs[list(own)], targets[list(own)]), len(own), len(own), shadow)
+            for own, index, shadow in ((parts[index], index, shadow) for index, shadow in place.indices(MICROBATCHES))
         ]
         sums = engine.forward_backward(own, Step(number, 0, number * SAMPLES, SAMPLES, number * SAMPLES, False))
         engine.update(0.1, 1.0)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.gpt import GPT2_124M, TINY, NextToken
+from benchmarks.gpt import GPT, GPT2_124M, TINY, NextToken
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.core.peak import peak_flops
 from lockstep.models.flops import FlopCounter, backward_flops
@@ -178,7 +178,7 @@ def build(work: Work, device: torch.device) -> nn.Module:
     """Build the model, on the CPU: the same weights for all."""
     torch.manual_seed(0)
     if not work.images:
-        return NextToken(_shape(device)).build_model()
+        return GPT(_shape(device))
     import torchvision
 
     if device.type == "cuda":
@@ -288,20 +288,23 @@ def ours(work: Work, device: torch.device, compiled: bool = False) -> Do:
     from lockstep.parallel.optimize import make_optimizer
     from lockstep.runtime.world import World
     from lockstep.strategies.single import Strategy
-    from lockstep.tasks.base import MicroBatch, Task
+    from lockstep.tasks.base import MicroBatch, Problem, Task
     from lockstep.tasks.classification import Classification
 
     set_deterministic()
-    task: Task = Classification(partial(build, work, device)) if work.images else NextToken(_shape(device))
+    task: Task = Classification() if work.images else NextToken()
     values: dict[str, Any] = {"momentum": 0.9, "weight_decay": 5e-5} if work.images else {"weight_decay": 0.1}
     torch.manual_seed(0)
     engine = Strategy().start(
-        task,
+        Problem(task, partial(build, work, device)),
         lambda trained, _: make_optimizer(trained, name="SGD" if work.images else "AdamW", lr=LR, **values),
         World(ALONE, device),
         Numerics(microbatches=1, precision="bf16", channels_last=work.images, compile=compiled),
     )
-    microbatches, step = [MicroBatch(0, *batch(work, device))], Step(0, 0, 0, work.samples, 0, False)
+    microbatches, step = (
+        [MicroBatch(0, batch(work, device), work.samples, work.samples)],
+        Step(0, 0, 0, work.samples, 0, False),
+    )
 
     def do() -> Tensor:
         sums = engine.forward_backward(microbatches, step)

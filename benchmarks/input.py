@@ -30,9 +30,10 @@ from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
+from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.folder import folder
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Loader
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
@@ -121,8 +122,8 @@ def _small_pil(count: int) -> Callable[[], Iterator[Tensor]]:
 def _small_ours(count: int) -> Callable[[], Iterator[Tensor]]:
     images, targets = _small_images(count)
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
-    data = DataSet(split, split, [str(number) for number in range(10)], (3, 32, 32))
-    finish = Finish(torch.device("cpu"), 10, crop_padding=4, flip=True, **CIFAR)
+    data = DataSet(split, split)
+    finish = ImageFinish(torch.device("cpu"), 10, crop_padding=4, flip=True, **CIFAR)
     return _ours(data, finish, SMALL_BATCH)
 
 
@@ -170,7 +171,7 @@ def _large_newer(root: str) -> Callable[[], Iterator[Tensor]]:
 
 def _large_ours(root: str) -> Callable[[], Iterator[Tensor]]:
     data = folder(root, image_size=224, resize_size=256, scale=(0.08, 1.0), on_error="raise")
-    return _ours(data, Finish(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
+    return _ours(data, ImageFinish(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
 
 
 def _decoded(path: str) -> Tensor:
@@ -182,11 +183,11 @@ def _inputs(loader: DataLoader[Any]) -> Iterator[Tensor]:
     return (inputs for inputs, _ in loader)
 
 
-def _ours(data: DataSet, finish: Finish, batch: int) -> Callable[[], Iterator[Tensor]]:
+def _ours(data: DataSet, finish: ImageFinish, batch: int) -> Callable[[], Iterator[Tensor]]:
     fix_kernels(threads=1)
     keep_freed_memory()
-    loader = Loader(data, Steps(len(data.train), batch, epochs=1), 1, finish)
-    return lambda: (microbatches[0].inputs for _, microbatches in loader.training(0))
+    loader = Loader(data, Steps(len(data.train), batch, epochs=1), 1, finish, torch.device("cpu"), 0)
+    return lambda: (microbatches[0].batch[0] for _, microbatches in loader.training(0))
 
 
 def _small_images(count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -40,7 +40,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.units import find_units
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
 LR: Final = 0.01
@@ -73,7 +73,8 @@ class Work:
         """Make a micro-batch."""
         generator = torch.Generator().manual_seed(index)
         inputs = torch.randn(self.samples, 3, 32, 32, generator=generator)
-        return MicroBatch(index, inputs, torch.randint(10, (self.samples,), generator=generator), shadow)
+        targets = torch.randint(10, (self.samples,), generator=generator)
+        return MicroBatch(index, (inputs, targets), self.samples, self.samples, shadow)
 
     def batches(self, place: Place) -> list[MicroBatch]:
         """Make the micro-batches of the rank that stands at `place`."""
@@ -97,7 +98,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
     kind, _, schedule = name.partition("-")
     strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(schedule))
     engine = strategy.start(
-        Classification(work.build, sample=torch.empty(SAMPLE, device="meta")),
+        Problem(Classification(), work.build, example=(torch.empty(2, *SAMPLE, device="meta"),)),
         lambda trained, _: make_optimizer(trained, name=work.optimizer, lr=LR, options=work.options),
         world,
         Numerics(microbatches=work.microbatches),
@@ -130,7 +131,7 @@ def torchs(name: str, work: Work, world: World) -> Do:
             # As FSDP2 by default, so that gradients are cut as soon as there are any; DDP adds its own ones first.
             whole = isinstance(model, DistributedDataParallel) and microbatch is not own[-1]
             with cast(Any, model).no_sync() if whole else nullcontext():
-                (F.cross_entropy(model(microbatch.inputs), microbatch.targets) / len(own)).backward()
+                (F.cross_entropy(model(microbatch.batch[0]), microbatch.batch[1]) / len(own)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -147,7 +148,7 @@ def _pipelined(schedule: str, work: Work, world: World) -> Do:
     part, run = pipelined(schedule, work.build(), work.microbatches, world.rank, world.size)
     optimizer = _optimizer(work, part)
     batches = work.batches(Place())
-    inputs, targets = torch.cat([each.inputs for each in batches]), torch.cat([each.targets for each in batches])
+    inputs, targets = torch.cat([each.batch[0] for each in batches]), torch.cat([each.batch[1] for each in batches])
 
     def do() -> None:
         run(inputs, targets)

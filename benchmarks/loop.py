@@ -22,9 +22,9 @@ from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
-from lockstep.data.base import DataSet
+from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Loader
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.memory import keep_freed_memory
@@ -32,6 +32,7 @@ from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import StopRequest
 from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
+from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import Every, Plan, Progress, train
@@ -131,13 +132,13 @@ def _lockstep(steps: int, world: World) -> Turn:
     fix_kernels(threads=1)
     keep_freed_memory()
     split = TensorSplit(*_data())
-    data = DataSet(split, split, [str(each) for each in range(CLASSES)], (FEATURES,))
+    data = DataSet(split, split)
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
     never = Every(steps=10**9)
     plan = Plan(plan_steps, Rate(LR, SAMPLES, 1.0), log=Every(steps=10), evaluate=never, save=never)
-    loader = Loader(data, plan_steps, 1, Finish(world.device, CLASSES))
+    loader = Loader(data, plan_steps, 1, AsFetched(), world.device, 0)
     engine = Strategy().start(
-        Classification(_model),
+        Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
         Numerics(microbatches=1),
@@ -155,7 +156,7 @@ def _lockstep(steps: int, world: World) -> Turn:
 def no_evaluation(progress: Progress) -> Evaluated:
     """Say that nothing was evaluated: the loop asks for it after the last step."""
     place = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
-    return Evaluated(**place, loss=0.0, top={}, correct={}, evaluated=0, of=0, seconds=0.0)
+    return Evaluated(**place, loss=0.0, figures={}, evaluated=0, of=0, seconds=0.0)
 
 
 def no_save(_: Progress) -> list[Saved]:

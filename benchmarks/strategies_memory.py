@@ -89,7 +89,7 @@ def memory_of_pipeline(when: When, turns: int) -> Result:
     work = Work("ViT-Small", "AdamW", 1, microbatches)
     model = work.build().train()
     cut = find_cut(model, ranks, torch.empty(SAMPLE, device="meta"))
-    values: list[Tensor] = [work.batch(0).inputs]
+    values: list[Tensor] = [work.batch(0).batch[0]]
     expected = []
     for rank in range(ranks):
         stage = stage_module(model, cut, rank)
@@ -158,7 +158,7 @@ class Sizes:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model(work.batch(0).inputs if inputs is None else inputs)
+            model(work.batch(0).batch[0] if inputs is None else inputs)
         return cls(
             parameters,
             parameters * (2 if work.optimizer == "AdamW" else 1),

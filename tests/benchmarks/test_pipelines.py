@@ -17,7 +17,7 @@ WORK = Work("ViT-Tiny", "AdamW", samples=2, microbatches=4)
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     batches = [WORK.batch(index) for index in range(WORK.microbatches)]
-    return torch.cat([each.inputs for each in batches]), torch.cat([each.targets for each in batches])
+    return torch.cat([each.batch[0] for each in batches]), torch.cat([each.batch[1] for each in batches])
 
 
 def _norms(model: nn.Module) -> list[float]:

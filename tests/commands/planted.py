@@ -206,7 +206,7 @@ class Relabelled:
 
 def relabelled() -> DataSet:
     """A whole data set whose targets are random."""
-    return DataSet(Relabelled(), Relabelled(), ["0", "1", "2"], (64,))
+    return DataSet(Relabelled(), Relabelled(), {"classes": ["0", "1", "2"], "shape": [64]})
 
 
 class _Slow(nn.Module):

@@ -15,6 +15,7 @@ from timm.layers import EvoNorm2dB0
 from torch import nn
 
 from lockstep.config.load import load
+from lockstep.data.images.facts import facts
 from lockstep.models.find import build_model
 from lockstep.run.build import Setup, setup
 from lockstep.verification import causes
@@ -117,7 +118,7 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
 @pytest.mark.parametrize(("name", "plain"), [("resnet18", True), ("swin_tiny_patch4_window7_224", True)])
 def test_models_of_timm_are_known_by_their_layers(name, plain):
     with torch.device("meta"):
-        model = build_model(name=name, source="timm", classes=10, shape=(3, 224, 224))
+        model = build_model(name=name, source="timm", facts=facts([*map(str, range(10))], (3, 224, 224)))
     assert is_plain(model)
 
 

@@ -60,7 +60,7 @@ def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
 def save(ready: Setup, loaded: Any, folder: Path) -> Path:
     """Return a checkpoint after three steps."""
     training, loader = engine(ready, loaded)
-    progress = Progress(top={"top1": 0.25, "top5": 0.5}, best={"top1": 0.25, "top5": 0.5}, best_loss=2.0, best_at=3)
+    progress = Progress(figures={"top1": 0.25, "top5": 0.5}, best={"top1": 0.25, "top5": 0.5}, best_loss=2.0, best_at=3)
     for step, microbatches in loader.training(0):
         training.forward_backward(microbatches, step)
         progress.advance(step, training.update(0.01, None).applied)
@@ -295,7 +295,7 @@ def test_no_forgery_resumes_wrong_where_that_can_be_seen(
     found = outcomes(genuine, tmp_path, iter(forgeries), lambda path: outcome(path, ready, loaded, expected))
     counts = {word: sum(each == word for each in found.values()) for word in ("refused", "same", "wrong")}
     assert {what: each for what, each in found.items() if each not in counts} == {}
-    unseen = ("progress.top", "progress.best", "engine.loss_scale.scale", "engine.loss_scale._growth_tracker")
+    unseen = ("progress.figures", "progress.best", "engine.loss_scale.scale", "engine.loss_scale._growth_tracker")
     wrong = [what for what, each in found.items() if each == "wrong"]
     assert [what for what in wrong if not what.startswith(unseen) and not what.endswith("safetensors: swapped")] == []
     assert len(wrong) <= 10

@@ -11,7 +11,7 @@ from torchvision.transforms import functional as reference
 
 from lockstep.core import random
 from lockstep.data.images.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
-from lockstep.tasks.base import SKIPPED
+from lockstep.tasks.classification import SKIPPED
 
 CPU = torch.device("cpu")
 

@@ -32,12 +32,12 @@ def test_pixels_are_counts_scaled_to_bytes() -> None:
 def test_mean_and_std_are_those_of_the_training_part() -> None:
     data = digits()
     pixels = data.train.fetch(np.arange(1437), None)[0].double() / 255
-    assert data.mean == pytest.approx([pixels.mean().item()], abs=5e-5)
-    assert data.std == pytest.approx([pixels.std().item()], abs=1e-4)
+    assert data.facts["mean"] == pytest.approx([pixels.mean().item()], abs=5e-5)
+    assert data.facts["std"] == pytest.approx([pixels.std().item()], abs=1e-4)
 
 
 def test_every_class_is_in_both_parts() -> None:
     data = digits()
     for split in (data.train, data.validation):
         _, targets = split.fetch(np.arange(len(split)), None)
-        assert targets.unique().tolist() == list(range(len(data.classes)))
+        assert targets.unique().tolist() == list(range(len(data.facts["classes"])))

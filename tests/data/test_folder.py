@@ -17,7 +17,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, random_crop
 from lockstep.data.images.folder import folder
 from lockstep.errors import TrainingError
-from lockstep.tasks.base import SKIPPED
+from lockstep.tasks.classification import SKIPPED
 
 SIZE = 32
 
@@ -50,7 +50,7 @@ def _pixels(file: Path) -> Tensor:
 
 def test_what_the_model_must_know(root: Path) -> None:
     data = _open(root)
-    assert data.classes == ["cat", "dog"]
+    assert data.facts["classes"] == ["cat", "dog"]
     assert data.shape == (3, SIZE, SIZE)
     assert data.mean == (0.485, 0.456, 0.406)
     assert (len(data.train), len(data.validation)) == (8, 4)

@@ -73,31 +73,31 @@ def test_imports_by_path_and_passes_options(tmp_path: Path, monkeypatch: pytest.
     assert inputs.tolist() == [[13.0], [11.0]]
     assert targets.tolist() == [3, 1]
     assert targets.dtype == torch.int64
-    assert data.classes == ["0", "1", "2", "3"]
+    assert data.facts["classes"] == ["0", "1", "2", "3"]
     assert not data.train.in_memory
 
 
 def test_images_of_bytes_are_scaled_to_one(open_with: Open) -> None:
     data = open_with(lambda: (_pictures(), _pictures()))
-    assert data.shape == (3, 4, 5)
-    assert data.mean == (0.0, 0.0, 0.0)
-    assert data.std == (1.0, 1.0, 1.0)
-    assert data.classes == ["even", "odd"]
+    assert data.facts["shape"] == (3, 4, 5)
+    assert data.facts["mean"] == (0.0, 0.0, 0.0)
+    assert data.facts["std"] == (1.0, 1.0, 1.0)
+    assert data.facts["classes"] == ["even", "odd"]
 
 
 def test_other_data_is_left_as_it_is(open_with: Open) -> None:
     part = TensorDataset(torch.randn(5, 7), torch.arange(5))
     data = open_with(lambda: (part, part), {"classes": ["a", "b", "c", "d", "e"]})
-    assert data.shape == (7,)
-    assert data.mean is None
-    assert data.std is None
+    assert data.facts["shape"] == (7,)
+    assert data.facts["mean"] is None
+    assert data.facts["std"] is None
     assert torch.equal(data.validation.fetch(np.arange(5), None)[0], part.tensors[0])
 
 
 def test_a_whole_data_set_is_taken_as_it_is(open_with: Open) -> None:
     whole = digits()
     found = open_with(lambda: whole)
-    assert (found.classes, found.shape, found.mean, found.std) == (whole.classes, whole.shape, whole.mean, whole.std)
+    assert found.facts == whole.facts
     assert (len(found.train), len(found.validation)) == (len(whole.train), len(whole.validation))
     assert found.train.in_memory
     indices = np.array([7, 3])
@@ -143,7 +143,7 @@ def test_random_numbers_follow_from_draw_and_sample_alone(open_with: Open) -> No
 )
 def test_classes(open_with: Open, options: dict[str, Any], attributes: dict[str, Any], classes: list[str]) -> None:
     part = Listed([(_bytes(1), 0)], **attributes)
-    assert open_with(lambda: (part, part), options).classes == classes
+    assert open_with(lambda: (part, part), options).facts["classes"] == classes
 
 
 def test_the_option_classes_reaches_a_function_that_takes_it(open_with: Open) -> None:
@@ -153,7 +153,7 @@ def test_the_option_classes_reaches_a_function_that_takes_it(open_with: Open) ->
 
     data = open_with(with_classes, {"classes": 7})
     assert data.train.fetch(np.array([0]), None)[0].unique().tolist() == [7]
-    assert len(data.classes) == 7
+    assert len(data.facts["classes"]) == 7
 
 
 def _part(**attributes: Any) -> Listed:

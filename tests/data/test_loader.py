@@ -17,12 +17,15 @@ from torch import Tensor
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps, permutation
-from lockstep.data.base import DataSet, Split
+from lockstep.data.base import AsFetched, DataSet, Split
+from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Loader
 from lockstep.errors import PreflightError, TrainingError, UsageError
-from lockstep.tasks.base import SKIPPED, MicroBatch
+from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.classification import SKIPPED, skipped_samples
 
+CPU = torch.device("cpu")
 Update = tuple[Step, list[MicroBatch]]
 
 
@@ -47,13 +50,14 @@ class Decoded:
         return torch.from_numpy((noise * 256).astype(np.uint8)), targets
 
 
-def _finish() -> Finish:
-    return Finish(torch.device("cpu"), 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
+def _finish() -> ImageFinish:
+    return ImageFinish(CPU, 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
-    data = DataSet(split, split, ["only"], (3, 4, 4))
-    return Loader(data, Steps(len(split), batch, epochs=2), microbatches, _finish(), Place(rank, size), workers)
+    data = DataSet(split, split, skipped=skipped_samples)
+    place, steps = Place(rank, size), Steps(len(split), batch, epochs=2)
+    return Loader(data, steps, microbatches, _finish(), CPU, 3, place, workers)
 
 
 def _numbered(length: int) -> TensorSplit:
@@ -64,8 +68,7 @@ def _numbered(length: int) -> TensorSplit:
 
 def _same(one: Update, other: Update) -> bool:
     return one[0] == other[0] and all(
-        a.index == b.index and torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
-        for a, b in zip(one[1], other[1], strict=True)
+        a.index == b.index and all(map(torch.equal, a.batch, b.batch)) for a, b in zip(one[1], other[1], strict=True)
     )
 
 
@@ -84,14 +87,14 @@ def test_ranks_share_what_one_process_would_compute(length: int, batch: int, mic
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers: int) -> None:
     split = Decoded(23, skipped=4)
-    data = DataSet(split, split, ["only"], (3, 4, 4))
+    data = DataSet(split, split, skipped=skipped_samples)
     steps = Steps(23, 8, epochs=2)
 
     def beside(step: Step) -> int | None:
         return 1 if step.number % 2 else None
 
     alone = list(_loader(split, 8, 4).training(0))
-    loader = Loader(data, steps, 4, _finish(), Place(1, 2), workers, beside)
+    loader = Loader(data, steps, 4, _finish(), CPU, 3, Place(1, 2), workers, beside)
     for (step, every), (_, own) in zip(alone, loader.training(0), strict=True):
         expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
         assert _same((step, own), (step, expected))
@@ -99,17 +102,17 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
         anywhere = loader.microbatch(step, 0)
         assert _same((step, [anywhere]), (step, every[:1]))
         assert anywhere.shadow
-    own_targets = [each.targets for _, every in alone for each in every[2:]]
+    own_targets = [each.batch[1] for _, every in alone for each in every[2:]]
     assert loader.skipped == sum(int((targets == SKIPPED).sum()) for targets in own_targets)
 
 
 def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
     updates = list(_loader(_numbered(23), 8, 3).training(0))
-    visited = [torch.cat([each.targets for each in microbatches]).tolist() for _, microbatches in updates]
+    visited = [torch.cat([each.batch[1] for each in microbatches]).tolist() for _, microbatches in updates]
     assert [len(batch) for batch in visited] == [8, 8, 7] * 2
     assert list(chain.from_iterable(visited[:3])) == permutation(3, 0, 23).tolist()
     assert list(chain.from_iterable(visited[3:])) == permutation(3, 1, 23).tolist()
-    assert [[len(each.targets) for each in microbatches] for _, microbatches in updates[:3]] == [
+    assert [[len(each.batch[1]) for each in microbatches] for _, microbatches in updates[:3]] == [
         [3, 3, 2],
         [3, 3, 2],
         [3, 2, 2],
@@ -126,7 +129,7 @@ def test_each_epoch_augments_anew_and_each_run_alike() -> None:
 
 
 def _sorted(microbatches: list[MicroBatch]) -> Tensor:
-    return microbatches[0].inputs[microbatches[0].targets.argsort()]
+    return microbatches[0].batch[0][microbatches[0].batch[1].argsort()]
 
 
 @pytest.mark.parametrize("first", [0, 1, 3, 5])
@@ -218,16 +221,16 @@ def test_ranks_without_work_in_short_steps_stay_in_step() -> None:
         assert [step for step, _ in updates] == [step for step, _ in alone]
         assert [len(own) for _, own in updates] == [1, 0, 1, 0]
         for (_, own), (_, every) in zip(updates, alone, strict=True):
-            assert all(torch.equal(each.inputs, every[each.index].inputs) for each in own)
+            assert all(torch.equal(each.batch[0], every[each.index].batch[0]) for each in own)
 
 
 def test_data_that_is_no_image_comes_as_it_is() -> None:
     values = torch.arange(12.0).view(4, 3)
     split = TensorSplit(values, torch.arange(4))
-    data = DataSet(split, split, ["only"], (3,))
-    loader = Loader(data, Steps(4, 4, epochs=1), 1, Finish(torch.device("cpu"), 4))
+    data = DataSet(split, split)
+    loader = Loader(data, Steps(4, 4, epochs=1), 1, AsFetched(), CPU, 0)
     [(_, [microbatch])] = list(loader.training(0))
-    assert torch.equal(microbatch.inputs, values[microbatch.targets])
+    assert torch.equal(microbatch.batch[0], values[microbatch.batch[1]])
 
 
 def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,13 +264,13 @@ def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest
 )
 def test_what_does_not_fit_the_samples_is_refused(finish, shape, told) -> None:
     with pytest.raises(UsageError) as caught:
-        Finish(torch.device("cpu"), 10, **finish).check(shape)
+        ImageFinish(CPU, 10, **finish).check(shape)
     assert told in str(caught.value)
 
 
 def test_what_fits_is_not_refused() -> None:
-    Finish(torch.device("cpu"), 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
-    Finish(torch.device("cpu"), 10).check((7,))
+    ImageFinish(CPU, 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
+    ImageFinish(CPU, 10).check((7,))
 
 
 def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,12 @@ def test_synthetic_has_its_defaults_and_options() -> None:
     data = _open("synthetic")
     assert (len(data.train), len(data.validation)) == (SYNTHETIC["samples"], SYNTHETIC["validation_samples"])
     assert len(data.train) == training_samples("synthetic", "", {})
-    assert data.shape == (3, 32, 32)
-    assert len(data.classes) == 10
+    assert data.facts["shape"] == (3, 32, 32)
+    assert len(data.facts["classes"]) == 10
     options = {"samples": 6, "validation_samples": 2, "classes": 3, "channels": 1}
     data = _open("synthetic", image_size=9, options=options)
-    assert (len(data.train), len(data.validation), len(data.classes)) == (6, 2, 3)
-    assert data.shape == (1, 9, 9)
+    assert (len(data.train), len(data.validation), len(data.facts["classes"])) == (6, 2, 3)
+    assert data.facts["shape"] == (1, 9, 9)
 
 
 def test_folder_has_its_defaults(tmp_path: Path) -> None:

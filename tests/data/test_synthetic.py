@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.images import synthetic as module
 from lockstep.data.base import DataSet
+from lockstep.data.images import synthetic as module
 from lockstep.data.images.synthetic import synthetic
 
 
@@ -37,17 +37,17 @@ def test_every_shape(size: int, samples: int, validation_samples: int, classes: 
         classes=classes,
         channels=channels,
     )
-    assert (len(data.train), len(data.validation), len(data.classes)) == (
+    assert (len(data.train), len(data.validation), len(data.facts["classes"])) == (
         samples,
         validation_samples,
         classes,
     )
     images, targets = _everything(data)
-    assert images.shape == (samples, *data.shape) == (samples, channels, size, size)
+    assert images.shape == (samples, *data.facts["shape"]) == (samples, channels, size, size)
     assert images.dtype == torch.uint8
     assert targets.tolist() == [number % classes for number in range(samples)]
-    assert data.mean is not None
-    assert len(data.mean) == channels
+    assert data.facts["mean"] is not None
+    assert len(data.facts["mean"]) == channels
 
 
 def test_noise_made_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,5 +80,5 @@ def test_the_nearest_class_mean_of_training_classifies_validation() -> None:
 def test_figures_are_near_those_of_the_pixels() -> None:
     data = synthetic(image_size=8, samples=400, validation_samples=0, classes=50, channels=3)
     pixels = _everything(data)[0].double() / 255
-    assert data.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=0.02)
-    assert data.std == pytest.approx(pixels.std((0, 2, 3)).tolist(), abs=0.02)
+    assert data.facts["mean"] == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=0.02)
+    assert data.facts["std"] == pytest.approx(pixels.std((0, 2, 3)).tolist(), abs=0.02)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.models.check import Summary, check_dtype, check_model, check_weights
 from lockstep.models.digits_convnet import digits_convnet
 from lockstep.parallel.weights import computing_in
+from lockstep.tasks.classification import check_outputs
 
 
 class _ReadsValues(nn.Linear):
@@ -33,7 +35,13 @@ class _Two(nn.Linear):
 def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest: int = 2) -> Summary:
     """Check a model `m` on two samples like the first of `inputs` in evaluation, and on `smallest` in training."""
     rows = torch.arange(max(2, smallest)) % len(inputs)
-    return check_model(build, name="m", evaluation=inputs[rows[:2]], training=inputs[rows[:smallest]], classes=classes)
+    return check_model(
+        build,
+        name="m",
+        evaluation=(inputs[rows[:2]],),
+        training=(inputs[rows[:smallest]],),
+        check=partial(check_outputs, "m", classes),
+    )
 
 
 def test_summary_counts_parameters_and_names_buffers() -> None:
@@ -180,8 +188,8 @@ class _Mixes(nn.Linear):
 )
 def test_a_model_that_cannot_compute_in_another_dtype_is_refused(build: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_dtype(build, computing_in, name="m", inputs=torch.zeros(2, 4), dtype=torch.bfloat16)
+        check_dtype(build, computing_in, name="m", inputs=(torch.zeros(2, 4),), dtype=torch.bfloat16)
 
 
 def test_a_model_that_can_is_not() -> None:
-    check_dtype(digits_convnet, computing_in, name="m", inputs=torch.zeros(2, 1, 8, 8), dtype=torch.bfloat16)
+    check_dtype(digits_convnet, computing_in, name="m", inputs=(torch.zeros(2, 1, 8, 8),), dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.data.images.facts import facts
 from lockstep.errors import UsageError
 from lockstep.models.find import OURS, build_model
 
@@ -32,15 +33,15 @@ def not_a_module() -> int:
 
 
 def _build(name: str, **changes: Any) -> nn.Module:
-    arguments: dict[str, Any] = {"classes": 10, "shape": (3, 32, 32)} | changes
+    own = facts([*map(str, range(changes.pop("classes", 10)))], changes.pop("shape", (3, 32, 32)))
     with torch.device("meta"):
-        return build_model(name=name, **arguments)
+        return build_model(name=name, facts=own, **changes)
 
 
 @pytest.mark.parametrize(("name", "size"), [("digits_convnet", 8), ("botnet50", 64)])
 def test_ours_follow_the_data(name: str, size: int) -> None:
     with torch.device("meta"):
-        model = build_model(name=name, classes=7, shape=(3, size, size))
+        model = build_model(name=name, facts=facts([*map(str, range(7))], (3, size, size)))
         assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
 
 
@@ -130,7 +131,7 @@ def test_pretrained_weights_are_for_timm_and_torchvision(name: str) -> None:
 def test_ours_import_neither_timm_nor_torchvision() -> None:
     code = (
         "import sys; from lockstep.models.find import build_model;"
-        "build_model(name='digits_convnet', classes=10, shape=(1, 8, 8));"
+        "build_model(name='digits_convnet', facts=facts([*map(str, range(10))], (1, 8, 8)));"
         "assert not {'timm', 'torchvision'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -41,7 +41,7 @@ class Ends(nn.Module):
 
 def looked(model: Callable[[], nn.Module], *shape: int) -> list[Refusal]:
     inputs, targets = torch.rand(2, 3, *(shape or (12, 12))), torch.zeros(2, dtype=torch.int64)
-    return refused_operations(model, inputs, targets, lambda outputs, _: outputs.float().sum())
+    return refused_operations(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
 
 
 def names(model: Callable[[], nn.Module], *shape: int) -> set[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from torchvision import models
 from torchvision.models import WeightsEnum
 
+from lockstep.data.images.facts import facts
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.pretrained import fetching
@@ -27,8 +28,7 @@ def _torchvision(classes: int) -> nn.Module:
         name="shufflenet_v2_x0_5",
         source="torchvision",
         pretrained=True,
-        classes=classes,
-        shape=(3, 32, 32),
+        facts=facts([*map(str, range(classes))], (3, 32, 32)),
     )
 
 
@@ -81,7 +81,9 @@ def test_other_errors_are_left_alone() -> None:
 
 def test_no_such_weights_are_said_by_timm() -> None:
     with pytest.raises(UsageError, match="No pretrained weights exist"):
-        build_model(name="efficientnet_b0_gn", source="timm", pretrained=True, classes=10, shape=(3, 32, 32))
+        build_model(
+            name="efficientnet_b0_gn", source="timm", pretrained=True, facts=facts([*map(str, range(10))], (3, 32, 32))
+        )
 
 
 def test_other_processes_wait(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.world import World
 from lockstep.strategies import pipeline, single
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
 CLASSES = 5
@@ -141,11 +141,8 @@ def engine(world: World, case: Case, options: dict[str, Any] | None) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **settings)
 
-    task = Classification(
-        partial(build, case),
-        topk=(1,),
-        sample=torch.empty(3, case.size, case.size, device="meta") if case.measured else None,
-    )
+    example = (torch.empty(2, 3, case.size, case.size, device="meta"),)
+    problem = Problem(Classification(topk=(1,)), partial(build, case), example=example if case.measured else None)
     numerics = Numerics(
         microbatches=case.microbatches,
         seed=7,
@@ -157,8 +154,8 @@ def engine(world: World, case: Case, options: dict[str, Any] | None) -> Engine:
         offload_activations=case.offload_activations,
     )
     if options is None:
-        return single.Strategy().start(task, optimizer, world, numerics)
-    return pipeline.Strategy(**options).start(task, optimizer, world, numerics)
+        return single.Strategy().start(problem, optimizer, world, numerics)
+    return pipeline.Strategy(**options).start(problem, optimizer, world, numerics)
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
@@ -186,14 +183,14 @@ def trained(
     for step, images, targets in list(steps(case))[first:]:
         cuts = cut(step.samples, min(case.microbatches, step.samples))
         mine = [
-            MicroBatch(index, images[list(cuts[index])], targets[list(cuts[index])])
-            for index, _ in place.indices(len(cuts))
+            MicroBatch(index, (images[list(own)], targets[list(own)]), len(own), len(own))
+            for index, own in ((index, cuts[index]) for index, _ in place.indices(len(cuts)))
         ]
         sums = training.forward_backward(mine, step)
         trace |= {f"gradient {step.number} {name}": text for name, text in own(training.gradients()).items()}
         update = training.update(toys.rate(step), case.clip)
         with training.evaluation() as predict:
-            outputs = predict(images[:2])
+            outputs = predict((images[:2],))
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale}"
         trace[f"outputs {step.number}"] = hashed(outputs)

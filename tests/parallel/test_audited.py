@@ -146,7 +146,7 @@ def inputs(engine: Any) -> None:
     forward_one = engine._forward_one
 
     def faulty(microbatch: Any, step: Step) -> Any:
-        changed = microbatch.inputs.clone()
+        changed = microbatch.batch[0].clone()
         flip(changed)
         return forward_one(replace(microbatch, inputs=changed), step)
 

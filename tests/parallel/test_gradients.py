@@ -38,7 +38,7 @@ def _gradients(parameters: Sequence[Parameter], lane: Noted, alone: bool, bucket
 
 
 def microbatches(count: int) -> list[MicroBatch]:
-    return [MicroBatch(index, torch.empty(1), torch.empty(1)) for index in range(count)]
+    return [MicroBatch(index, torch.empty(1), 1, 1) for index in range(count)]
 
 
 def _sizes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Parameter]:

@@ -186,7 +186,7 @@ def by_ddp(world: World, case: Case) -> tuple[dict[str, Tensor], dict[str, Tenso
         [mine] = toys.share(world, case, step)
         torch.manual_seed(random.torch_seed(random.key(random.FORWARD, 7, step.number, mine.index)))
         optimizer.zero_grad()
-        F.cross_entropy(replicated(mine.inputs), mine.targets).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(replicated(mine.batch[0]), mine.batch[1]).backward()  # type: ignore[no-untyped-call]
         zeros_for_missing(model)
         move(optimizer, step)
     return model.state_dict(), by_engine(world, case)[0]

@@ -23,7 +23,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
 CLASSES = 5
@@ -141,8 +141,9 @@ def engine(world: World, case: Case) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **options)
 
-    task = Classification(partial(build, case), topk=(1,), sample=torch.empty(3, case.side, case.side, device="meta"))
-    started: Any = strategy(world, case).start(task, optimizer, world, case.numerics())
+    example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
+    problem = Problem(Classification(topk=(1,)), partial(build, case), example=example)
+    started: Any = strategy(world, case).start(problem, optimizer, world, case.numerics())
     return AuditedEngine(started, world, rota(world, case), partial(fetch, case)) if case.audit_every else started
 
 
@@ -155,7 +156,7 @@ def fetch(case: Case, step: Step, index: int, shadow: bool = True) -> MicroBatch
     """Return any micro-batch of a step."""
     _, images, targets = list(steps(case))[step.number]
     own = list(cut(step.samples, min(case.microbatches, step.samples))[index])
-    return MicroBatch(index, images[own], targets[own], shadow)
+    return MicroBatch(index, (images[own], targets[own]), len(own), len(own), shadow)
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:

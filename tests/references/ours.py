@@ -10,7 +10,7 @@ from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.runtime.world import World
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
 
@@ -18,7 +18,7 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
     """Train and return the weights, whole, on each rank."""
     placed = import_module(f"lockstep.strategies.{strategy}").Strategy()
     engine = placed.start(
-        Classification(build, topk=(1,)),
+        Problem(Classification(topk=(1,)), build),
         lambda trained, _: make_optimizer(trained, name=recipe.optimizer, lr=recipe.lr, options=recipe.options),
         world,
         Numerics(microbatches=PROCESSES),
@@ -27,7 +27,7 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
     for number in range(STEPS):
         step = Step(number, 0, number * samples, samples, number * samples, False)
         places = placed.place(world.rank, world.size).indices(PROCESSES)
-        own = [MicroBatch(index, *data(number, index), shadow) for index, shadow in places]
+        own = [MicroBatch(index, data(number, index), SAMPLES, SAMPLES, shadow) for index, shadow in places]
         engine.forward_backward(own, step)
         engine.update(recipe.lr, recipe.max_norm)
     weights = {name: tensor.detach().clone() for name, tensor in gathered(world, engine.state().model).items()}

@@ -51,7 +51,12 @@ def test_columns_in_which_nothing_stands_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("columns", "left_out"),
-    [("120", ""), ("100", "epoch, top1"), ("90", "epoch, top1, samples/s"), ("60", "epoch, top1, samples/s, loss, last")],
+    [
+        ("120", ""),
+        ("100", "epoch, top1"),
+        ("90", "epoch, top1, samples/s"),
+        ("60", "epoch, top1, samples/s, loss, last"),
+    ],
 )
 def test_a_terminal_gets_colours_and_what_it_has_room_for(
     monkeypatch: pytest.MonkeyPatch, columns: str, left_out: str

@@ -57,7 +57,7 @@ def test_figures() -> None:
 
 def test_lines() -> None:
     assert wording.evaluated(evaluated()) == "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023"
-    of_average = dataclasses.replace(evaluated(), weights="ema", top={})
+    of_average = dataclasses.replace(evaluated(), weights="ema", figures={})
     assert wording.evaluated(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
     assert wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
     expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to go on"
@@ -81,7 +81,7 @@ def test_summary_counts_what_this_start_did() -> None:
 
 
 def test_a_run_of_no_time_has_no_speed() -> None:
-    rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, top={}), started(), "runs/x"))
+    rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, figures={}), started(), "runs/x"))
     assert "samples/s" not in rows
 
 

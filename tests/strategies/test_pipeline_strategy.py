@@ -86,7 +86,7 @@ def _warning(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def test_a_model_is_checked_before_any_process_starts() -> None:
-    sample = torch.empty(4, device="meta")
+    sample = (torch.empty(2, 4, device="meta"),)
     for build in (chain, reading):
         Strategy().check_model(build, sample, 3)
         Strategy(replicate=2).check_model(build, sample, 6)
@@ -96,7 +96,7 @@ def test_a_model_is_checked_before_any_process_starts() -> None:
             Strategy(schedule="interleaved").check_model(build, sample, 3)
         warned = partial(_warning, build)
         Strategy().check_model(warned, sample, 3)
-    tokens = torch.empty(5, dtype=torch.int64, device="meta")
+    tokens = (torch.empty(2, 5, dtype=torch.int64, device="meta"),)
     Strategy().check_model(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3)), tokens, 2)
     with pytest.raises(UsageError, match="the model has no module 9"):
         Strategy(cut=("9",)).check_model(chain, sample, 2)

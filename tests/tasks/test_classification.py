@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import UsageError
-from lockstep.tasks.base import SKIPPED
-from lockstep.tasks.classification import Classification, check_loss, check_targets, find_loss
+from lockstep.tasks.classification import SKIPPED, Classification, check_loss, check_targets, find_loss
 
 
 def _task(**changes: object) -> Classification:
-    return Classification(build=lambda: nn.Linear(2, 3), **changes)  # type: ignore[arg-type]
+    return Classification(**changes)  # type: ignore[arg-type]
 
 
 def per_sample(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ def test_half_precision_outputs_are_added_in_float32(outputs: Tensor) -> None:
 )
 def test_users_loss(outputs: Tensor, loss: object, what: str) -> None:
     targets = torch.tensor([0, 4, 2, 2])
-    torch.testing.assert_close(_task(loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets))
+    torch.testing.assert_close(_task(own_loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets))
 
 
 @pytest.mark.parametrize(
@@ -103,12 +102,12 @@ def test_users_loss(outputs: Tensor, loss: object, what: str) -> None:
 )
 def test_users_loss_of_another_kind(outputs: Tensor, loss: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        _task(loss=loss).loss_sum(outputs, torch.tensor([0, 4, 2, 2]))
+        _task(own_loss=loss).loss_sum(outputs, torch.tensor([0, 4, 2, 2]))
 
 
 def test_smoothing_of_a_users_loss_is_refused() -> None:
     with pytest.raises(UsageError, match=r"label_smoothing is 0\.1, but the loss is a function of yours"):
-        _task(loss=per_sample, label_smoothing=0.1)
+        _task(own_loss=per_sample, label_smoothing=0.1)
 
 
 def test_find_loss() -> None:

@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
-from lockstep.parallel.engine import State, Sums, Update
+from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.events import Evaluated, Event, Saved
 from lockstep.training.loop import Plan, Progress
@@ -39,9 +38,9 @@ class FakeEngine:
         return Update(norm, self._number not in self.skipped, 8.0 if self.skipped else None)
 
     @contextmanager
-    def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
+    def evaluation(self) -> Iterator[Predict]:
         self.calls.append(("evaluation",))
-        yield lambda inputs: inputs
+        yield lambda inputs: inputs[0]
 
     def state(self) -> State:
         raise NotImplementedError
@@ -61,7 +60,7 @@ def batches(
     def from_step(first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         for number in range(first, steps.total):
             upto(steps[number])
-            yield steps[number], [MicroBatch(0, torch.empty(1), torch.empty(1))]
+            yield steps[number], [MicroBatch(0, torch.empty(1), 1, 1)]
 
     return from_step
 
@@ -77,8 +76,7 @@ def evaluated(top1: float = 0.5, loss: float = 1.0) -> Callable[[Progress], Eval
         epoch=progress.epoch,
         samples=progress.samples,
         loss=loss,
-        top={"top1": top1},
-        correct={"top1": int(100 * top1)},
+        figures={"top1": top1},
         evaluated=100,
         of=100,
         seconds=0.0,

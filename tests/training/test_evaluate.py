@@ -6,13 +6,13 @@ import pytest
 import torch
 import worlds
 from fakes import FakeEngine
-from torch import Tensor, nn
 
+from lockstep.core.batch import Batch
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
-from lockstep.data.base import DataSet
+from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.loader import Finish, Loader
+from lockstep.data.loader import Loader
 from lockstep.runtime.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluate import evaluate
@@ -28,24 +28,25 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
     targets[::5] = -100  # could not be read
     split = TensorSplit(outputs, targets)
     loader = Loader(
-        DataSet(split, split, ["a"], (CLASSES,)),
+        DataSet(split, split),
         Steps(samples, 1, epochs=1),
         1,
-        Finish(torch.device("cpu"), CLASSES),
+        AsFetched(),
+        torch.device("cpu"),
+        0,
         Place(world.rank, world.size),
     )
     seen = 0
 
-    def counted() -> Iterator[tuple[int | None, Tensor, Tensor]]:
+    def counted() -> Iterator[tuple[int | None, Batch, int]]:
         nonlocal seen
-        for number, inputs, labels in loader.validation(batch):
-            seen += len(inputs)
-            yield number, inputs, labels
+        for number, fetched, weight in loader.validation(batch):
+            seen += weight
+            yield number, fetched, weight
 
-    task = Classification(nn.Identity, topk=(1, 5))
-    found = evaluate(FakeEngine(), world, task, counted(), loader.validation_batches(batch))
-    assert found.pop("seconds") >= 0.0
-    return found, seen
+    found = evaluate(FakeEngine(), world, Classification(topk=(1, 5)), counted(), loader.validation_batches(batch))
+    assert found.seconds >= 0.0
+    return {name: float(value) for name, value in found.sums.items()}, seen
 
 
 @pytest.mark.worlds

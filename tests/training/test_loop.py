@@ -150,7 +150,7 @@ def test_the_best_evaluation_is_the_first_top_k_then_the_lower_loss() -> None:
         progress.judge(evaluated(top1, loss)(progress))
         judged.append(progress.best_at)
     assert judged == [1, 1, 3, 3, 5]
-    assert (progress.best, progress.best_loss, progress.top) == ({"top1": 0.6}, 9.0, {"top1": 0.6})
+    assert (progress.best, progress.best_loss, progress.figures) == ({"top1": 0.6}, 9.0, {"top1": 0.6})
 
 
 def test_the_first_evaluation_is_the_best_even_if_nothing_was_right() -> None:

@@ -189,7 +189,9 @@ class Loader:
     def _sent_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
         skipped = self._unread(request, fetched)
         self.unreadable[1].update(skipped)
-        return _Sent(_Cut(0, range(0), shadow=False), skipped, self._weight(request, fetched), self._copies.start(fetched))
+        return _Sent(
+            _Cut(0, range(0), shadow=False), skipped, self._weight(request, fetched), self._copies.start(fetched)
+        )
 
     def _unread(self, request: Request, fetched: Batch) -> list[int]:
         numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(fetched).numpy()].tolist()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
+from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Place
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.runtime.world import World
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Problem
 
 
 class Strategy(Protocol):
@@ -66,7 +67,7 @@ class Strategy(Protocol):
         ...
 
     def check_model(
-        self, build: Callable[[], nn.Module], sample: Tensor | None, processes: int, *, whole_blocks: bool = False
+        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
     ) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut; needed where `cuts_model` is true.
 
@@ -81,6 +82,6 @@ class Strategy(Protocol):
         """
         ...
 
-    def start(self, task: Task, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine (parallel/engine.py) of this rank. All ranks call it at once."""
         ...
