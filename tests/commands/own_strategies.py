@@ -37,12 +37,12 @@ class Late:
             return Place()
         return Place(replica=rank, replicas=size)
 
-    def start(self, task: Any, make_optimizer: Any, world: Any, numerics: Any) -> Engine:
+    def start(self, problem: Any, make_optimizer: Any, world: Any, numerics: Any) -> Engine:
         if self.fault == "start":
             raise RuntimeError("no engine")
         places = [self.place(rank, world.size) for rank in range(world.size)]
         return LocalEngine(
-            task, make_optimizer, world, numerics, places, whole(world, places, bucket_bytes=sys.maxsize)
+            problem, make_optimizer, world, numerics, places, whole(world, places, bucket_bytes=sys.maxsize)
         )
 
 
