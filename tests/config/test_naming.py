@@ -45,6 +45,14 @@ def test_another_model_drops_what_was_set_for_the_former_one(form: str) -> None:
     assert found.origins["recipe.model.source"] == "default"
 
 
+def test_a_model_of_another_source_is_another_model() -> None:
+    found = loaded("recipe.model.source=timm")
+    model = found.config.recipe.model
+    assert (model.name, model.source, model.pretrained, model.options) == ("digits_convnet", "timm", False, {})
+    assert found.notes[0].startswith("recipe.model is digits_convnet of another source; dropped what was set for that")
+    assert loaded("recipe.model.source=lockstep").config.recipe.model.options == {"dropout": 0.1, "width": 8}
+
+
 def test_what_the_same_command_sets_is_kept_in_any_order() -> None:
     words = ["recipe.model.options.width=16", "recipe.model=resnet18", "recipe.model.source=timm"]
     for order in permutations(words):

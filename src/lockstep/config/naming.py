@@ -35,7 +35,9 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
     notes = []
     for section, kept in _KEPT.items():
         old, new = _name(before, section), _name(after, section)
-        if not isinstance(old, str) or new in (old, UNREADABLE):
+        if not isinstance(old, str) or new is UNREADABLE:
+            continue
+        if new == old and not _elsewhere(before, after, section):
             continue
         foreign = list(_foreign(after, section, kept))
         said = [
@@ -44,7 +46,7 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
             if value not in (_default(path), {})
         ]
         if said:
-            names = f"{flow(new)} instead of {flow(old)}"
+            names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} of another source"
             notes.append(f"{dotted(section)} is {names}; dropped what was set for that: {', '.join(said)}")
         for path, _ in foreign:
             _remove(after, path)
@@ -68,6 +70,12 @@ def _name(document: Document, section: Path) -> Any:
     value = _at(document, section)
     name = value.get("name") if isinstance(value, dict) else value
     return _default((*section, "name")) if name is None else name
+
+
+def _elsewhere(before: Document, after: Document, section: Path) -> bool:
+    """Whether an override looks for what a section names in another place than the file does: it is another thing."""
+    old, new = _at(before, (*section, "source")), _at(after, (*section, "source"))
+    return old != new and new is not None
 
 
 def _default(path: Path) -> Any:

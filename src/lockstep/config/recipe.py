@@ -29,10 +29,10 @@ _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on 
 
 
 class Model(Section):
-    """A network by name: ours, timm's or torchvision's, or `package.module:function`."""
+    """A network by name: ours, timm's, torchvision's or transformers', or `package.module:function`."""
 
     name: Name
-    source: Literal["auto", "lockstep", "timm", "torchvision"] = "auto"
+    source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
     pretrained: bool = False
     options: dict[str, Any] = Field(default_factory=dict)
 

@@ -1,9 +1,9 @@
-"""Models by name: ours, timm's, torchvision's, or the user's `package.module:function`."""
+"""Models by name: ours, timm's, torchvision's, transformers', or the user's `package.module:function`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Literal
@@ -14,17 +14,18 @@ from torch import nn
 from lockstep.core.names import suggestion
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.importing import import_object
+from lockstep.models.hugging_face import is_transformers_folder, transformers_model
 from lockstep.models.pretrained import fetching, with_fitting_weights
 from lockstep.own_code import OwnCode, described
 
-Source = Literal["auto", "lockstep", "timm", "torchvision"]
-Place = Literal["lockstep", "timm", "torchvision", "path"]
+Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
+Place = Literal["lockstep", "timm", "torchvision", "transformers", "path"]
 Factory = Callable[..., nn.Module]
 
 OURS: Final[Mapping[str, str]] = {
     "botnet50": "lockstep.models.botnet:botnet50",
-    "gpt": "lockstep.models.gpt:gpt",
     "digits_convnet": "lockstep.models.digits_convnet:digits_convnet",
+    "gpt": "lockstep.models.gpt:gpt",
 }
 
 
@@ -36,20 +37,23 @@ def build_model(
     options: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any],
 ) -> nn.Module:
-    """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample.
+    """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample,
+    `vocabulary`, the number of tokens, each where it has them.
 
-    `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path. `options`
-    go to the model's function and win over what follows from the data. timm and torchvision take seconds to
-    import and are imported only where the name leads to them.
+    `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path, and a folder with a
+    config.json a model of transformers, which else are found by their source alone. `options` go to the model's
+    function, for transformers to its config, and win over what follows from the data. timm, torchvision and
+    transformers take seconds to import and are imported only where the name leads to them.
     """
     place = _place(name, source)
     if pretrained and place in ("lockstep", "path"):
         raise UsageError(
-            f"model {name}: only models of timm and torchvision come with pretrained weights; "
+            f"model {name}: only models of timm, torchvision and transformers come with pretrained weights; "
             f"set recipe.model.pretrained: false, or load them in a function of yours"
         )
-    factory = _factory(place, name, pretrained)
-    arguments = _from_data(place, name, factory, facts) | dict(options or {})
+    factory = _factory(place, name, pretrained, facts)
+    given = dict(options or {})
+    arguments = {"options": given} if place == "transformers" else _from_data(place, name, factory, facts) | given
     with _explained(name, arguments), fetching(name) if pretrained else nullcontext():
         fit = pretrained and place == "torchvision"
         model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
@@ -65,6 +69,8 @@ def build_model(
 def _place(name: str, source: Source) -> Place:
     if source == "auto" and ":" in name:
         return "path"
+    if source == "transformers" or (source == "auto" and is_transformers_folder(name)):
+        return "transformers"
     if source in ("auto", "lockstep") and name in OURS:
         return "lockstep"
     if source in ("auto", "timm") and _in_timm(name, source):
@@ -94,11 +100,12 @@ def _unknown(name: str, source: Source) -> str:
     names = known[source] if source in known else sorted({each for some in known.values() for each in some})
     nowhere = "neither Lockstep, timm nor torchvision has it"
     where = f"{source} has no such model" if source in known else nowhere
-    hint = suggestion(name, names) or "; give a name of theirs or package.module:function"
+    theirs = "; give a name of theirs, package.module:function, or source: transformers beside a name of those"
+    hint = suggestion(name, names) or theirs
     return f"model {name}: {where}{hint}"
 
 
-def _factory(place: Place, name: str, pretrained: bool) -> Factory:
+def _factory(place: Place, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
     match place:
         case "lockstep":
             factory = import_object(OURS[name], "model")
@@ -114,31 +121,36 @@ def _factory(place: Place, name: str, pretrained: bool) -> Factory:
             from torchvision import models
 
             factory = partial(models.get_model, name)
+        case "transformers":
+            factory = partial(transformers_model, name, facts=facts, pretrained=pretrained)
     made: Factory = factory
     return made
 
 
 def _from_data(place: Place, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that follow from the data, as far as the model's function takes them."""
-    classes, shape = len(facts["classes"]), facts["shape"]
-    images = len(shape) == 3
+    shape: Sequence[int] = facts.get("shape") or ()
+    images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
+    sizes = {"num_classes": len(facts["classes"])} if "classes" in facts else {}
+    if "vocabulary" in facts:
+        sizes["vocabulary"] = facts["vocabulary"]
     match place:
         case "timm":
-            return {"num_classes": classes} | ({"in_chans": shape[0]} if other_channels else {})
+            return sizes | ({"in_chans": shape[0]} if other_channels else {})
         case "torchvision":
             if other_channels:
                 raise UsageError(
                     f"model {name}: torchvision's models take 3 channels, but the data has {shape[0]}; "
                     f"use a model of timm (source: timm) or a function of yours"
                 )
-            return {"num_classes": classes}
+            return sizes
         case "path":
             with OwnCode(f"model {name}"):  # a signature is what its object says it is
-                return _taken(factory, {"num_classes": classes})
-        case "lockstep":
-            sizes = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
-            return _taken(factory, {"num_classes": classes} | sizes)
+                return _taken(factory, sizes)
+        case _:
+            of_images = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
+            return _taken(factory, sizes | of_images)
 
 
 def _taken(factory: Factory, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.core.batch import tensors_of
+
 
 @final
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,11 +43,12 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
     """Let `counter` count the backward from `outputs` too; return all it has, None where there is no backward."""
-    if not isinstance(outputs, Tensor):
+    learned = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+    if not learned:
         return None
     try:
         with counter:
-            outputs.sum().backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward([tensor.sum() for tensor in learned])
     except Exception:  # a stranger's autograd function may need values, which the meta device has not
         return None
     return counter.flops

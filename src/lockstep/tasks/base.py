@@ -107,3 +107,8 @@ class Problem:
     build_model: Callable[[], nn.Module]
     name: str = "model"
     example: Inputs | None = None
+
+
+def scores(outputs: Any) -> Any:
+    """Return what of a model's outputs the loss takes: all of it, or `logits` where outputs have names."""
+    return outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs

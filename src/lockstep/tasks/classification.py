@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
-from lockstep.tasks.base import Figures, Monitor
+from lockstep.tasks.base import Figures, Monitor, scores
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,9 +73,9 @@ class Classification:
         """See Task."""
         return len(batch[1])
 
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self.loss_sum(outputs, batch[1])
+        return self.loss_sum(scores(outputs), batch[1])
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss added over the samples: a 0-dim tensor.
@@ -92,13 +92,13 @@ class Classification:
             )
         return loss
 
-    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `counted`, the samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
 
         With a mixture of classes the heaviest one is the truth.
         """
         truth, counted = _truth(batch[1])
-        hits = _hits(outputs, truth, max(self.topk, default=1)) & counted[:, None]
+        hits = _hits(scores(outputs), truth, max(self.topk, default=1)) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
 
@@ -174,6 +174,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
 
 def check_outputs(name: str, classes: int, outputs: object, samples: int) -> None:
     """Raise UsageError unless `outputs` of the model `name` are floats of shape [samples, classes]."""
+    outputs = scores(outputs)
     if not isinstance(outputs, Tensor):
         raise UsageError(
             f"model {name}: its output is of type {type(outputs).__name__}, not one tensor; "

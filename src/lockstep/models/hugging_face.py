@@ -1,0 +1,162 @@
+"""Models of Hugging Face's transformers: from a config alone, or with weights from a folder or the hub.
+
+Their code is what is installed: none is fetched with a model, and of weights only safetensors are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from lockstep.core.names import suggestion
+from lockstep.errors import UsageError
+
+Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
+
+# "sdpa" calls torch's own attention, "eager" writes it out. Others have kernels of their own, which are not checked.
+_ATTENTION: Final = ("sdpa", "eager")
+_OURS: Final = ("attn_implementation", "revision")  # options that are no fields of a config
+_GENERAL: Final = ("num_labels", "id2label", "label2id", "tie_word_embeddings")
+_SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
+
+
+def transformers_model(
+    name: str, *, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
+) -> nn.Module:
+    """Return a model for data of which `facts` are known, in float32 and without a cache of keys and values.
+
+    `name` is a model type of transformers, such as `llama`, a folder with a config.json, or a name on the hub.
+    `options` are fields of its config, and win over what follows from the data. With `pretrained` the weights of the
+    folder or the hub are loaded; a head of another size starts at random.
+    """
+    library = _library(name)
+    attention = options.get("attn_implementation")
+    if attention is not None and attention not in _ATTENTION:
+        raise UsageError(
+            f"model {name}: attn_implementation is {attention!r}, whose kernels need not give the same bits each time; "
+            f"use sdpa, the default where a model has it, or eager"
+        )
+    config = _config(library, name, options, facts)
+    auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    if type(config) not in auto._model_mapping:
+        raise UsageError(
+            f"model {name}: transformers has no {config.model_type} for {_task(kind_of(facts))}, which the data asks "
+            f"for; choose a type that has one, such as {_example(kind_of(facts))}"
+        )
+    if not pretrained:
+        model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **chosen)
+        return model
+    if _is_type(library, name):
+        raise UsageError(
+            f"model {name}: it is a type of model, without weights; give a folder or a name on the hub, or set "
+            f"recipe.model.pretrained: false"
+        )
+    loaded: nn.Module = auto.from_pretrained(
+        name,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # of a head for other classes; transformers lists what starts at random
+        **_where(name, options),
+        **chosen,
+    )
+    return loaded
+
+
+def kind_of(facts: Mapping[str, Any]) -> Kind:
+    """Return what a model must do: with classes it tells them, of images or of tokens, without it continues text."""
+    if "classes" not in facts:
+        return "CausalLM"
+    return "SequenceClassification" if "vocabulary" in facts else "ImageClassification"
+
+
+def is_transformers_folder(name: str) -> bool:
+    """Whether a name is that of a folder with a config.json."""
+    return os.path.isfile(os.path.join(name, "config.json"))
+
+
+def _library(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            f"model {name}: source transformers needs the package transformers; "
+            f"install it with: pip install 'lockstep-train[transformers]'"
+        ) from error
+    return transformers
+
+
+def _is_type(library: Any, name: str) -> bool:
+    return name in library.CONFIG_MAPPING and not is_transformers_folder(name)
+
+
+def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+    """Return the config that `name` and `options` say; the sizes of the data fill in what they do not say."""
+    fields = {key: value for key, value in options.items() if key not in _OURS}
+    if _is_type(library, name):
+        blank = library.AutoConfig.for_model(name)
+    elif is_transformers_folder(name) or ("/" in name and not os.path.isdir(name)):
+        blank = library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_where(name, options))
+    else:
+        found = (
+            "a folder without config.json" if os.path.isdir(name) else "no model type of transformers, and no folder"
+        )
+        raise UsageError(f"model {name}: {found}{suggestion(name, list(library.CONFIG_MAPPING))}")
+    known = {*blank.to_dict(), *blank.attribute_map, *_GENERAL}
+    for key in fields:
+        if key not in known:
+            raise UsageError(
+                f"model {name}: recipe.model.options.{key}: a {blank.model_type} has no such setting"
+                f"{suggestion(key, sorted(known))}"
+            )
+    chosen = _from_data(blank, facts) | fields
+    if "use_cache" in known:
+        chosen["use_cache"] = False  # keys and values are kept for the next token, which training does not ask for
+    words = chosen.get("vocab_size")
+    # Ids of the vocabulary that a type is known for; in another one they are other tokens, or none.
+    strange = [key for key in _SPECIAL if words and key not in fields and _beyond(blank.to_dict().get(key), words)]
+    chosen |= dict.fromkeys(strange)
+    if _is_type(library, name):
+        return library.AutoConfig.for_model(name, **chosen)
+    return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_where(name, options), **chosen)
+
+
+def _from_data(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "vocabulary" in facts:
+        found["vocab_size"] = facts["vocabulary"]
+    if "classes" in facts:
+        found["num_labels"] = len(facts["classes"])
+    shape: Sequence[int] = facts.get("shape") or ()
+    if len(shape) == 3 and kind_of(facts) == "ImageClassification":
+        sizes = {"num_channels": shape[0], "image_size": shape[-1]}
+        found |= {key: value for key, value in sizes.items() if key in config.to_dict()}
+    return found
+
+
+def _beyond(value: Any, words: int) -> bool:
+    return isinstance(value, int) and value >= words
+
+
+def _where(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    if is_transformers_folder(name):
+        return {"local_files_only": True}
+    return {"revision": options["revision"]} if "revision" in options else {}
+
+
+def _task(kind: Kind) -> str:
+    return {
+        "CausalLM": "language modelling",
+        "ImageClassification": "the classification of images",
+        "SequenceClassification": "the classification of texts",
+    }[kind]
+
+
+def _example(kind: Kind) -> str:
+    return {"CausalLM": "llama", "ImageClassification": "vit", "SequenceClassification": "distilbert"}[kind]

@@ -1,0 +1,112 @@
+"""Models of transformers: which class a task gets, what follows from the data, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.models.hugging_face import kind_of, transformers_model
+
+TOKENS: dict[str, Any] = {"vocabulary": 65}
+IMAGES: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "shape": [1, 8, 8]}
+TEXTS: dict[str, Any] = {"vocabulary": 65, "classes": ["bad", "good"]}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "vit": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "patch_size": 2,
+    },
+    "distilbert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
+}
+
+
+def tiny(name: str, facts: dict[str, Any], **options: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers_model(name, options=TINY[name] | options, facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "inputs", "shape"),
+    [
+        ("llama", TOKENS, torch.ones(2, 5, dtype=torch.int64), (2, 5, 65)),
+        ("gpt2", TOKENS, torch.ones(2, 5, dtype=torch.int64), (2, 5, 65)),
+        ("vit", IMAGES, torch.zeros(2, 1, 8, 8), (2, 10)),
+        ("distilbert", TEXTS, torch.ones(2, 5, dtype=torch.int64), (2, 2)),
+    ],
+)
+def test_sizes_follow_from_the_data(
+    name: str, facts: dict[str, Any], inputs: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    model = tiny(name, facts)
+    outputs = model(inputs)
+    assert outputs.logits.shape == shape
+    assert "past_key_values" not in outputs
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert type(model).__name__.endswith({"CausalLM": ("CausalLM", "LMHeadModel")}.get(kind_of(facts), kind_of(facts)))
+
+
+def test_ids_beyond_the_vocabulary_are_none() -> None:
+    """GPT-2's own end of text is token 50,256."""
+    config = tiny("gpt2", TOKENS).config
+    assert config.eos_token_id is None
+    assert config.use_cache is False
+    assert tiny("gpt2", TOKENS, eos_token_id=3).config.eos_token_id == 3
+
+
+def test_options_win() -> None:
+    model = tiny("llama", TOKENS, vocab_size=70, tie_word_embeddings=True, attn_implementation="eager")
+    assert model.config.vocab_size == 70
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_folder_gives_config_and_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved = tiny("llama", TOKENS)
+    saved.save_pretrained(tmp_path)
+    fresh = transformers_model(str(tmp_path), options={}, facts=TOKENS)
+    loaded = transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
+    assert [*fresh.state_dict()] == [*saved.state_dict()]
+    assert not torch.equal(fresh.get_parameter("lm_head.weight"), saved.lm_head.weight)
+    assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_head_for_other_classes_starts_at_random(tmp_path: Path) -> None:
+    tiny("vit", IMAGES).save_pretrained(tmp_path)
+    model = transformers_model(
+        str(tmp_path), options={}, facts=IMAGES | {"classes": ["cat", "dog", "cow"]}, pretrained=True
+    )
+    assert model(torch.zeros(2, 1, 8, 8)).logits.shape == (2, 3)
+
+
+def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
+    model = tiny("llama", TOKENS)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "facts", "pretrained", "said"),
+    [
+        ("lama", {}, TOKENS, False, "no model type of transformers, and no folder; did you mean 'llama'"),
+        ("gpt2", {"n_emb": 16}, TOKENS, False, "options.n_emb: a gpt2 has no such setting; did you mean 'n_embd'"),
+        ("vit", {}, TOKENS, False, "transformers has no vit for language modelling"),
+        ("llama", {}, TOKENS, True, "it is a type of model, without weights"),
+        ("gpt2", {"attn_implementation": "flash_attention_2"}, TOKENS, False, "use sdpa, the default"),
+    ],
+)
+def test_what_cannot_be(name: str, options: dict[str, Any], facts: dict[str, Any], pretrained: bool, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        transformers_model(name, options=options, facts=facts, pretrained=pretrained)
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a folder without config\.json"):
+        transformers_model(str(tmp_path), options={}, facts=TOKENS)
