@@ -29,11 +29,12 @@ from torchvision.transforms import v2
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.core.order import Steps
+from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.images.finish import ImageFinish
-from lockstep.data.images.folder import folder
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
+from lockstep.data.sources import open_data
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.world import World
@@ -170,7 +171,7 @@ def _large_newer(root: str) -> Callable[[], Iterator[Tensor]]:
 
 
 def _large_ours(root: str) -> Callable[[], Iterator[Tensor]]:
-    data = folder(root, image_size=224, resize_size=256, scale=(0.08, 1.0), on_error="raise")
+    data = open_data(Asked("folder", root, images=ImageWords(224, 256, resized_crop=True)))
     return _ours(data, ImageFinish(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
 
 

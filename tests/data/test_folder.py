@@ -13,9 +13,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from lockstep.core import random
+from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, random_crop
-from lockstep.data.images.folder import folder
+from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError
 from lockstep.tasks.classification import SKIPPED
 
@@ -41,7 +42,8 @@ def root(tmp_path: Path) -> Path:
 
 def _open(root: Path, scale: tuple[float, float] | None = None, skips: bool = False, exif: bool = True) -> DataSet:
     on_error: Literal["raise", "skip"] = "skip" if skips else "raise"
-    return folder(str(root), image_size=SIZE, resize_size=40, scale=scale, exif=exif, on_error=on_error)
+    words = ImageWords(SIZE, 40, scale is not None, scale or (0.08, 1.0), exif)
+    return open_data(Asked("folder", str(root), on_error=on_error, images=words))
 
 
 def _pixels(file: Path) -> Tensor:
@@ -51,8 +53,8 @@ def _pixels(file: Path) -> Tensor:
 def test_what_the_model_must_know(root: Path) -> None:
     data = _open(root)
     assert data.facts["classes"] == ["cat", "dog"]
-    assert data.shape == (3, SIZE, SIZE)
-    assert data.mean == (0.485, 0.456, 0.406)
+    assert data.facts["shape"] == [3, SIZE, SIZE]
+    assert data.facts["mean"] == [0.485, 0.456, 0.406]
     assert (len(data.train), len(data.validation)) == (8, 4)
     assert not data.train.in_memory
 

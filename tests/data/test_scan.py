@@ -121,3 +121,31 @@ def test_all_differences_at_once_and_not_too_many_names(tmp_path: Path) -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, lockstep.data.sources, lockstep.data.images.scan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_share_of_train_is_validation_s_and_stays_it_when_files_are_added(tmp_path: Path) -> None:
+    root = _touch(tmp_path, *(f"train/{name}/{each}.jpg" for name in "ab" for each in range(100)))
+    found = scan(root, 0.2)
+    parts = [{file for file, _ in part} for part in (found.train, found.validation)]
+    assert not parts[0] & parts[1]
+    assert 25 <= len(parts[1]) <= 55
+    assert len(parts[0]) + len(parts[1]) == 200
+    _touch(tmp_path, *(f"train/a/new{each}.jpg" for each in range(50)))
+    again = scan(root, 0.2)
+    assert {file for file, _ in again.validation if "new" not in file} == parts[1]
+    assert len(again.train) + len(again.validation) == 250
+    more = scan(root, 0.4)  # a larger share holds the smaller one
+    assert parts[1] <= {file for file, _ in more.validation}
+    assert scan(root, 0.0).validation == []
+    assert training_samples("folder", root, {"validation": 0.2}) is None
+
+
+def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> None:
+    root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
+    with pytest.raises(UsageError, match=r"keep a share of train/ for validation with options.validation=0.1"):
+        scan(root)
+    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class, or validation, without any"):
+        scan(root, 0.99)
+    _touch(tmp_path, "val/a/1.jpg")
+    with pytest.raises(UsageError, match=r"there is a folder .*/val; remove options.validation"):
+        scan(root, 0.1)

@@ -6,45 +6,32 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.sizes import KNOWN, SYNTHETIC, training_samples
-from lockstep.data.sources import NAMES, open_data
+from lockstep.data.sources import MODULES, open_data
 from lockstep.errors import UsageError
 
 
-def _open(name: str, **changed: Any) -> DataSet:
-    return open_data(**{**_defaults(name), "download": False, **changed})
-
-
-def _defaults(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "root": "nowhere",
-        "image_size": None,
-        "resize_size": None,
-        "resized_crop": False,
-        "resized_crop_scale": (0.08, 1.0),
-        "exif": True,
-        "on_error": "raise",
-        "options": {},
-    }
+def _open(name: str, root: str = "nowhere", on_error: Any = "raise", options: Any = None, **words: Any) -> DataSet:
+    return open_data(Asked(name, root, False, on_error, ImageWords(**words), options or {}))
 
 
 def test_digits() -> None:
-    assert _open("digits").shape == (1, 8, 8)
-    assert _open("digits", image_size=8).shape == (1, 8, 8)
+    assert _open("digits").facts["shape"] == [1, 8, 8]
+    assert _open("digits", image_size=8).facts["shape"] == [1, 8, 8]
 
 
 def test_synthetic_has_its_defaults_and_options() -> None:
     data = _open("synthetic")
     assert (len(data.train), len(data.validation)) == (SYNTHETIC["samples"], SYNTHETIC["validation_samples"])
     assert len(data.train) == training_samples("synthetic", "", {})
-    assert data.facts["shape"] == (3, 32, 32)
+    assert data.facts["shape"] == [3, 32, 32]
     assert len(data.facts["classes"]) == 10
     options = {"samples": 6, "validation_samples": 2, "classes": 3, "channels": 1}
     data = _open("synthetic", image_size=9, options=options)
     assert (len(data.train), len(data.validation), len(data.facts["classes"])) == (6, 2, 3)
-    assert data.facts["shape"] == (1, 9, 9)
+    assert data.facts["shape"] == [1, 9, 9]
 
 
 def test_folder_has_its_defaults(tmp_path: Path) -> None:
@@ -52,8 +39,8 @@ def test_folder_has_its_defaults(tmp_path: Path) -> None:
         (tmp_path / split / "a").mkdir(parents=True)
         Image.new("RGB", (300, 260)).save(tmp_path / split / "a" / "1.png")
     root = str(tmp_path)
-    assert _open("folder", root=root).shape == (3, 224, 224)
-    assert _open("folder", root=root, image_size=16, resize_size=20, resized_crop=True).shape == (3, 16, 16)
+    assert _open("folder", root=root).facts["shape"] == [3, 224, 224]
+    assert _open("folder", root=root, image_size=16, resize_size=20, resized_crop=True).facts["shape"] == [3, 16, 16]
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
@@ -70,7 +57,7 @@ def test_an_import_path_gets_the_options(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_known_size_is_of_a_known_name() -> None:
-    assert KNOWN.keys() <= set(NAMES)
+    assert KNOWN.keys() <= set(MODULES)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +72,18 @@ def test_every_known_size_is_of_a_known_name() -> None:
         ("synthetic", {"options": {"classes": True}}, r"options\.classes: expected a whole number .* got True$"),
         ("cifar10", {"image_size": 64}, r"image_size: 64 cannot be had, its images are 32x32; remove it$"),
         ("a:b", {"image_size": 64}, r"image_size: 64 cannot be had, its function decides the size; remove it$"),
-        ("mnist", {"resize_size": 64}, r"resize_size: 64 is only for data set folder; remove it$"),
-        ("cifar10", {"exif": False}, r"exif: false is only for data set folder; remove it$"),
-        ("digits", {"resized_crop": True}, r"resized_crop: true is only for data set folder; remove it$"),
-        ("a:b", {"on_error": "skip"}, r"on_error: skip is only for data set folder; catch the error in your own"),
+        ("mnist", {"resize_size": 64}, r"resize_size: 64 is only for data sets folder and webdataset; remove it$"),
+        ("cifar10", {"exif": False}, r"exif: false is only for data sets folder and webdataset; remove it$"),
+        (
+            "digits",
+            {"resized_crop": True},
+            r"resized_crop: true is only for data sets folder and webdataset; remove it$",
+        ),
+        (
+            "a:b",
+            {"on_error": "skip"},
+            r"on_error: skip is only for data sets folder and webdataset; catch the error in your own",
+        ),
         ("folder", {"resize_size": 200}, r"resize_size: 200 is less than the image_size 224 .* at least 224$"),
         ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is no range of shares"),
         ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is no range of shares"),

@@ -79,9 +79,9 @@ def _choices(key: str) -> Sequence[str]:
     if key in _NAMES:
         return _NAMES[key]
     if key == "recipe.data":
-        from lockstep.data.sources import NAMES
+        from lockstep.data.sources import MODULES
 
-        return NAMES
+        return [*MODULES]
     if key == "placement.strategy":
         return ["auto", *strategies()]
     path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())

@@ -23,6 +23,7 @@ INITIAL: Final = 5
 SYNTHETIC: Final = 6
 SAMPLE: Final = 7
 DIGEST: Final = 8
+SPLIT: Final = 9
 
 _WEYL: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 0xFFFFFFFFFFFFFFFF

@@ -29,6 +29,8 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
         samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None
     if name == "folder":
+        if options.get("validation"):  # a share of them, which is counted when they are opened
+            return None
         return _images(Path(root) / "train") or None
     return KNOWN.get(name)
 

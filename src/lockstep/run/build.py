@@ -24,6 +24,7 @@ from lockstep.core.devices import SHARING, resolved_backend
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps
 from lockstep.core.rota import Rota
+from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet, Request, Split
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.loader import Loader, Weigh
@@ -294,19 +295,10 @@ def evaluation_batch(recipe: Recipe) -> int:
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
     """Open the data that a recipe names; UsageError where it is not there or does not fit what is asked."""
-    data = recipe.data
-    return open_data(
-        name=data.name,
-        root=data.root,
-        download=data.download,
-        image_size=data.image_size,
-        resize_size=data.resize_size,
-        resized_crop=data.augment.resized_crop,
-        resized_crop_scale=(data.augment.resized_crop_scale[0], data.augment.resized_crop_scale[1]),
-        exif=data.exif,
-        on_error=data.on_error,
-        options=data.options,
-    )
+    data, augment = recipe.data, recipe.data.augment
+    scale = augment.resized_crop_scale[0], augment.resized_crop_scale[1]
+    images = ImageWords(data.image_size, data.resize_size, augment.resized_crop, scale, data.exif)
+    return open_data(Asked(data.name, data.root, data.download, data.on_error, images, data.options))
 
 
 def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | None, Sequence[float] | None]:

@@ -8,13 +8,23 @@ from typing import Final
 import numpy as np
 import torch
 
+from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
+from lockstep.data.options import NoOptions
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
 _MEAN: Final = 0.3061  # of the training part, as is the next
 _STD: Final = 0.3771
+
+
+Options = NoOptions
+
+
+def open_data(asked: Asked, options: NoOptions) -> DataSet:
+    """See Source."""
+    return digits()
 
 
 def digits() -> DataSet:

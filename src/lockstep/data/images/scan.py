@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from lockstep.data.shares import in_share
 from lockstep.data.sizes import IMAGE_SUFFIXES, hidden, images
 from lockstep.errors import UsageError
 
 _SHOWN: Final = 5
+_OR_A_SHARE: Final = "; or keep a share of train/ for validation with options.validation=0.1, or none with 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +25,44 @@ class Scan:
     validation: list[tuple[str, int]]
 
 
-def scan(root: str) -> Scan:
+def scan(root: str, share: float | None = None) -> Scan:
     """Find `root/train/<class>/*` and `root/val/<class>/*`, at any depth below a class.
 
-    Names are sorted by their code points, so that every machine sees one order. Hidden files and folders, and
-    files that are not named as images, are passed over. Raises UsageError for all that is wrong, a line each.
+    Where a `share` is given there must be no val/: that much of train/ is validation's, by a hash of each file's path
+    below it. Names are sorted by their code points, so that every machine sees one order. Hidden files and folders,
+    and files that are not named as images, are passed over. Raises UsageError for all that is wrong, a line each.
     """
+    if share is not None:
+        return _shared_out(root, share)
     splits = {"train": _classes(root, "train"), "val": _classes(root, "val")}
-    problems = [*_different(root, splits), *_empty(root, splits)]
-    if problems:
-        raise UsageError("\n".join(f"data set folder: {each}" for each in problems))
+    _refuse([*_different(root, splits), *_empty(root, splits)])
     classes = sorted(splits["train"])
     return Scan(classes, _numbered(splits["train"], classes), _numbered(splits["val"], classes))
+
+
+def _shared_out(root: str, share: float) -> Scan:
+    if (Path(root) / "val").is_dir():
+        raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.validation")
+    found = _classes(root, "train")
+    _refuse(list(_empty(root, {"train": found})))
+    classes = sorted(found)
+    above = os.path.join(root, "train", "")
+    train: list[tuple[str, int]] = []
+    validation: list[tuple[str, int]] = []
+    for file, number in _numbered(found, classes):
+        part = validation if in_share(file.removeprefix(above), share) else train
+        part.append((file, number))
+    if len({number for _, number in train}) < len(classes) or (share and not validation):
+        raise UsageError(
+            f"data set folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
+            f"{Path(root) / 'train'} leaves a class, or validation, without any; use another share, or a folder val"
+        )
+    return Scan(classes, train, validation)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise UsageError("\n".join(f"data set folder: {each}" for each in problems))
 
 
 def _classes(root: str, split: str) -> dict[str, list[str]]:
@@ -42,7 +70,7 @@ def _classes(root: str, split: str) -> dict[str, list[str]]:
     if not folder.is_dir():
         raise UsageError(
             f"data set folder: there is no folder {folder}; recipe.data.root must hold train/<class>/ and "
-            f"val/<class>/ with the images of each class"
+            f"val/<class>/ with the images of each class{_OR_A_SHARE if split == 'val' else ''}"
         )
     with os.scandir(folder) as entries:
         names = sorted(each.name for each in entries if each.is_dir() and not hidden(each.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
@@ -10,9 +11,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.core import random
+from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
+from lockstep.data.images.words import SYNTHETIC_SIZE
+from lockstep.data.options import Count
+from lockstep.data.sizes import SYNTHETIC
 
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
@@ -21,6 +26,21 @@ _GRID: Final = 4  # a template is enlarged from so many random values on a side
 _BLOCK: Final = 1 << 23  # bytes of noise made at a time, because its counters take as much again
 
 Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How many there are of what."""
+
+    samples: Count = SYNTHETIC["samples"]
+    validation_samples: Count = SYNTHETIC["validation_samples"]
+    classes: Count = SYNTHETIC["classes"]
+    channels: Count = SYNTHETIC["channels"]
+
+
+def open_data(asked: Asked, options: Options) -> DataSet:
+    """See Source."""
+    return synthetic(image_size=asked.images.image_size or SYNTHETIC_SIZE, **asdict(options))
 
 
 def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:

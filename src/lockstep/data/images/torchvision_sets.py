@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torchvision import datasets
 
+from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
+from lockstep.data.options import NoOptions
 from lockstep.errors import UsageError
 from lockstep.locking import exclusive
 
@@ -39,6 +41,14 @@ _KNOWN: Final[Mapping[str, _Known]] = {
     "mnist": _Known("MNIST", (0.1307,), (0.3081,)),
     "fashion_mnist": _Known("FashionMNIST", (0.2860,), (0.3530,)),
 }
+
+
+Options = NoOptions
+
+
+def open_data(asked: Asked, options: NoOptions) -> DataSet:
+    """See Source."""
+    return torchvision_set(asked.name, asked.root, asked.download)
 
 
 def torchvision_set(name: str, root: str, download: bool) -> DataSet:

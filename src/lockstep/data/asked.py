@@ -1,0 +1,32 @@
+"""What a recipe asks of a data set, as its source gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class ImageWords:
+    """What is asked of images, in the words of the configuration."""
+
+    image_size: int | None = None
+    resize_size: int | None = None
+    resized_crop: bool = False
+    resized_crop_scale: tuple[float, float] = (0.08, 1.0)
+    exif: bool = True
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A data set's name, where it lies, and what is to be done to its samples."""
+
+    name: str
+    root: str = "data"
+    download: bool = True
+    on_error: OnError = "raise"
+    images: ImageWords = ImageWords()
+    options: Mapping[str, Any] = field(default_factory=dict)

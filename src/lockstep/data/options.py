@@ -1,0 +1,68 @@
+"""The options of a source: a frozen dataclass says which there are, and what each may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from lockstep.core.names import choices
+
+T = TypeVar("T")
+
+_MOST: Final = 10**12
+_STRICT: Final = ConfigDict(strict=True)
+
+Count = Annotated[int, Field(ge=1, le=_MOST, description="a whole number of at least 1")]
+Share = Annotated[float, Field(ge=0, lt=1, description="a share of at least 0 and less than 1, such as 0.1")]
+Text = Annotated[str, Field(max_length=4000, description="text")]
+Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="a list of names")]
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a source that has none."""
+
+
+def refused(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the options given for those that the dataclass `kind` has."""
+    valid = {field.name: field for field in fields(kind)}
+    for name, value in given.items():
+        if not valid:
+            yield f"options.{name}: it takes no options; remove it"
+        elif name not in valid:
+            yield f"options.{name}: unknown option{choices(name, valid)}"
+        elif value is not None and (wrong := _wrong(kind, name, value)):
+            yield f"options.{name}: {wrong}; got {value!r}"
+    for name, field in valid.items():
+        if field.default is MISSING and given.get(name) is None:
+            yield f"options.{name}: missing; it has no default"
+
+
+def chosen(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Return the options, of which `refused` found nothing to say; an option that is null is left out."""
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
+def _wrong(kind: type, name: str, value: Any) -> str:
+    """Say what was expected of an option, "" where `value` is that."""
+    annotation = get_type_hints(kind, include_extras=True)[name]
+    try:
+        TypeAdapter(annotation, config=_STRICT).validate_python(value)
+    except ValidationError as error:
+        return f"expected {_described(annotation) or error.errors()[0]['msg']}"
+    return ""
+
+
+def _described(annotation: Any) -> str:
+    """Return what an annotation says of itself: its description, its choices, or those of its parts."""
+    if annotation is bool:
+        return "true or false"
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, get_args(annotation)))}"
+    if descriptions := [each.description for each in get_args(annotation) if isinstance(each, FieldInfo)]:
+        return str(descriptions[0])
+    return " or ".join(filter(None, map(_described, get_args(annotation))))
