@@ -150,7 +150,7 @@ def test_loader_processes_change_no_bit() -> None:
 
 
 def _validated(loader: Loader) -> list[tuple[int, list[float], list[int]]]:
-    return [(number, inputs.flatten().tolist(), targets.tolist()) for number, inputs, targets in loader.validation(5)]
+    return [(number, *(each.flatten().tolist() for each in batch)) for number, batch, _ in loader.validation(5)]
 
 
 def test_loader_processes_leave_this_process_its_random_numbers() -> None:
@@ -172,7 +172,7 @@ def test_validation_visits_each_sample_once_over_all_ranks(length: int, batch: i
     found = {
         number: (rank, targets)
         for rank, loader in enumerate(loaders)
-        for number, _, targets in loader.validation(batch)
+        for number, (_, targets), _ in loader.validation(batch)
     }
     assert sorted(found) == list(range(loaders[0].validation_batches(batch)))
     assert all(rank == number % size for number, (rank, _) in found.items())

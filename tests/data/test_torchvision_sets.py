@@ -80,9 +80,9 @@ def cifar(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPa
 def test_downloads_and_reads(cifar: Path) -> None:
     data = torchvision_set("cifar10", str(cifar), True)
     assert (len(data.train), len(data.validation)) == (20, 4)
-    assert data.facts["shape"] == (3, 32, 32)
+    assert data.facts["shape"] == [3, 32, 32]
     assert data.facts["classes"][3] == "thing 3"
-    assert data.facts["mean"] == (0.4914, 0.4822, 0.4465)
+    assert data.facts["mean"] == [0.4914, 0.4822, 0.4465]
     assert data.train.in_memory
     images, targets = data.train.fetch(np.array([4, 0]), None)
     assert targets.tolist() == [2, 1]
@@ -172,7 +172,7 @@ def test_mnist_and_its_kin(
     monkeypatch.setattr(getattr(datasets, kind), "mirrors", [server[1]])
     monkeypatch.setattr(getattr(datasets, kind), "resources", [(each, _md5(files[each])) for each in files])
     data = torchvision_set(name, str(tmp_path / "data"), True)
-    assert data.facts["shape"] == (1, 28, 28)
+    assert data.facts["shape"] == [1, 28, 28]
     assert len(data.facts["classes"]) == 10
     images, targets = data.train.fetch(np.array([5, 2]), None)
     assert torch.equal(images, torch.from_numpy(pixels[[5, 2]])[:, None])

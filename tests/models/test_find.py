@@ -131,7 +131,7 @@ def test_pretrained_weights_are_for_timm_and_torchvision(name: str) -> None:
 def test_ours_import_neither_timm_nor_torchvision() -> None:
     code = (
         "import sys; from lockstep.models.find import build_model;"
-        "build_model(name='digits_convnet', facts=facts([*map(str, range(10))], (1, 8, 8)));"
+        "build_model(name='digits_convnet', facts={'classes': ['0'] * 10, 'shape': [1, 8, 8]});"
         "assert not {'timm', 'torchvision'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -23,6 +23,7 @@ def started(step: int = 0, resumed_from: str | None = None) -> Started:
         device="cpu",
         parameters=77_706,
         base_lr=0.1,
+        fractions=["top1", "top5"],
         resumed_from=resumed_from,
         flops_per_sample=3_250_000,
     )
@@ -48,7 +49,7 @@ def evaluated() -> Evaluated:
         samples=4311,
         loss=0.1023,
         figures={"top1": 355 / 360, "top5": 1.0},
-        fractions=("top1", "top5"),
+        fractions=["top1", "top5"],
         evaluated=360,
         of=360,
         seconds=0.5,

@@ -53,7 +53,7 @@ def test_columns_in_which_nothing_stands_are_left_out() -> None:
     ("columns", "left_out"),
     [
         ("120", ""),
-        ("100", "epoch, top1"),
+        ("101", "epoch, top1"),
         ("90", "epoch, top1, samples/s"),
         ("60", "epoch, top1, samples/s, loss, last"),
     ],

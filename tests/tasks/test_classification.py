@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.errors import UsageError
@@ -30,10 +30,6 @@ def outputs() -> Tensor:
     """Return outputs for 4 samples of 5 classes."""
     torch.manual_seed(0)
     return torch.randn(4, 5)
-
-
-def test_builds_what_it_was_given() -> None:
-    assert isinstance(_task().build_model(), nn.Linear)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -169,7 +165,7 @@ def test_targets_of_anything_else_are_refused(targets: Tensor, found: str) -> No
 
 def test_counts_golden() -> None:
     outputs = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 0.0, 9.0]])
-    counts = _task(topk=(1, 2)).counts(outputs, torch.tensor([0, 1, 2, 2]))
+    counts = _task(topk=(1, 2)).sums(outputs, (None, torch.tensor([0, 1, 2, 2])))
     assert {name: count.item() for name, count in counts.items()} == {
         "correct1": 2,
         "correct2": 3,
@@ -179,8 +175,14 @@ def test_counts_golden() -> None:
     assert {count.ndim for count in counts.values()} == {0}
 
 
+def test_figures_are_of_the_samples_that_count() -> None:
+    sums = {"loss": 6.0, "weight": 9, "counted": 4, "correct1": 2, "correct5": 3}
+    figures = _task(topk=(1, 5)).figures({name: torch.tensor(value) for name, value in sums.items()})
+    assert figures == {"loss": 1.5, "top1": 0.5, "top5": 0.75}
+
+
 def test_more_guesses_than_classes() -> None:
-    counts = _task(topk=(1, 5)).counts(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([1, SKIPPED]))
+    counts = _task(topk=(1, 5)).sums(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), (None, torch.tensor([1, SKIPPED])))
     assert {name: count.item() for name, count in counts.items()} == {
         "correct1": 0,
         "correct5": 1,
@@ -190,7 +192,7 @@ def test_more_guesses_than_classes() -> None:
 
 def test_counts_of_mixtures_take_the_heaviest() -> None:
     targets = torch.tensor([[0.3, 0.7], [0.0, 0.0]])
-    counts = _task(topk=(1,)).counts(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), targets)
+    counts = _task(topk=(1,)).sums(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), (None, targets))
     assert {name: count.item() for name, count in counts.items()} == {"correct1": 1, "counted": 1}
 
 
@@ -200,8 +202,8 @@ def test_counts_of_cuts_add_up(samples: int, classes: int, seed: int) -> None:
     outputs = torch.randn(samples, classes, generator=generator)
     targets = torch.randint(0, classes, (samples,), generator=generator)
     task, half = _task(topk=(1, 3)), samples // 2
-    whole = task.counts(outputs, targets)
-    parts = [task.counts(outputs[cut], targets[cut]) for cut in (slice(half), slice(half, None))]
+    whole = task.sums(outputs, (None, targets))
+    parts = [task.sums(outputs[cut], (None, targets[cut])) for cut in (slice(half), slice(half, None))]
     assert {name: int(count) for name, count in whole.items()} == {
         name: int(parts[0][name] + parts[1][name]) for name in whole
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 import worlds
 from fakes import FakeEngine
+from torch.nn import functional as F
 
 from lockstep.core.batch import Batch
 from lockstep.core.mesh import Place
@@ -73,5 +74,5 @@ def test_figures_are_those_of_the_whole_split() -> None:
     assert found["correct1"] == hits[:, :1].sum().item()
     assert found["correct5"] == hits[:, :5].sum().item()
     assert 0 < found["correct1"] < found["correct5"] < read.sum().item()
-    expected = nn.functional.cross_entropy(outputs[read].double(), targets[read], reduction="sum")
+    expected = F.cross_entropy(outputs[read].double(), targets[read], reduction="sum")
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)

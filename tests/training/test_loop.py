@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.runtime.signals import WISHES
 from lockstep.runtime.world import World
+from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train
 
@@ -142,20 +144,42 @@ def test_progress_counts_steps_samples_and_skips() -> None:
     assert (progress.step, progress.epoch, progress.samples, progress.skipped_steps) == (9, 2, 30, 2)
 
 
-def test_the_best_evaluation_is_the_first_top_k_then_the_lower_loss() -> None:
+def test_the_best_evaluation_is_by_the_monitored_figure_then_the_lower_loss() -> None:
     progress = Progress()
     judged = []
     for step, (top1, loss) in enumerate([(0.5, 2.0), (0.4, 1.0), (0.5, 1.5), (0.5, 1.5), (0.6, 9.0)], 1):
         progress.step = step
-        progress.judge(evaluated(top1, loss)(progress))
+        progress.judge(evaluated(top1, loss)(progress), Monitor("top1", higher=True))
         judged.append(progress.best_at)
     assert judged == [1, 1, 3, 3, 5]
     assert (progress.best, progress.best_loss, progress.figures) == ({"top1": 0.6}, 9.0, {"top1": 0.6})
 
 
+@pytest.mark.parametrize(("higher", "best"), [(True, 2), (False, 1)])
+def test_a_monitored_figure_may_be_better_high_or_low(higher: bool, best: int) -> None:
+    progress = Progress()
+    for step, value in enumerate((1.5, 2.5, math.nan, 2.0), 1):
+        progress.step = step
+        progress.judge(replace(evaluated()(progress), figures={"error": value}), Monitor("error", higher))
+    assert progress.best_at == best
+
+
+def test_without_figures_the_loss_says_what_is_best() -> None:
+    progress = Progress()
+    for step, loss in enumerate((2.0, 1.0, 1.5), 1):
+        progress.step = step
+        progress.judge(replace(evaluated(loss=loss)(progress), figures={}), LOSS)
+    assert (progress.best_at, progress.best_loss) == (2, 1.0)
+
+
+def test_nothing_is_evaluated_without_a_split_for_it() -> None:
+    events = run(FakeEngine(), plan(STEPS, evaluate=None, log=Every(steps=100)))
+    assert shortly(events) == ["saved 3", "saved 6", "step 9", "saved 9"]
+
+
 def test_the_first_evaluation_is_the_best_even_if_nothing_was_right() -> None:
     progress = Progress(step=3)
-    progress.judge(evaluated(0.0, 5.0)(progress))
+    progress.judge(evaluated(0.0, 5.0)(progress), Monitor("top1", higher=True))
     assert progress.best_at == 3
 
 

@@ -330,7 +330,7 @@ class _Training:
             parameters=self.ready.parameters,
             base_lr=planning.base_rate(recipe),
             unit=self.ready.task.unit,
-            fractions=tuple(self.ready.task.fractions),
+            fractions=list(self.ready.task.fractions),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
             again=max(0, last_step(self.start.folder / run_folder.EVENTS) - self.progress.step),
             flops_per_sample=self.ready.flops,
@@ -470,7 +470,7 @@ def evaluated(engine: Engine, world: World, ready: Setup, loader: Loader, batch:
         evaluated=int(sums.get("counted", sums["samples"])),
         of=0 if ready.data.validation is None else len(ready.data.validation),
         seconds=seconds,
-        fractions=tuple(task.fractions),
+        fractions=list(task.fractions),
         weights="ema" if ready.recipe.ema else "model",
     )
 

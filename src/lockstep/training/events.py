@@ -47,7 +47,7 @@ class Started:
     parameters: int
     base_lr: float
     unit: str = "samples"  # what a weight counts
-    fractions: tuple[str, ...] = ()  # figures that are shares of one
+    fractions: list[str] = field(default_factory=list)  # figures that are shares of one
     resumed_from: str | None = None
     again: int = 0
     flops_per_sample: int | None = None
@@ -101,7 +101,7 @@ class Evaluated:
     evaluated: int
     of: int
     seconds: float
-    fractions: tuple[str, ...] = ()  # figures that are shares of one
+    fractions: list[str] = field(default_factory=list)  # figures that are shares of one
     weights: Literal["model", "ema"] = "model"
     name: Literal["evaluated"] = "evaluated"
 
