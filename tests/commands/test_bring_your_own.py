@@ -11,7 +11,14 @@ from conftest import DIGITS
 from forked import events
 
 OWN = Path(__file__).parent.parent / "parallel" / "own_optimizers.py"
-TRAIN = ("train", *DIGITS, "recipe.microbatches=4", "recipe.optimizer={name: 'mine.steps:Lion', lr: 0.001}")
+SCHEDULES = Path(__file__).with_name("own_schedules.py")
+TRAIN = (
+    "train",
+    *DIGITS,
+    "recipe.microbatches=4",
+    "recipe.optimizer={name: 'mine.steps:Lion', lr: 0.001}",
+    "recipe.schedule={name: 'mine.rates:one_cycle', options: {peak: 0.4}}",
+)
 
 
 @pytest.fixture
@@ -20,10 +27,11 @@ def mine(tmp_path: Path) -> Path:
     folder = tmp_path / "mine"
     folder.mkdir()
     shutil.copy(OWN, folder / "steps.py")
+    shutil.copy(SCHEDULES, folder / "rates.py")
     return folder
 
 
-def test_an_own_optimizer_gives_the_same_bits_however_it_is_placed_and_resumed(run, start, mine: Path) -> None:
+def test_own_optimizer_and_schedule_give_the_same_bits_however_it_is_placed_and_resumed(run, start, mine: Path) -> None:
     placed = {
         "one": ("placement.processes=1",),
         "ddp": ("placement.processes=2",),
@@ -46,7 +54,8 @@ def test_its_source_is_part_of_the_recipe(run, mine: Path) -> None:
     words = (*TRAIN, "run.save_every.steps=20", "placement.processes=1")
     trained = run(*words, "run.dir=run")
     for file in ("environment.json", "checkpoints/step-00000020/state.json"):
-        assert "mine/steps.py" in json.loads((trained.folder / "run" / file).read_text())["source"]
+        source = json.loads((trained.folder / "run" / file).read_text())["source"]
+        assert {"mine/steps.py", "mine/rates.py"} <= source.keys()
     (mine / "steps.py").write_text(f"# changed\n{OWN.read_text()}")
     changed = run(*words, "run.dir=other", "run.resume=run/checkpoints/step-00000020")
     assert "your source files changed since step 20 was saved: mine/steps.py: the run goes on" in changed.err
@@ -54,9 +63,10 @@ def test_its_source_is_part_of_the_recipe(run, mine: Path) -> None:
 
 def test_eval_runs_it_only_where_the_command_says_so(run, mine: Path) -> None:
     run(*TRAIN, "run.dir=run", "placement.processes=1", "recipe.loss=cross_entropy")
-    refused = run("eval", "run", code=2)
+    named = ("recipe.optimizer.name=mine.steps:Lion", "recipe.schedule.name=mine.rates:one_cycle")
+    refused = run("eval", "run", named[1], code=2)
     assert re.search(r"its recipe names code, .* recipe\.optimizer\.name=mine\.steps:Lion", refused.err)
-    assert "evaluated 360 of 360" in run("eval", "run", "recipe.optimizer.name=mine.steps:Lion").out
+    assert "evaluated 360 of 360" in run("eval", "run", *named).out
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,10 @@ def test_eval_runs_it_only_where_the_command_says_so(run, mine: Path) -> None:
     [
         (("recipe.optimizer.name=mine.steps:Broken",), "KeyError: 'exp_avg' (mine/steps.py:{line}); mend it there"),
         (("recipe.optimizer.options={beta: 2}",), "ValueError: a beta of 2 (mine/steps.py:{line}); mend it there"),
+        (
+            ("recipe.schedule.name=mine.rates:words",),
+            "schedule mine.rates:words: TypeError: words() got an unexpected keyword argument 'peak'",
+        ),
         (("recipe.optimizer.name=mine.steps:Forgetful",), "resumed from a checkpoint it steps to other bits"),
         (
             ("recipe.optimizer.name=mine.steps:Centred", "placement.processes=2", "placement.strategy=zero1"),

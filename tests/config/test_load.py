@@ -184,7 +184,8 @@ recipe:
         "recipe.yaml:5:3  recipe.optimizer.lr: missing",
         "recipe.yaml:6:5  recipe.optimizer.momentun: unknown key",
         "recipe.yaml:7:5  recipe.optimizer.weight_decay: expected at least 0",
-        "recipe.yaml:8:14  recipe.schedule.name: expected one of cosine, linear, polynomial, steps, constant",
+        "recipe.yaml:8:14  recipe.schedule.name: expected one of cosine, linear, polynomial, steps, constant, "
+        "or package.module:function",
         "recipe.yaml:11:3  recipe.steps: given twice, first at 10:3",
         "override  'nonsense' is not of the form key=value, such as recipe.batch=64",
         "override  run.keep: not valid YAML: expected the node content, but found '<stream end>'",

@@ -90,7 +90,8 @@ def _choices(key: str) -> Sequence[str]:
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
-    return [each for each in get_args(kind) if isinstance(each, str)]
+    kinds = (kind, *get_args(kind))  # the names of ours, or an import path
+    return [each for one in kinds for each in get_args(one) if isinstance(each, str)]
 
 
 def _files(start: str) -> Iterator[str]:

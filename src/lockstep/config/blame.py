@@ -15,6 +15,7 @@ _SUBJECTS: Final = {
     "model ": "recipe.model",
     "data set ": "recipe.data",
     "optimizer ": "recipe.optimizer",
+    "schedule ": "recipe.schedule",
     "loss": "recipe.loss",
     "strategy ": "placement.strategy",
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps
-from lockstep.core.rate import Rate, scaled
+from lockstep.core.rate import Curve, Rate, Shape, scaled
 from lockstep.errors import UsageError
 
 
@@ -41,14 +42,14 @@ def warm_up_steps(recipe: Recipe, run: Steps) -> int:
     return int(epochs) * run.per_epoch + math.ceil(fraction * run.samples_per_epoch / run.batch)
 
 
-def rate(recipe: Recipe, run: Steps) -> Rate:
-    """Return the learning rate as a function of samples seen."""
+def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
+    """Return the learning rate as a function of samples seen, by `shape` where the schedule is the user's own."""
     schedule = recipe.schedule
     return Rate(
         base=base_rate(recipe),
         samples_per_epoch=run.samples_per_epoch,
         epochs=run.total_samples / run.samples_per_epoch,
-        curve=schedule.name,
+        curve=shape or cast(Curve, schedule.name),
         minimum=schedule.min_lr,
         power=schedule.power,
         milestones=schedule.milestones,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lockstep.config.base import (
     Floats,
@@ -22,6 +22,7 @@ from lockstep.config.base import (
     Threads,
     named,
 )
+from lockstep.core.names import suggestion
 from lockstep.core.precision import Precision, named_elsewhere
 from lockstep.core.rate import Curve
 
@@ -85,10 +86,22 @@ class Optimizer(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class Schedule(Section):
-    """How the rate goes on from its base; see core/rate.py."""
+def _schedule(name: str) -> str:
+    if name in get_args(Curve) or ":" in name:
+        return name
+    raise ValueError(
+        f"expected one of {', '.join(get_args(Curve))}, or package.module:function{suggestion(name, get_args(Curve))}"
+    )
 
-    name: Curve = "constant"
+
+class Schedule(Section):
+    """How the rate goes on from its base (core/rate.py), or `package.module:function`: a factor of it."""
+
+    name: Annotated[
+        Curve | Name,
+        AfterValidator(_schedule),
+        Field(description="`cosine`, `linear`, `polynomial`, `steps`, `constant`, or an import path"),
+    ] = "constant"
     each: Literal["step", "epoch"] = "step"
     warmup_epochs: NaturalFloat = 0.0
     warmup_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -96,6 +109,13 @@ class Schedule(Section):
     milestones: Floats = ()
     gamma: PositiveFloat = 0.1
     power: PositiveFloat = 1.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _only_of_an_own_one(self) -> Self:
+        if self.options and ":" not in self.name:
+            raise ValueError(f"options: they are for a function of your own, and {self.name} is none")
+        return self
 
 
 class Loss(Section):

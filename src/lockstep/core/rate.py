@@ -1,31 +1,34 @@
 """The learning rate as a function of samples seen, never of how often somebody called step().
 
-A factor in (0, 1] of the base rate follows one of five curves over the run; warm-up multiplies it, rising linearly
-from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is counted in epochs, e = samples seen / samples
-per epoch, and rounded down where the recipe wants one rate for each epoch.
+A factor of the base rate follows one of five curves over the run, or a function of the user's own; warm-up multiplies
+it, rising linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is counted in epochs, e = samples
+seen / samples per epoch, and rounded down where the recipe wants one rate for each epoch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Curve = Literal["cosine", "linear", "polynomial", "steps", "constant"]
+Shape = Callable[[float, float], float]  # of the epoch and their number: a factor of the base rate, 0 or more
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A learning-rate schedule: `at(samples_seen)` is its value.
 
-    `epochs` is the length of the run in epochs (it may be a fraction); `minimum` is the rate the falling curves end
-    at, in the unit of `base`; `milestones` are epochs after which `steps` multiplies by `gamma` once more.
+    `epochs` is the length of the run in epochs (it may be a fraction); `minimum` is the rate that the falling curves
+    end at, and a Shape has at a factor of 0, in the unit of `base`; `milestones` are epochs after which `steps`
+    multiplies by `gamma` once more.
     """
 
     base: float
     samples_per_epoch: int
     epochs: float
-    curve: Curve = "constant"
+    curve: Curve | Shape = "constant"
     minimum: float = 0.0
     power: float = 1.0
     milestones: tuple[float, ...] = ()
@@ -54,6 +57,8 @@ class Rate:
                 left = 1.0 - done
             case "polynomial":
                 left = (1.0 - done) ** self.power
+            case shape:
+                left = shape(epoch, self.epochs)
         return self.minimum + (self.base - self.minimum) * left
 
     def _warmup(self, epoch: float) -> float:

@@ -43,6 +43,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
+from lockstep.run.schedule import check_rate
 from lockstep.run.strategy import check_strategy, find_strategy
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
@@ -153,6 +154,7 @@ def setup(recipe: Recipe) -> Setup:
     check_optimizer(_optimizer(recipe), summary.dims)
     if ":" in recipe.optimizer.name:
         check_own(recipe.optimizer.name, _optimizer(recipe))
+    check_rate(recipe, steps)
     whole = partial(build, pretrained=recipe.model.pretrained)
     name = f"model {recipe.model.name}"
     task = Classification(loss, recipe.loss.label_smoothing, _topk(recipe, classes), name)

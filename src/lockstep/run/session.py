@@ -46,6 +46,7 @@ from lockstep.run.build import (
 from lockstep.run.build import start as start_engine
 from lockstep.run.resume import resumed as checked_state
 from lockstep.run.resume import signing_key
+from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_changes, source_digests
 from lockstep.runtime import flight, machine
 from lockstep.runtime.affinity import bind
@@ -299,7 +300,7 @@ class _Training:
         config = self.loaded.config
         return Plan(
             steps=self.ready.steps,
-            rate=planning.rate(config.recipe, self.ready.steps),
+            rate=find_rate(config.recipe, self.ready.steps),
             monitor=self.ready.task.monitor,
             weighs=not self.ready.task.counts_samples,
             clip_norm=config.recipe.clip_norm,

@@ -29,12 +29,13 @@ _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setde
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
-    """Return what a recipe names by an import path, by its section: `model`, `data`, `loss`, `optimizer`."""
+    """Return what a recipe names by an import path, by its section: `model`, `data`, `loss`, ..."""
     named = {
         "model": recipe.model.name,
         "data": recipe.data.name,
         "loss": recipe.loss.name,
         "optimizer": recipe.optimizer.name,
+        "schedule": recipe.schedule.name,
     }
     names = {part: name for part, name in named.items() if ":" in name}
     if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names

@@ -71,7 +71,8 @@ class Strategy(Protocol):
     ) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut; needed where `cuts_model` is true.
 
-        `example` has the inputs of two samples, on the meta device, where they are known. With `whole_blocks` no cut may lie within a block.
+        `example` has the inputs of two samples, on the meta device, where they are known. With `whole_blocks` no cut
+        may lie within a block.
         """
         ...
 

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.config import plan as planning
 from lockstep.config.load import Loaded
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
@@ -32,6 +31,7 @@ from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layout import gathered
 from lockstep.run import build
 from lockstep.run.build import Setup
+from lockstep.run.schedule import find_rate
 from lockstep.run.session import engine_state
 from lockstep.runtime.meeting import Meeting
 from lockstep.runtime.memory import keep_freed_memory
@@ -136,7 +136,7 @@ class _Contestant:
             self._engine.load(engine_state(checkpoint.read(job.resume)))
         plan = Plan(
             steps=replace(self._ready.steps, steps=_NEVER.steps, epochs=None),
-            rate=planning.rate(recipe, self._ready.steps),
+            rate=find_rate(recipe, self._ready.steps),
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=Every(steps=1),

@@ -1,0 +1,67 @@
+"""The learning rate of a run: by one of our curves, or by `package.module:function` of the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Final
+
+from lockstep.config import plan as planning
+from lockstep.config.recipe import Recipe
+from lockstep.core.order import Steps
+from lockstep.core.rate import Rate, Shape
+from lockstep.errors import UsageError
+from lockstep.importing import import_object
+from lockstep.own_code import OwnCode
+
+_LOOKED_AT: Final = 1_000  # steps of a run, of an own schedule
+_CONTRACT: Final = "see docs/bring-your-own.md"
+
+
+def find_rate(recipe: Recipe, steps: Steps) -> Rate:
+    """Return the learning rate as a function of samples seen; one by import path raises UsageError wherever it fails.
+
+    An own function is `(epoch, epochs, **options) -> factor` of the base rate.
+    """
+    name = recipe.schedule.name
+    return planning.rate(recipe, steps, _own(recipe) if ":" in name else None)
+
+
+def check_rate(recipe: Recipe, steps: Steps) -> None:
+    """Raise UsageError where an own schedule fails at one of many steps, or gives another value when asked again.
+
+    It is asked forwards and then backwards: a resumed run asks for a step without those before it.
+    """
+    if ":" not in recipe.schedule.name:
+        return
+    rate = find_rate(recipe, steps)
+    numbers = sorted({round(part * (steps.total - 1) / _LOOKED_AT) for part in range(_LOOKED_AT + 1)})
+    seen = [steps[number].samples_seen for number in numbers]
+    values = [rate.at(samples) for samples in seen]
+    for number, samples, value in zip(reversed(numbers), reversed(seen), reversed(values), strict=True):
+        if rate.at(samples) != value:
+            raise UsageError(
+                f"schedule {recipe.schedule.name}: asked for step {number + 1} again it gives another rate; let it "
+                f"follow from its arguments alone, for a resumed run asks for no earlier step ({_CONTRACT})"
+            )
+
+
+def _own(recipe: Recipe) -> Shape:
+    path, options = recipe.schedule.name, recipe.schedule.options
+    function: Callable[..., object] = import_object(path, "schedule")
+    if not callable(function):
+        raise UsageError(f"schedule {path}: it is of type {type(function).__name__}; name a function ({_CONTRACT})")
+    code = OwnCode(f"schedule {path}")
+
+    def factor(epoch: float, epochs: float) -> float:
+        with code:
+            found = function(epoch, epochs, **options)
+        if not isinstance(found, Real) or not math.isfinite(found) or found < 0:
+            value = found if isinstance(found, Real) else f"{type(found).__name__}"
+            raise UsageError(
+                f"schedule {path}: at epoch {epoch:g} of {epochs:g} it gives {value}; return a finite number, 0 or more"
+            )
+        return float(found)
+
+    return factor

@@ -1,0 +1,77 @@
+"""A schedule by import path: its rates, and what is wrong with one told before a run with its line."""
+
+import math
+import re
+from pathlib import Path
+
+import own_schedules
+import pytest
+
+from lockstep.config.load import load
+from lockstep.config.plan import steps
+from lockstep.core.rate import Rate
+from lockstep.errors import UsageError
+from lockstep.own_code import located
+from lockstep.run.schedule import check_rate, find_rate
+
+FILE = own_schedules.__file__
+
+
+def rate(*words: str) -> Rate:
+    recipe = load("digits", ["recipe.epochs=2", *words]).config.recipe
+    run = steps(recipe, 1000)
+    check_rate(recipe, run)
+    return find_rate(recipe, run)
+
+
+def test_the_factor_is_of_the_base_rate_at_the_samples_seen() -> None:
+    words = ("recipe.schedule={name: 'own_schedules:one_cycle', options: {peak: 0.5}}", "recipe.optimizer.lr=0.4")
+    found = rate(*words)
+    assert [found.at(samples) for samples in (0, 500, 1000, 1500, 2000)] == pytest.approx([0, 0.2, 0.4, 0.2, 0])
+
+
+def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
+    words = (
+        "recipe.schedule={name: 'own_schedules:one_cycle', options: {peak: 0.5}, min_lr: 0.1, each: epoch, "
+        "warmup_epochs: 2, warmup_factor: 0.5}",
+        "recipe.optimizer.lr=0.4",
+    )
+    found = rate(*words)
+    assert [found.at(samples) for samples in (0, 999, 1000)] == pytest.approx([0.05, 0.05, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("gone", r"schedule own_schedules:gone: at epoch 1\.\d+ of 2 it gives nan; return a finite number, 0 or more"),
+        ("negative", r"at epoch 0\.\d+ of 2 it gives -0\.\d+; return a finite"),
+        ("words", "at epoch 0 of 2 it gives str; return a finite number"),
+        ("counts", r"asked for step \d+ again it gives another rate; let it follow from its arguments alone"),
+        ("draws", "again it gives another rate"),
+        ("number", "schedule own_schedules:number: it is of type int; name a function"),
+        ("cycle", "has no 'cycle'"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(name: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        rate(f"recipe.schedule=own_schedules:{name}")
+
+
+def test_what_it_raises_has_its_line() -> None:
+    line = next(number for number, text in enumerate(Path(FILE).read_text().splitlines(), 1) if "1 / (epoch" in text)
+    told = f"schedule own_schedules:divides: ZeroDivisionError: float division by zero ({located(FILE, line)})"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        rate("recipe.schedule=own_schedules:divides")
+
+
+def test_curves_of_ours_take_no_options() -> None:
+    with pytest.raises(UsageError, match="options: they are for a function of your own, and cosine is none"):
+        load("digits", ["recipe.schedule={name: cosine, options: {peak: 1}}"])
+
+
+def test_a_rate_that_fails_later_names_the_epoch() -> None:
+    recipe = load("digits", ["recipe.schedule=own_schedules:gone", "recipe.epochs=2"]).config.recipe
+    found = find_rate(recipe, steps(recipe, 1000))
+    assert math.isfinite(found.at(0))
+    with pytest.raises(UsageError, match="at epoch 2 of 2 it gives nan"):
+        found.at(2000)
