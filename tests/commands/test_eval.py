@@ -12,6 +12,16 @@ Path("ran").touch()
 anything = None
 """
 
+SIZES = """
+from pathlib import Path
+from torch.nn import functional
+
+def loss(outputs, targets):
+    with Path("sizes").open("a") as file:
+        print(len(targets), file=file)
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+"""
+
 
 @pytest.fixture
 def latest(finished, tmp_path: Path) -> Path:
@@ -44,6 +54,16 @@ def test_code_that_the_command_names_runs(run, latest):
         assert "evaluated 360 of 360" in run("eval", "run", *words).out
     other = run("eval", "run", "recipe.loss.name=held:failing", "placement.processes=1")
     assert "evaluated 360 of 360" in other.out
+
+
+def test_as_many_samples_are_evaluated_at_a_time_as_the_recipe_says(run, latest, tmp_path):
+    (tmp_path / "sizes.py").write_text(SIZES)
+    words = ("eval", "run", "recipe.loss.name=sizes:loss", "placement.processes=1")
+    first, other = run(*words), run(*words, "recipe.evaluation_batch=100")
+    sizes = (tmp_path / "sizes").read_text().split()
+    assert sizes[-4:] == ["100", "100", "100", "60"]
+    assert sizes.count("16") >= 360 // 16  # without the key, those of a micro-batch
+    assert all("evaluated 360 of 360" in each.out for each in (first, other))
 
 
 def test_the_config_of_the_folder_names_no_code_either(run, latest, tmp_path):

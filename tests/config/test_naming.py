@@ -116,6 +116,17 @@ def test_a_length_in_steps_takes_the_place_of_one_in_epochs() -> None:
         loaded("recipe.steps=10", "recipe.epochs=2")
 
 
+def test_a_warm_up_in_steps_takes_the_place_of_one_in_epochs() -> None:
+    found = loaded("recipe.schedule.warmup_steps=7")
+    assert (found.config.recipe.schedule.warmup_steps, found.config.recipe.schedule.warmup_epochs) == (7, 0)
+    assert found.notes == ["recipe.schedule.warmup_steps instead of recipe.schedule.warmup_epochs=1 (mine.yaml:15:47)"]
+    assert loaded("recipe.schedule.warmup_steps=7", "recipe.schedule=cosine").config.recipe.schedule.warmup_steps == 7
+    with pytest.raises(ConfigError, match="give either warmup_epochs or warmup_steps"):
+        loaded("recipe.schedule.warmup_steps=7", "recipe.schedule.warmup_epochs=2")
+    with pytest.raises(ConfigError, match="each: epoch has no rate for single steps"):
+        loaded("recipe.schedule.warmup_steps=7", "recipe.schedule.each=epoch")
+
+
 def test_a_bare_name_in_a_file_stands_for_its_section() -> None:
     text = (
         "recipe: {model: resnet18, data: cifar10, batch: 8, epochs: 1, optimizer: {lr: 1}, schedule: cosine, loss: a:b}"

@@ -57,3 +57,14 @@ def test_the_first_step_after_warm_up_is_the_first_at_the_full_rate(epochs, each
     rates = [rate(chosen, run).at(run[number].samples_seen) for number in range(run.total)]
     full = base_rate(chosen)
     assert warm_up_steps(chosen, run) == next(number for number, each in enumerate(rates) if each == full)
+
+
+def test_a_warm_up_of_steps_rises_evenly_and_ends_with_them():
+    flat = ["recipe.schedule.name=constant", "recipe.schedule.warmup_steps=100", "recipe.schedule.warmup_factor=0.01"]
+    chosen = recipe("digits", *flat)
+    run = steps(chosen, 1437)
+    base = base_rate(chosen)
+    rates = [rate(chosen, run).at(number * chosen.batch) / base for number in (0, 1, 50, 99, 100, 101)]
+    assert rates == pytest.approx([0.01, 0.0199, 0.505, 0.9901, 1, 1])
+    assert rates[-2:] == [1, 1]
+    assert warm_up_steps(chosen, run) == 100

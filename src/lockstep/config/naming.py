@@ -15,13 +15,14 @@ _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "model"): (),
     ("recipe", "data"): (("download",), ("augment", "crop_padding"), ("augment", "flip")),
     ("recipe", "optimizer"): (("lr",), ("weight_decay",), ("decay_bias_and_norm",)),
-    ("recipe", "schedule"): (("each",), ("warmup_epochs",), ("warmup_factor",), ("min_lr",)),
+    ("recipe", "schedule"): (("each",), ("warmup_epochs",), ("warmup_steps",), ("warmup_factor",), ("min_lr",)),
     ("recipe", "loss"): (),
     ("placement", "strategy"): (),
 }
 # Keys of which one is given.
 _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
+    (("recipe", "schedule", "warmup_epochs"), ("recipe", "schedule", "warmup_steps")),
     (("run", "save_every", "epochs"), ("run", "save_every", "steps")),
     (("run", "evaluate_every", "epochs"), ("run", "evaluate_every", "steps")),
 )

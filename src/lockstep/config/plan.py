@@ -37,6 +37,8 @@ def rule(recipe: Recipe) -> str:
 
 def warm_up_steps(recipe: Recipe, run: Steps) -> int:
     """Return how many steps go before the first one at the full rate."""
+    if recipe.schedule.warmup_steps is not None:
+        return recipe.schedule.warmup_steps
     warmup = recipe.schedule.warmup_epochs
     epochs, fraction = divmod(math.ceil(warmup) if recipe.schedule.each == "epoch" else warmup, 1)
     return int(epochs) * run.per_epoch + math.ceil(fraction * run.samples_per_epoch / run.batch)
@@ -54,7 +56,14 @@ def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
         power=schedule.power,
         milestones=schedule.milestones,
         gamma=schedule.gamma,
-        warmup_epochs=schedule.warmup_epochs,
+        warmup_epochs=_warm_up_epochs(recipe, run),
         warmup_factor=schedule.warmup_factor,
         each=schedule.each,
     )
+
+
+def _warm_up_epochs(recipe: Recipe, run: Steps) -> float:
+    schedule = recipe.schedule
+    if schedule.warmup_steps is None:
+        return schedule.warmup_epochs
+    return schedule.warmup_steps * recipe.batch / run.samples_per_epoch

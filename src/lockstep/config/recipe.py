@@ -14,6 +14,7 @@ from lockstep.config.base import (
     Location,
     Name,
     NaturalFloat,
+    NaturalInt,
     Pixels,
     PositiveFloat,
     PositiveFloats,
@@ -104,6 +105,7 @@ class Schedule(Section):
     ] = "constant"
     each: Literal["step", "epoch"] = "step"
     warmup_epochs: NaturalFloat = 0.0
+    warmup_steps: NaturalInt | None = None  # instead of warmup_epochs
     warmup_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
     min_lr: NaturalFloat = 0.0
     milestones: Floats = ()
@@ -115,6 +117,16 @@ class Schedule(Section):
     def _only_of_an_own_one(self) -> Self:
         if self.options and ":" not in self.name:
             raise ValueError(f"options: they are for a function of your own, and {self.name} is none")
+        return self
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> Self:
+        if self.warmup_steps is None:
+            return self
+        if self.warmup_epochs:
+            raise ValueError("give either warmup_epochs or warmup_steps, one of the two")
+        if self.each == "epoch":
+            raise ValueError("each: epoch has no rate for single steps; use warmup_epochs instead of warmup_steps")
         return self
 
 
@@ -163,6 +175,7 @@ class Recipe(Section):
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"])
     )
+    evaluation_batch: PositiveInt | None = None  # samples evaluated at a time; as many as the largest micro-batch has
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"

@@ -291,8 +291,8 @@ def check_kernels(ready: Setup, placement: Placement) -> None:
 
 
 def evaluation_batch(recipe: Recipe) -> int:
-    """Return how many samples are evaluated at a time: as many as the largest micro-batch has."""
-    return -(-recipe.batch // recipe.microbatches)
+    """Return how many samples are evaluated at a time: if the recipe is silent, those of the largest micro-batch."""
+    return recipe.evaluation_batch or -(-recipe.batch // recipe.microbatches)
 
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
