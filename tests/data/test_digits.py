@@ -23,7 +23,7 @@ def test_pixels_are_counts_scaled_to_bytes() -> None:
     images, targets = digits().validation.fetch(np.arange(1), None)
     assert images.dtype == torch.uint8
     assert targets.dtype == torch.int64
-    assert images.shape == (1, *digits().shape) == (1, 1, 8, 8)
+    assert images.shape == (1, *digits().facts["shape"]) == (1, 1, 8, 8)
     assert images[0, 0, 0].tolist() == [0, 0, 80, 208, 144, 16, 0, 0]  # the original's 0 0 5 13 9 1 0 0
     assert int(images.max()) == 240  # its 15; the 16 of others stays a byte
     assert set(digits().train.fetch(np.arange(1437), None)[0].unique().tolist()) == {*range(0, 256, 16), 255}

@@ -143,14 +143,14 @@ def sum_of_gradients(engine: Any) -> None:
 
 
 def inputs(engine: Any) -> None:
-    forward_one = engine._forward_one
+    loss_of = engine._loss_of
 
-    def faulty(microbatch: Any, step: Step) -> Any:
+    def faulty(microbatch: Any) -> Any:
         changed = microbatch.batch[0].clone()
         flip(changed)
-        return forward_one(replace(microbatch, inputs=changed), step)
+        return loss_of(replace(microbatch, batch=(changed, microbatch.batch[1])))
 
-    engine._forward_one = faulty
+    engine._loss_of = faulty
 
 
 def after_the_check(engine: Any) -> None:

@@ -208,7 +208,7 @@ def test_channels_last_reaches_weights_and_inputs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(toys.Toy, "forward", noting(seen, toys.Toy.forward))
     engine, _ = toys.trained(World(ALONE, torch.device("cpu")), Case(samples=(12,), channels_last=True))
     with engine.evaluation() as predict:
-        predict(torch.randn(2, 3, 6, 6))
+        predict((torch.randn(2, 3, 6, 6),))
     assert len(seen) == 6  # four micro-batches, and two evaluations
     assert all(images.is_contiguous(memory_format=torch.channels_last) for images in seen)
     weight = engine.state().model["stem.weight"]
@@ -216,7 +216,7 @@ def test_channels_last_reaches_weights_and_inputs(monkeypatch: pytest.MonkeyPatc
     assert not weight.is_contiguous()
 
 
-def noting(seen: list[Tensor], forward: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+def noting(seen: list[Tensor], forward: Callable[[nn.Module, Tensor], Tensor]) -> Callable[..., Tensor]:
     def noted(model: nn.Module, images: Tensor) -> Tensor:
         seen.append(images)
         return forward(model, images)
@@ -232,7 +232,7 @@ def test_evaluation_predicts_with_the_average_and_gives_the_weights_back() -> No
     averaged = toys.build(Case())
     averaged.load_state_dict(engine.state().ema or {})
     with engine.evaluation() as predict:
-        predicted = predict(images)
+        predicted = predict((images,))
     assert not predicted.requires_grad
     assert torch.equal(predicted, averaged.eval()(images))
     assert toys.fingerprint(engine.state()) == before

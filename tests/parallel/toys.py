@@ -195,7 +195,7 @@ def trained(world: World, case: Case, first: int = 0, state: State | None = None
         sums = training.forward_backward(share(world, case, step), step)
         update = training.update(rate(step), case.clip)
         with training.evaluation() as predict:  # which must leave no trace
-            predicted = _hash(predict(images[:2]))
+            predicted = _hash(predict((images[:2],)))
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = (
             f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale} {predicted}"
