@@ -21,6 +21,9 @@ MODULES: Final[Mapping[str, str]] = {  # below lockstep.data
     "fashion_mnist": "images.torchvision_sets",
     "folder": "images.folder",
     "synthetic": "images.synthetic",
+    "text": "text.files",
+    "shakespeare": "text.shakespeare",
+    "tokens": "text.tokens",
 }
 _OWN: Final = "package.module:function"
 

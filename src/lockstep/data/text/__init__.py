@@ -1,1 +1,1 @@
-"""Text: what is shipped of it."""
+"""Text, as windows of tokens: from files, from token files of others' making, and what is shipped of it."""

@@ -1,0 +1,161 @@
+"""From text to tokens and back: by byte, by character, or by a file of the library `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep import plainfile
+from lockstep.errors import UsageError
+
+_LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`
+_MISSING: Final = "the library tokenizers is not installed; run: pip install 'lockstep-train[text]'"
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many different tokens there are: they are 0 to one less."""
+        ...
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps, from which `tokenizer_of` makes it again."""
+        ...
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """Return the tokens of a text, as the smallest unsigned integers that hold them."""
+        ...
+
+    def decode(self, tokens: NDArray[Any]) -> str:
+        """Return the text of tokens."""
+        ...
+
+
+@final
+class Bytes:
+    """A token is a byte of the text in UTF-8."""
+
+    vocabulary: int = 256
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See Tokenizer."""
+        return {"by": "byte"}
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """See Tokenizer."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, tokens: NDArray[Any]) -> str:
+        """Return the text; bytes that are no UTF-8, such as a half character's, come as U+FFFD."""
+        return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+
+
+@final
+@dataclass(frozen=True)
+class Characters:
+    """A token is the place of a character among all there are, which are sorted."""
+
+    characters: str
+
+    @property
+    def vocabulary(self) -> int:
+        """See Tokenizer."""
+        return len(self.characters)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See Tokenizer."""
+        return {"by": "character", "characters": self.characters}
+
+    @cached_property
+    def _points(self) -> NDArray[np.uint32]:
+        return _points(self.characters)
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """See Tokenizer. Raises UsageError for a character that is not among them."""
+        points = _points(text)
+        found = np.searchsorted(self._points, points).astype(np.min_scalar_type(len(self.characters)))
+        strange = self._points[np.minimum(found, len(self.characters) - 1)] != points
+        if strange.any():
+            first = int(strange.argmax())
+            raise UsageError(f"character {text[first]!r}, number {first:,} of the text, is none of the vocabulary")
+        return found
+
+    def decode(self, tokens: NDArray[Any]) -> str:
+        """See Tokenizer."""
+        points: bytes = self._points[np.asarray(tokens)].astype("<u4").tobytes()
+        return points.decode("utf-32-le")
+
+
+@final
+class FromFile:
+    """What a JSON file of the library `tokenizers` says, such as a model's tokenizer.json."""
+
+    def __init__(self, file: str) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ModuleNotFoundError:
+            raise UsageError(f"tokenizer {file}: {_MISSING}") from None
+        try:
+            with plainfile.reader(Path(file), links=True) as stream:
+                content = stream.read(_LARGEST)
+        except OSError as error:
+            raise UsageError(f"tokenizer {file}: cannot be read: {error.strerror}") from None
+        try:
+            self._library = Library.from_str(content.decode())
+        except Exception as error:  # the library raises plain Exception
+            raise UsageError(f"tokenizer {file}: not a file of the library tokenizers: {error}") from None
+        self._sha256 = hashlib.sha256(content).hexdigest()
+
+    @property
+    def vocabulary(self) -> int:
+        """See Tokenizer."""
+        size: int = self._library.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the file's hash: it may have megabytes itself, and is needed again to read a checkpoint's tokens."""
+        return {"by": "tokenizer", "sha256": self._sha256}
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """See Tokenizer; nothing is put before the text or after it."""
+        ids = self._library.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.min_scalar_type(self.vocabulary))
+
+    def decode(self, tokens: NDArray[Any]) -> str:
+        """See Tokenizer."""
+        text: str = self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+        return text
+
+
+def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
+    """Return the tokenizer that a checkpoint's facts describe; `file` is its file where it came from one."""
+    if facts["by"] == "byte":
+        return Bytes()
+    if facts["by"] == "character":
+        return Characters(facts["characters"])
+    found = FromFile(file)
+    if found.facts != facts:
+        raise UsageError(f"tokenizer {file}: its sha256 is {found.facts['sha256']}, not {facts['sha256']}")
+    return found
+
+
+def characters_of(text: str) -> Characters:
+    """Return the tokenizer of all characters that a text has."""
+    return Characters(np.unique(_points(text)).astype("<u4").tobytes().decode("utf-32-le"))
+
+
+def _points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")

@@ -1,0 +1,128 @@
+"""Tokens in files as nanoGPT's prepare.py writes them: train.bin and val.bin, read where they lie."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep import plainfile
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.options import Count
+from lockstep.data.text.windows import windowed
+from lockstep.errors import TrainingError, UsageError
+
+_LARGEST: Final = 1 << 26  # bytes of meta.json
+
+
+@dataclass(frozen=True)
+class Options:
+    """For `context` and `stride` see `text`.
+
+    `vocabulary`, the number of different tokens, and `dtype` are those of meta.json beside the files where they are
+    left out; without it, `dtype` is uint16.
+    """
+
+    context: Count = 1024
+    stride: Count | None = None
+    vocabulary: Count | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
+
+
+def open_data(asked: Asked, options: Options) -> DataSet:
+    """Return the windows of `root/train.bin` and, where it is there, `root/val.bin`."""
+    root = Path(asked.root)
+    meta = _meta(root / "meta.json")
+    vocabulary = options.vocabulary or meta.get("vocabulary") or meta.get("vocab_size")
+    dtype = options.dtype or meta.get("dtype") or "uint16"
+    if dtype not in ("uint16", "uint32") or not (vocabulary is None or isinstance(vocabulary, int)):
+        raise UsageError(f"data set tokens: {root / 'meta.json'}: dtype {dtype!r} or vocabulary {vocabulary!r} is none")
+    if vocabulary is None:
+        raise UsageError(_nothing_says(root))
+    train = TokenFile(root / "train.bin", dtype, vocabulary)
+    validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
+    tokenizer = {"tokenizer": meta["tokenizer"]} if "tokenizer" in meta else {}
+    facts = {"vocabulary": vocabulary, **tokenizer}
+    return windowed("tokens", train, validation, options.context, options.stride, facts)
+
+
+@final
+class TokenFile:
+    """The tokens of a file, little endian and nothing else; windows are read from it as they are asked for.
+
+    It is read and not mapped into memory: a mapped file ends the process with SIGBUS where it is cut off meanwhile,
+    and its pages count as the process's memory.
+    """
+
+    in_memory: bool = False
+
+    def __init__(self, file: Path, dtype: str, vocabulary: int) -> None:
+        self._file = file
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._vocabulary = vocabulary
+        try:
+            self._opened = plainfile.descriptor(file, links=True)
+        except OSError as error:
+            raise UsageError(
+                f"data set tokens: {file} cannot be read: {error.strerror}; set recipe.data.root"
+            ) from None
+        size = os.fstat(self._opened).st_size
+        if size % self._dtype.itemsize:
+            raise UsageError(f"data set tokens: {file} has {size:,} bytes, which are no whole number of {dtype}")
+        self._length = size // self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """See Tokens. TrainingError where the file cannot be read, or holds what is no token of the vocabulary."""
+        found = np.empty((len(starts), length), self._dtype)
+        for row, start in zip(found, starts.tolist(), strict=True):
+            self._read(row, start)
+        if found.size and found.max() >= self._vocabulary:
+            place = int((starts[:, None] + np.arange(length))[found >= self._vocabulary][0])
+            raise TrainingError(
+                f"{self._file}: token {place:,} is {found.max()}, and the vocabulary has {self._vocabulary:,}; mend "
+                f"options.vocabulary or options.dtype"
+            )
+        return found.astype(np.int64)
+
+    def _read(self, row: NDArray[Any], start: int) -> None:
+        offset = start * self._dtype.itemsize
+        try:
+            read = os.preadv(self._opened, [row.view(np.uint8).data], offset)
+        except OSError as error:
+            raise TrainingError(f"{self._file}: cannot be read: {error.strerror}; check the disk it is on") from error
+        if read != row.nbytes:
+            raise TrainingError(f"{self._file}: it was cut off while it was in use, at byte {offset + read:,}")
+
+
+def _meta(file: Path) -> Mapping[str, Any]:
+    if not os.path.lexists(file):
+        return {}
+    try:
+        with plainfile.reader(file, links=True) as stream:
+            found = json.loads(stream.read(_LARGEST))
+    except OSError as error:
+        raise UsageError(f"data set tokens: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"data set tokens: {file} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"data set tokens: {file}: expected an object with vocab_size, got {type(found).__name__}")
+    return found
+
+
+def _nothing_says(root: Path) -> str:
+    pickled = (root / "meta.pkl").exists()
+    opened = "; meta.pkl is not opened, since reading a pickle runs what is in it" if pickled else ""
+    return (
+        f"data set tokens: nothing says how many different tokens there are{opened}; give options.vocabulary (50257 "
+        f'for GPT-2), or write {root / "meta.json"}: {{"vocab_size": 65}}'
+    )

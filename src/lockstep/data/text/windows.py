@@ -1,0 +1,128 @@
+"""Splits of a long row of tokens: a sample is a window of it, and the same window one token further is its target."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.data.base import DataSet
+from lockstep.errors import UsageError
+
+IGNORED: Final = -100  # a target that counts as nothing: F.cross_entropy's ignore_index
+
+
+class Tokens(Protocol):
+    """A row of tokens, in memory or in a file."""
+
+    in_memory: bool  # see Split
+
+    def __len__(self) -> int: ...
+
+    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Return tokens from each start on: int64 of shape [len(starts), length]."""
+        ...
+
+
+@final
+class Row:
+    """Tokens in memory."""
+
+    in_memory: bool = True
+
+    def __init__(self, tokens: NDArray[Any]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """See Tokens."""
+        found: NDArray[np.int64] = self._tokens[starts[:, None] + np.arange(length)].astype(np.int64)
+        return found
+
+
+@final
+class TrainingWindows:
+    """Every window of `context` tokens that starts at a multiple of `stride` and has a token after it.
+
+    A batch is (inputs, targets), int64 of shape [n, context] each.
+    """
+
+    def __init__(self, tokens: Tokens, context: int, stride: int) -> None:
+        self.in_memory = tokens.in_memory
+        self._tokens = tokens
+        self._context = context
+        self._stride = stride
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - self._context - 1) // self._stride + 1
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        """See Split."""
+        found = torch.from_numpy(self._tokens.windows(indices * self._stride, self._context + 1))
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+@final
+class ValidationWindows:
+    """Windows beside each other, so that each token but the first is a target once.
+
+    The last one may be short: it ends in token 0, and in targets that are IGNORED.
+    """
+
+    def __init__(self, tokens: Tokens, context: int) -> None:
+        self.in_memory = tokens.in_memory
+        self._tokens = tokens
+        self._context = context
+
+    def __len__(self) -> int:
+        return math.ceil((len(self._tokens) - 1) / self._context)
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        """See Split."""
+        inputs = torch.zeros(len(indices), self._context, dtype=torch.int64)
+        targets = torch.full((len(indices), self._context), IGNORED)
+        starts = indices * self._context
+        whole = starts + self._context < len(self._tokens)
+        self._fill(inputs, targets, whole, starts, self._context)
+        self._fill(inputs, targets, ~whole, starts, (len(self._tokens) - 1) % self._context)
+        return inputs, targets
+
+    def _fill(
+        self, inputs: Tensor, targets: Tensor, rows: NDArray[np.bool_], starts: NDArray[np.int64], length: int
+    ) -> None:
+        if rows.any():
+            found = torch.from_numpy(self._tokens.windows(starts[rows], length + 1))
+            where = torch.from_numpy(rows)
+            inputs[where, :length] = found[:, :-1]
+            targets[where, :length] = found[:, 1:]
+
+
+def windowed(
+    label: str,
+    train: Tokens,
+    validation: Tokens | None,
+    context: int,
+    stride: int | None,
+    facts: dict[str, Any],
+) -> DataSet:
+    """Return both parts as windows; UsageError where one is too short. Without a stride training has each token once.
+
+    `facts` are to have the size of the `vocabulary`; the `context` is added to them.
+    """
+    for name, part, least in (("training", train, context + 1), ("validation", validation, 2)):
+        if part is not None and len(part) < least:
+            raise UsageError(
+                f"data set {label}: its {name} part has {len(part):,} tokens, and a window needs {least:,}; use more "
+                f"text or, for training, a shorter options.context"
+            )
+    return DataSet(
+        train=TrainingWindows(train, context, stride or context),
+        validation=None if validation is None else ValidationWindows(validation, context),
+        facts={**facts, "context": context},
+    )
