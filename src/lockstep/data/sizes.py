@@ -13,6 +13,7 @@ KNOWN: Final[Mapping[str, int]] = {
     "cifar100": 50_000,
     "mnist": 60_000,
     "fashion_mnist": 60_000,
+    "mnist1d": 4000,
 }
 SYNTHETIC: Final[Mapping[str, int]] = {  # the options of `synthetic`, with their defaults
     "samples": 4096,

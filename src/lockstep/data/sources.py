@@ -24,6 +24,7 @@ MODULES: Final[Mapping[str, str]] = {  # below lockstep.data
     "text": "text.files",
     "shakespeare": "text.shakespeare",
     "tokens": "text.tokens",
+    "mnist1d": "mnist1d",
 }
 _OWN: Final = "package.module:function"
 

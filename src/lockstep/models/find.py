@@ -26,6 +26,9 @@ OURS: Final[Mapping[str, str]] = {
     "botnet50": "lockstep.models.botnet:botnet50",
     "digits_convnet": "lockstep.models.digits_convnet:digits_convnet",
     "gpt": "lockstep.models.gpt:gpt",
+    "mnist1d_cnn": "lockstep.models.mnist1d_nets:mnist1d_cnn",
+    "mnist1d_logistic": "lockstep.models.mnist1d_nets:mnist1d_logistic",
+    "mnist1d_mlp": "lockstep.models.mnist1d_nets:mnist1d_mlp",
 }
 
 

@@ -1,0 +1,57 @@
+"""MNIST-1D: signals of 40 values in ten classes, made here by the package of those who thought of it.
+
+Greydanus and Kobak 2024, "Scaling Down Deep Learning with MNIST-1D", arXiv 2011.14439.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.images.tensors import TensorSplit
+from lockstep.data.options import NoOptions
+from lockstep.errors import UsageError
+
+Options = NoOptions
+
+
+def open_data(asked: Asked, options: NoOptions) -> DataSet:
+    """Return 4,000 training and 1,000 validation signals, float32 of [40], as the package makes them by default."""
+    made = _made()
+    train, validation = (_split(made, part) for part in ("", "_test"))
+    return DataSet(train, validation, {"classes": [str(digit) for digit in range(10)], "shape": [40]})
+
+
+def _made() -> Mapping[str, Any]:
+    try:
+        from mnist1d.data import get_dataset_args, make_dataset
+    except ImportError as error:
+        raise UsageError(
+            f"data set mnist1d: the package that makes it is not here ({error}); pip install 'lockstep-train[mnist1d]'"
+        ) from None
+    with _generators_kept():
+        made: Mapping[str, Any] = make_dataset(get_dataset_args())
+    return made
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave Python's and NumPy's generators as they were: the package seeds both."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _split(made: Mapping[str, Any], part: str) -> TensorSplit:
+    # Float32, whose bits are those of the published file; its doubles differ in the last place by machine.
+    return TensorSplit(torch.from_numpy(made[f"x{part}"]).float(), torch.from_numpy(made[f"y{part}"]).long())
