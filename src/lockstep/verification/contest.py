@@ -32,8 +32,8 @@ from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, 
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.run import build
 from lockstep.run.build import Setup
+from lockstep.run.start import in_workers
 from lockstep.run.strategy import find_strategy
-from lockstep.runtime.agent import run_workers
 from lockstep.runtime.meeting import Meeting
 from lockstep.strategies import names
 from lockstep.verification import probing, trace
@@ -347,11 +347,10 @@ class _Contest:
 
     def _launch(self, body: Callable[[Job, Setup | None, Meeting], int], place: Candidate, job: Job) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
-        method = build.start_method(place.loaded.config.placement)
-        worker = partial(_with_own_streams, partial(body, job, self._ready if method == "fork" else None))
+        work = partial(_with_own_streams, partial(body, job))
         with redirect_stderr(io.StringIO()) as said:
             try:
-                code = run_workers(worker, place.processes, method, place.loaded.config.placement.timeout_s)
+                code = in_workers(work, self._ready, place.loaded.config.placement, place.processes)
             except SystemExit as end:  # a signal came before there were workers
                 code = int(end.code or 0)
         if code > _SIGNALLED:
@@ -368,11 +367,11 @@ class _Contest:
         return outcome
 
 
-def _with_own_streams(body: Callable[[Meeting], int], meeting: Meeting) -> int:
+def _with_own_streams(body: Callable[[Setup | None, Meeting], int], ready: Setup | None, meeting: Meeting) -> int:
     """Run in a worker: what it says goes to the terminal, only what the agent says of its end is caught."""
     sys.stderr = sys.__stderr__
     try:
-        return body(meeting)
+        return body(ready, meeting)
     except OwnCodeError as error:
         if meeting.info.size == 1:
             raise

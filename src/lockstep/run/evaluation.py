@@ -1,0 +1,171 @@
+"""`lockstep eval` below its options: open a checkpoint and evaluate it on the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lockstep.config.base import values
+from lockstep.config.load import Loaded, load_text, recorded
+from lockstep.config.placement import Placement
+from lockstep.core.rank import RankInfo
+from lockstep.core.text import printable
+from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.run import build
+from lockstep.run.build import Setup
+from lockstep.run.resume import evaluated as checked_state
+from lockstep.run.resume import saved_recipe, signing_key
+from lockstep.run.session import engine_state, evaluated, started_with, watched
+from lockstep.run.start import Work, on_ranks
+from lockstep.run.strategy import check_strategy, find_strategy
+from lockstep.run.user_code import import_paths
+from lockstep.runtime.affinity import bind
+from lockstep.runtime.doing import Doing
+from lockstep.runtime.meeting import Meeting
+from lockstep.runtime.memory import keep_freed_memory
+from lockstep.runtime.precision import fix_kernels
+from lockstep.runtime.switches import check_switches
+from lockstep.runtime.world import choose_device, open_world
+from lockstep.training import checkpoint
+from lockstep.training.events import Evaluated
+from lockstep.training.saved_state import SavedState
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The checkpoint that is to be evaluated, what overrides its recipe, and whether the code it names may run."""
+
+    path: str
+    overrides: tuple[str, ...] = ()
+    trust: bool = False
+
+
+class Found(NamedTuple):
+    """What an evaluation gave, of which checkpoint."""
+
+    path: Path
+    event: Evaluated
+    weights_sha256: str
+
+
+Tell = Callable[[Found], None]  # called on rank 0
+Opened = tuple[checkpoint.Found, Setup]
+
+
+def evaluate_here(asked: Asked, tell: Tell) -> int:
+    """Check everything in this process, then evaluate in it, or start the processes that do; return the exit code."""
+    torch.set_num_threads(1)  # see run/start.py
+    found, loaded = opened(asked)
+    for note in loaded.notes:
+        _say(f"note: {note}")
+    count = build.processes(loaded.config)
+    # No step is shared here, so there may be more processes than micro-batches.
+    name, chosen = find_strategy(loaded.config.placement, count)
+    check_strategy(name, chosen, count, max(count, loaded.config.recipe.microbatches))
+    ready = build.setup(loaded.config.recipe)
+    checked_state(found.path, found.snapshot, ready)
+    build.check_cut(ready, loaded.config, count)
+    for problem in found.problems:
+        _say(f"warning: {problem}")
+    return on_ranks(partial(_evaluate_as, asked, tell), (found, ready), loaded.config.placement, count)
+
+
+def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement, Work]:
+    """Check all that can be checked before the ranks of a launcher meet; return what they are to do."""
+    _, loaded = opened(asked)
+    for note in loaded.notes if info.rank == 0 else ():
+        _say(f"note: {note}")
+    return loaded.config.placement, partial(_evaluate_as, asked, tell, None)
+
+
+def opened(asked: Asked, found: checkpoint.Found | None = None) -> tuple[checkpoint.Found, Loaded]:
+    """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
+    is_new = found is None
+    found = found or checkpoint.load(Path(asked.path))
+    recipe = values(saved_recipe(found.path, found.snapshot))
+    run_config = found.path.parent.parent / "config.yaml"
+    if os.path.lexists(run_config):
+        data = recorded(run_config).data
+        recipe["data"] |= {"root": data.root, "download": data.download}
+    label, text = str(found.path / checkpoint.STATE), json.dumps({"recipe": recipe})
+    loaded = load_text(text, label, found.path.name, asked.overrides, shares_steps=False)
+    _check_code(asked, loaded)
+    key = signing_key(loaded.config.run)
+    if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
+        signed = checkpoint.load(found.path, key=key)
+        if signed.snapshot.state != found.snapshot.state:
+            raise UsageError(f"{found.path}: changed while it was read; try again")
+        found = found._replace(snapshot=signed.snapshot)
+    return found, loaded
+
+
+def _check_code(asked: Asked, loaded: Loaded) -> None:
+    """Raise UsageError where the recipe names code that the user did not: who wrote the folder could run anything."""
+    recipe = loaded.config.recipe
+    # A colon in a name of timm's is no import path, but says where to fetch a model from.
+    model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
+    keys = {f"recipe.{section}.name": name for section, name in {**model, **import_paths(recipe)}.items()}
+    foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
+    if foreign and not asked.trust:
+        words = " ".join(["lockstep eval", *map(shlex.quote, [asked.path, *foreign])])
+        raise UsageError(
+            f"{asked.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
+            f"run folder runs only if your command names it: {words}; or all of it, with --trust"
+        )
+
+
+def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, meeting: Meeting) -> int:
+    found, loaded = opened(asked, ready[0] if ready else None)
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    device = choose_device(placement.device, meeting.info, placement.backend)
+    fix_kernels(recipe.threads, recipe.precision, device)
+    keep_freed_memory()
+    if device.type == "cuda":
+        check_switches(recipe.precision)
+    with watched(meeting, placement, device):
+        facts = started_with(loaded, device)
+        meeting.compare(facts | {"weights": checkpoint.weights_sha256(found.snapshot.model)})
+        setup = ready[1] if ready else build.setup(recipe)
+        state = checked_state(found.path, found.snapshot, setup)
+        meeting.compare(build.setup_facts(setup))
+        event = _evaluate(loaded, found, state, setup, meeting, device)
+    if event is not None:
+        tell(Found(found.path, event, checkpoint.weights_sha256(found.snapshot.model)))
+    return EXIT_DONE
+
+
+def _evaluate(
+    loaded: Loaded,
+    found: checkpoint.Found,
+    state: SavedState,
+    ready: Setup,
+    meeting: Meeting,
+    device: torch.device,
+) -> Evaluated | None:
+    """Evaluate with the ranks that have met, and return the event on rank 0."""
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    world = open_world(meeting, device, placement.backend)
+    if placement.affinity == "auto":
+        bind(world, recipe.threads)
+    _, engine, loader = build.start(ready, placement, world)
+    # An optimizer is not needed; what the engine has of it is as good as what was saved.
+    engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
+    progress = state.progress
+    meeting.doing = lambda: Doing("evaluating", progress.step)
+    event = evaluated(engine, world, ready, loader, build.evaluation_batch(recipe), progress)
+    engine.close()
+    world.close()
+    return event if world.rank == 0 else None
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)

@@ -1,0 +1,81 @@
+"""N ranks of a function: in this process, in processes that it starts, or as one rank that a launcher started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from lockstep.config.placement import Placement, rendezvous
+from lockstep.core.rank import RankInfo
+from lockstep.errors import LockstepError
+from lockstep.launchers import detect, located
+from lockstep.parent import die_with_launcher
+from lockstep.run.build import start_method
+from lockstep.runtime.agent import run_workers
+from lockstep.runtime.meeting import Meeting
+from lockstep.runtime.member import alone, as_rank, refuse
+
+T = TypeVar("T")
+Work = Callable[[Meeting], int]  # returns the exit code
+
+
+def launched() -> RankInfo | None:
+    """Return this process's rank where a launcher started it, and tie its life to that launcher's."""
+    info = detect(os.environ)
+    if info is None:
+        return None
+    die_with_launcher(info.launcher)
+    return located(info, os.environ)
+
+
+def as_launched(info: RankInfo, words: Sequence[str], opened: Callable[[], tuple[Placement, Work]]) -> int:
+    """Meet the ranks that the launcher started and do the work that `opened` returns; return its exit code.
+
+    `opened` checks what can be checked before the ranks meet. What it finds ends this rank, and is reported once: to
+    the others too, if they come soon to the meeting place that `words`, dotted overrides, name.
+    """
+    try:
+        placement, work = opened()
+    except LockstepError as error:
+        refuse(info, rendezvous(words), error)
+    return as_rank(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s, work)
+
+
+def on_ranks(
+    work: Callable[[T | None, Meeting], int],
+    ready: T,
+    placement: Placement,
+    count: int,
+    logs: Path | None = None,
+    failed: Callable[[str], None] | None = None,
+) -> int:
+    """Do `work(ready, meeting)` on `count` ranks of this machine and return the exit code; one rank is this process.
+
+    For `ready`, which spawned processes get as None, see `in_workers`; for the rest runtime/agent.py.
+    """
+    if count == 1:
+        return work(ready, alone())
+    return in_workers(work, ready, placement, count, logs, failed)
+
+
+def in_workers(
+    work: Callable[[T | None, Meeting], int],
+    ready: T,
+    placement: Placement,
+    count: int,
+    logs: Path | None = None,
+    failed: Callable[[str], None] | None = None,
+) -> int:
+    """Do `work(ready, meeting)` in `count` processes of its own and return the exit code.
+
+    What is `ready` in this process is so in forked ones. To a spawned one, where there is CUDA, it cannot be sent.
+    """
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    method = start_method(placement)
+    worker = partial(work, ready if method == "fork" else None)
+    return run_workers(worker, count, method, placement.timeout_s, logs, failed)

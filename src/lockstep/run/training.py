@@ -1,0 +1,82 @@
+"""`lockstep train` below its options: check everything in one place, then train on the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+import torch
+
+from lockstep.config.blame import with_places
+from lockstep.config.load import Loaded
+from lockstep.config.placement import Placement
+from lockstep.config.schema import Config
+from lockstep.core.rank import RankInfo
+from lockstep.core.text import printable
+from lockstep.errors import UsageError
+from lockstep.launchers import torchrun
+from lockstep.parent import parent_command
+from lockstep.run import build
+from lockstep.run import folder as run_folder
+from lockstep.run.build import Setup
+from lockstep.run.session import Start, run_rank
+from lockstep.run.start import Work, on_ranks
+from lockstep.runtime.meeting import Meeting
+
+
+def train_here(loaded: Loaded) -> int:
+    """Check everything in this process, then train in it, or start the processes that do; return the exit code."""
+    torch.set_num_threads(1)  # see run/start.py
+    placement = loaded.config.placement
+    with with_places(loaded):
+        count = build.processes(loaded.config)
+        build.check_placement(loaded.config, count)
+        ready = build.setup(loaded.config.recipe)
+        build.check_cut(ready, loaded.config, count)
+        build.check_kernels(ready, placement)
+    for warning in ready.warnings:
+        _say(f"warning: {warning}")
+    claim = run_folder.claim(loaded)
+    with claim.held():
+        for note in claim.notes:
+            _say(note)
+        work = partial(_train, loaded, Start(claim.folder, claim.checkpoint, claim.done))
+        reasons: list[str] = []
+        code = on_ranks(work, ready, placement, count, claim.folder / run_folder.LOGS, reasons.append)
+        if count > 1:
+            run_folder.settle(claim.folder, code, *reasons)
+        return code
+
+
+def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
+    """Check all that can be checked before the ranks of a launcher meet; return what they are to do."""
+    _check_launch(loaded.config, info)
+    with with_places(loaded):
+        build.check_placement(loaded.config, info.size)
+    return loaded.config.placement, partial(_train, loaded, None, None)
+
+
+def _train(loaded: Loaded, start: Start | None, ready: Setup | None, meeting: Meeting) -> int:
+    return run_rank(loaded, meeting, start, ready)
+
+
+def _check_launch(config: Config, info: RankInfo) -> None:
+    """Raise UsageError where the launcher started another run than the one that was asked for."""
+    if info.launcher == "torchrun":
+        agent = parent_command()
+        torchrun.check_hosts(agent, os.environ)
+        warning = torchrun.warning(agent, os.environ)
+        if warning and info.rank == 0:
+            _say(warning)
+        torchrun.check_restarts(agent, os.environ, config.run.dir)
+    asked = config.placement.processes
+    if asked not in ("auto", info.size):
+        raise UsageError(
+            f"placement.processes: {asked} asked for, but the launcher says WORLD_SIZE={info.size}; "
+            f"start as many, or leave placement.processes out"
+        )
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)
