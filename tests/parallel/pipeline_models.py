@@ -14,8 +14,11 @@ from toys import Trace
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.core.shard import Held, Shard, local
+from lockstep.models.freezing import freeze
 from lockstep.parallel.engine import Engine, State
+from lockstep.parallel.groups import ParameterGroup, settings
 from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layout import trained_parameters
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
@@ -125,21 +128,36 @@ class Case:
     size: int = 6
     measured: bool = False  # whether stages are cut by operations too
     by_hand: dict[str, Any] = field(default_factory=dict)  # the optimizer's further options
+    freeze: tuple[str, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 def build(case: Case) -> nn.Module:
     """Build the model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return MODELS[case.model]()
+        model = MODELS[case.model]()
+    if case.freeze:
+        freeze(model, case.freeze)
+    return model
 
 
 def engine(world: World, case: Case, options: dict[str, Any] | None) -> Engine:
     """Start a pipeline, or the plain engine for options None."""
-    settings = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {}) | case.by_hand
+    options_of = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {}) | case.by_hand
+    names = [name for name, _ in trained_parameters(build(case))]
+    special = settings(names, case.groups, {}) if case.groups else {}
 
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
-        return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **settings)
+        return make_optimizer(
+            trained,
+            name=case.optimizer,
+            lr=0.1,
+            weight_decay=0.01,
+            norms=norms,
+            settings=lambda name: special.get(name, {}),
+            **options_of,
+        )
 
     example = (torch.empty(2, 3, case.size, case.size, device="meta"),)
     problem = Problem(Classification(topk=(1,)), partial(build, case), example=example if case.measured else None)

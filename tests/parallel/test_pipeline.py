@@ -12,6 +12,7 @@ from pipeline_models import Case, going_on, own_trace
 from toys import Trace
 
 from lockstep.core.rank import ALONE
+from lockstep.parallel.groups import ParameterGroup
 from lockstep.runtime.world import World
 
 SAID = ("step", "outputs", "scalars", "names")  # by every rank
@@ -26,6 +27,15 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "lamb, uneven": (Case(microbatches=3, optimizer="lamb"), 2, {"schedule": "interleaved"}),
     "two parameter groups": (Case(optimizer="nadamw", by_hand=GROUPS), 3, {"cut": ("late", "twice")}),
     "groups that count": (Case(optimizer="lambc", by_hand=GROUPS | UNCLIPPED), 3, {"cut": ("late", "twice")}),
+    "groups by name": (
+        Case(
+            optimizer="adamw",
+            groups=(ParameterGroup(("late*",), 0.5, {"weight_decay": 0.1}), ParameterGroup(("*.bias",), 3.0)),
+        ),
+        3,
+        {"cut": ("late", "twice")},
+    ),
+    "frozen in part": (Case("resnet18", samples=(7, 8), microbatches=3, size=32, freeze=("bn1.*", "layer1.*")), 2, {}),
     "bf16": (Case("vit", precision="bf16", clip=0.5), 2, {"schedule": "zero_bubble"}),
     "bf16-compute": (Case("mlp", precision="bf16-compute", clip=0.5, ema=True), 3, {}),
     "bf16-compute, split": (Case(precision="bf16-compute", ema=True), 2, {"schedule": "zero_bubble"}),

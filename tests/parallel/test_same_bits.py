@@ -9,6 +9,8 @@ import worlds
 import zoo
 from toys import Case
 
+from lockstep.parallel.groups import ParameterGroup
+
 STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
     "zero1": {2: (), 3: (), 4: ()},
     "zero2": {2: (), 3: (), 4: ()},
@@ -17,6 +19,8 @@ STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
 }
 
 OFFLOADED = [("zero1", 3, (("offload", 1),)), ("zero2", 2, (("offload", 1),)), ("zero3", 3, (("offload", 1),))]
+
+GROUPS = (ParameterGroup(("head.*",), 2.0, {"weight_decay": 0.0}), ParameterGroup(("*.bias", "sometimes.*"), 0.25))
 
 CASES = {
     "sgd": Case(),
@@ -30,6 +34,10 @@ CASES = {
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20, optimizer="adamw"),
     "not finite, skipped": Case(poisoned=1, skip_nonfinite=True, clip=1.0, ema=True),
     "channels last": Case(channels_last=True, clip=0.5),
+    "groups by name": Case(optimizer="adamw", clip=0.5, groups=GROUPS),
+    "groups by name, lamb": Case(optimizer="lamb", ema=True, groups=GROUPS),
+    "frozen in part": Case(freeze=("stem.*", "first.*", "sometimes.weight"), groups=GROUPS[:1], ema=True),
+    "all but the head frozen": Case(freeze=("[!h]*",), precision="bf16-compute", clip=0.1),
     "without BatchNorm": Case(4, optimizer="adamw", model=toys.Plain),
 }
 

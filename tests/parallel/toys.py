@@ -15,10 +15,12 @@ from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.core.rota import Rota
 from lockstep.core.shard import Held, local
+from lockstep.models.freezing import freeze
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
+from lockstep.parallel.groups import ParameterGroup, settings
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layout import gathered, trained_parameters
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
@@ -102,6 +104,8 @@ class Case:
     audit_every: int = 0
     model: type[nn.Module] = Toy
     dtype: torch.dtype = torch.float32
+    freeze: tuple[str, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
 
     def numerics(self) -> Numerics:
         return Numerics(
@@ -122,7 +126,10 @@ def build(case: Case) -> nn.Module:
     """Build the model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return case.model().to(case.dtype)
+        model = case.model().to(case.dtype)
+    if case.freeze:
+        freeze(model, case.freeze)
+    return model
 
 
 def strategy(world: World, case: Case) -> Any:
@@ -138,8 +145,19 @@ def strategy(world: World, case: Case) -> Any:
 def engine(world: World, case: Case) -> Engine:
     options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {})
 
+    names = [name for name, _ in trained_parameters(build(case))]
+    special = settings(names, case.groups, {}) if case.groups else {}
+
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
-        return make_optimizer(trained, name=case.optimizer, lr=0.1, weight_decay=0.01, norms=norms, **options)
+        return make_optimizer(
+            trained,
+            name=case.optimizer,
+            lr=0.1,
+            weight_decay=0.01,
+            norms=norms,
+            settings=lambda name: special.get(name, {}),
+            **options,
+        )
 
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
     problem = Problem(Classification(topk=(1,)), partial(build, case), example=example)

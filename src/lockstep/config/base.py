@@ -62,14 +62,23 @@ def named(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         return values(value)
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """Read a list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else listed(value)
+
+
 # YAML has lists; a frozen section keeps tuples.
-Floats = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(_listed)]
-PositiveFloats = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_listed)]
-Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
+Floats = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(listed)]
+PositiveFloats = Annotated[tuple[PositiveFloat, ...], BeforeValidator(listed)]
+Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)]
+# Shell patterns over names, as of fnmatch: one, or a list of them.
+Patterns = Annotated[
+    tuple[Name, ...], BeforeValidator(_several), Field(description="a pattern such as layer1.*, or a list of them")
+]

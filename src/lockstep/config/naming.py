@@ -14,7 +14,10 @@ from lockstep.config.write import flow, leaves
 _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "model"): (),
     ("recipe", "data"): (("download",), ("augment", "crop_padding"), ("augment", "flip")),
-    ("recipe", "optimizer"): (("lr",), ("weight_decay",), ("decay_bias_and_norm",)),
+    ("recipe", "optimizer"): (
+        *(("lr",), ("weight_decay",), ("decay_bias_and_norm",)),
+        *(("groups",), ("layer_decay",)),
+    ),
     ("recipe", "schedule"): (("each",), ("warmup_epochs",), ("warmup_steps",), ("warmup_factor",), ("min_lr",)),
     ("recipe", "loss"): (),
     ("placement", "strategy"): (),

@@ -15,12 +15,14 @@ from lockstep.config.base import (
     Name,
     NaturalFloat,
     NaturalInt,
+    Patterns,
     Pixels,
     PositiveFloat,
     PositiveFloats,
     PositiveInt,
     Section,
     Threads,
+    listed,
     named,
 )
 from lockstep.core.names import suggestion
@@ -36,6 +38,7 @@ class Model(Section):
     name: Name
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
     pretrained: bool = False
+    freeze: Patterns = ()  # parameters that are not trained, by their names
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -75,15 +78,40 @@ class LearningRate(Section):
     per_samples: PositiveInt | None = None
 
 
+_RATE: Final = "a number, or value and per_samples"
+
+
+class ParameterGroup(Section):
+    """Parameters by their names, and what the optimizer does otherwise to them; the first group that matches counts."""
+
+    match: Annotated[Patterns, Field(min_length=1)]
+    lr: Annotated[LearningRate | None, BeforeValidator(_rate), Field(description=_RATE)] = None
+    lr_factor: PositiveFloat | None = None  # times the optimizer's rate
+    weight_decay: NaturalFloat | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if self.lr is not None and self.lr_factor is not None:
+            raise ValueError("give either lr or lr_factor, one of the two")
+        return self
+
+
 class Optimizer(Section):
     """`sgd`, `adamw`, `lars`, `lamb`, any other of torch.optim or timm.optim, or `package.module:Class`."""
 
     name: Name = "sgd"
-    lr: Annotated[LearningRate, BeforeValidator(_rate), Field(description="a number, or value and per_samples")]
+    lr: Annotated[LearningRate, BeforeValidator(_rate), Field(description=_RATE)]
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
     decay_bias_and_norm: bool = True  # false: no weight decay for biases and for parameters of one dim
+    groups: Annotated[
+        tuple[ParameterGroup, ...],
+        BeforeValidator(listed),
+        Field(description="a list of mappings of match, lr or lr_factor, weight_decay, options"),
+    ] = ()
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # of the rate, from each layer to the one before it
     options: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -65,9 +65,9 @@ def unknown(path: Path) -> tuple[Path, str] | None:
 
 
 def section_at(path: Path) -> type[Section] | None:
-    """Return the section that stands at `path` of the configuration; None where there is none."""
+    """Return the section that stands at `path` of the configuration, or in a list there; None where there is none."""
     section: type[Section] | None = Config
-    for name in path:
+    for name in (each for each in path if isinstance(each, str)):
         field = section.model_fields.get(str(name)) if section else None
         section = _section(field.annotation) if field else None
     return section

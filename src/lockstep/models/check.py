@@ -45,7 +45,7 @@ class Summary:
     dims: tuple[int, ...]
     tensors: Mapping[str, Form]  # of its state
     trained: Mapping[str, Form]  # of its parameters that want a gradient, in the model's order
-    batchnorm: bool  # whether a layer normalises over the samples of a micro-batch
+    batchnorm: bool  # whether a layer normalises over the samples of a micro-batch, and is not frozen
     buffers: frozenset[str]  # by their names
     flops: int | None  # of a sample, forward and backward; None where the meta device has not what they depend on
 
@@ -194,7 +194,9 @@ def _trial(
         flops = backward_flops(counter, trained) if device == "meta" else None
     parameters = list(model.parameters())
     dims = tuple(sorted({parameter.ndim for parameter in parameters}))
-    batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    batchnorm = any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
+    )
     summary = Summary(
         parameters=sum(parameter.numel() for parameter in parameters),
         dims=dims,

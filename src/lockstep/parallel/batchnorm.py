@@ -7,6 +7,9 @@ How the batch statistics are got: with momentum 1, torch's own kernel writes the
 usually lie. So all modules get buffers that are views of one scratch vector, which is read after each micro-batch,
 and the true running statistics are kept beside it and written back once the step is done. A step that is skipped, for
 a loss or a gradient that is not finite, moves them no more than the weights.
+
+A layer that is in evaluation while its model trains, as a frozen one is, is left alone: it normalises with its running
+statistics, which do not move.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from torch import Tensor, nn
 
 @final
 class RunningStatistics:
-    """The running statistics of all BatchNorm layers of a model as one float32 vector of length `size`."""
+    """The running statistics of all BatchNorm layers that train as one float32 vector of length `size`.
+
+    The model is in training.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and _tracks(m)]
@@ -78,7 +84,7 @@ class RunningStatistics:
 
 
 def _tracks(layer: nn.modules.batchnorm._BatchNorm) -> bool:
-    return layer.track_running_stats and layer.running_mean is not None
+    return layer.training and layer.track_running_stats and layer.running_mean is not None
 
 
 def _buffers(layer: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class LocalEngine:
             compile_blocks(self._model, world.device)
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
-        self._running = RunningStatistics(self._model)
+        self._running = RunningStatistics(self._model.train())
         self._lane = world.lane()
         self._layout = lay(self._model, self._lane, numerics.dtype)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
@@ -108,7 +108,6 @@ class LocalEngine:
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
         self._shares: dict[tuple[int, torch.dtype], Tensor] = {}  # the last one
         self._now: _Turn
-        self._model.train()
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
         """See Engine."""

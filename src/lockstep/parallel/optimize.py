@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from lockstep.core.names import choices, suggestion
 from lockstep.errors import UsageError
 from lockstep.own_code import own_error
+from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
 from lockstep.parallel.own_optimizer import accepted, find_own, made_by
 
 Named = tuple[str, Parameter]
 Factory = Callable[..., Optimizer]
+Settings = Callable[[str], Mapping[str, Any]]  # of a parameter, by its name
 
 # Ours, whatever torch or timm has or will have of these names.
 _OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
@@ -41,13 +43,14 @@ def make_optimizer(
     decay_bias_and_norm: bool = True,
     options: Mapping[str, Any] | None = None,
     norms: Norms = whole_norms,
+    settings: Settings | None = None,
 ) -> Optimizer:
     """Return the optimizer `name` over the parameters that want a gradient; its groups keep their names.
 
     `lars` and `lamb` are ours (parallel/layerwise.py), and take the norms of whole tensors from `norms`; any other name
     is looked for in torch.optim, whatever its case, then in timm; `package.module:Class` is the user's. What is None
     stays at the optimizer's default. With `decay_bias_and_norm` false, parameters of at most one dim are a group of
-    their own, without weight decay.
+    their own, without weight decay. `settings` gives options of single parameters, which win over all others.
 
     The multi-tensor form ("foreach") is taken wherever there is one and the fused form nowhere, unless `options` say
     otherwise: the forms differ in bits, so torch must not choose by device. Torch's fused form for the CPU even gives
@@ -61,9 +64,12 @@ def make_optimizer(
     form: dict[str, Any] = {"foreach": True} if "foreach" in (taken or ()) and not asked.get("fused") else {}
     if name.lower() in _OURS:
         form = {"norms": norms}
-    groups = _groups(name, parameters, decay_bias_and_norm)
+    groups = _groups(name, parameters, decay_bias_and_norm, settings or _nothing)
+    _check_asked(f"{name}, recipe.optimizer.groups", taken, _asked_of(groups), True)
     if ":" in name:
-        return made_by(name, factory, groups, {"lr": lr, **form, **asked})
+        made = made_by(name, factory, groups, {"lr": lr, **form, **asked})
+        _check_kept(name, groups, made)
+        return made
     try:
         return factory(groups, **{"lr": lr, **form, **asked})
     except (TypeError, ValueError, RuntimeError) as error:
@@ -179,16 +185,46 @@ def _check_asked(name: str, taken: Sequence[str] | None, asked: Iterable[str], d
             raise UsageError(f"optimizer {name}: it has no {key}{choices(key, options)}")
 
 
-def _groups(name: str, parameters: Iterable[Named], decay_bias_and_norm: bool) -> list[dict[str, Any]]:
+def _groups(
+    name: str,
+    parameters: Iterable[Named],
+    decay_bias_and_norm: bool,
+    settings: Settings,
+) -> list[dict[str, Any]]:
+    """Return a group for all parameters with the same options; first those that the rule for biases leaves alone."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
     if not trained:
         raise UsageError(f"optimizer {name}: the model has no parameter that wants a gradient")
-    if decay_bias_and_norm:
-        return [{"params": trained}]
-    decayed = [(key, parameter) for key, parameter in trained if parameter.ndim > 1]
-    others = [(key, parameter) for key, parameter in trained if parameter.ndim <= 1]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups: dict[str, dict[str, Any]] = {}
+    for exempt in (False, True):
+        for key, parameter in trained:
+            if exempt != (not decay_bias_and_norm and parameter.ndim <= 1):
+                continue
+            own = {**({"weight_decay": 0.0} if exempt else {}), **settings(key)}
+            group = groups.setdefault(f"{exempt} {sorted(own.items())}", {**own, "params": []})
+            group["params"].append((key, parameter))
+    return list(groups.values())
+
+
+def _nothing(_: str) -> Mapping[str, Any]:
+    return {}
+
+
+def _asked_of(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the options that groups have beside a scale of the rate, which is ours to apply."""
+    return [*{key: None for group in groups for key in group if key not in ("params", SCALE)}]
+
+
+def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], made: Optimizer) -> None:
+    """Raise UsageError where an optimizer of the user's own forgot what a group was given beside its parameters."""
+    group_of = {id(each): group for group in made.param_groups for each in group["params"]}
+    for group in groups:
+        for option in (option for option in group if option != "params"):
+            if any(group_of[id(each)].get(option) != group[option] for _, each in group["params"]):
+                raise UsageError(
+                    f"optimizer {name}: it drops {option} of its parameter groups; hand the groups that it is given "
+                    f"to torch.optim.Optimizer as they are"
+                )
 
 
 def _tiny(dim: int) -> Parameter:

@@ -91,7 +91,7 @@ class PipelineEngine:
         self._ranks = world.size // self._pipelines  # of one pipeline
         self._pipeline, self._rank = divmod(world.rank, self._ranks)
         self._last = self._ranks * pipe.stages_per_rank - 1
-        self._model = problem.build_model()
+        self._model = problem.build_model().train()
         cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
         owner = owners(self._model, cut)
         trained = trained_parameters(self._model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -10,12 +10,11 @@ from torch.optim import Optimizer
 
 from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.parallel.engine import Update
+from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layout import Trained
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
 from lockstep.runtime.precision import loss_scaler
-
-_SCALE: Final = "lr_scale"  # of a parameter group: timm's name for it, and a checkpoint keeps it
 
 
 @final
@@ -74,7 +73,7 @@ class Updates:
 
     def _step(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get(_SCALE, 1.0)
+            group["lr"] = lr * group.get(SCALE, 1.0)
         # What the scaler's own step does, which asks again for each of these and does not say whether it stepped.
         if self._scales and any(bool(infinity) for infinity in self._infinities()):
             return False
@@ -95,9 +94,9 @@ class Updates:
 def keep_ratios(optimizer: Optimizer) -> None:
     """Note in each parameter group whose rate is not the optimizer's what it is times that, as timm's groups do."""
     for group in optimizer.param_groups:
-        scale = group.get(_SCALE, 1.0) * float(group["lr"]) / float(optimizer.defaults["lr"])
+        scale = group.get(SCALE, 1.0) * (float(group["lr"]) / float(optimizer.defaults["lr"]))
         if scale != 1.0:
-            group[_SCALE] = scale
+            group[SCALE] = scale
 
 
 def share(weight: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -34,15 +34,17 @@ from lockstep.models.check import Form, check_dtype, check_model
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
+from lockstep.models.tuned import tuned
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
+from lockstep.parallel.optimize import check_optimizer, check_rows
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
+from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
 from lockstep.run.strategy import check_strategy, find_strategy
 from lockstep.run.user_code import import_paths
@@ -68,7 +70,8 @@ class Setup:
     problem: Problem
     steps: Steps
     parameters: int
-    dims: tuple[int, ...]  # of the parameters, each once
+    dims: tuple[int, ...]  # of the parameters that are trained, each once
+    special: Mapping[str, dict[str, Any]]  # what the optimizer does otherwise to single parameters
     tensors: Mapping[str, Form]  # of the model's state
     trained: Mapping[str, Form]  # of the parameters that are trained
     blank: Callable[[], nn.Module]  # builds the model, with weights of no meaning
@@ -79,7 +82,12 @@ class Setup:
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
-        return _optimizer(self.recipe)(trained, norms=norms)
+        make = optimizer(self.recipe, self.settings_of)
+        return make(trained, norms=norms)
+
+    def settings_of(self, name: str) -> Mapping[str, Any]:
+        """Return what the optimizer does otherwise to the parameter `name`."""
+        return self.special.get(name, {})
 
     def numerics(self, offload_activations: bool = False, recompute: int = 0) -> Numerics:
         """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
@@ -134,13 +142,14 @@ def setup(recipe: Recipe) -> Setup:
     loss = find_loss(recipe.loss.name)
     if loss is not None:
         check_loss(loss, classes, example[1])
-    build = partial(
+    plain = partial(
         build_model,
         name=recipe.model.name,
         source=recipe.model.source,
         options=recipe.model.options,
         facts=data.facts,
     )
+    build = partial(tuned, plain, recipe.model.freeze)
     dtype = computing_dtype(recipe.precision)
     summary = check_model(
         build,
@@ -151,11 +160,14 @@ def setup(recipe: Recipe) -> Setup:
     )
     if dtype is not None:
         check_dtype(build, computing_in, name=recipe.model.name, inputs=(_repeated(inputs, 2),), dtype=dtype)
-    check_optimizer(_optimizer(recipe), summary.dims)
+    dims = sorted({len(form.shape) for form in summary.trained.values()})
+    special = special_settings(recipe, [*summary.trained], build)
+    for make in with_each(recipe, special):
+        check_optimizer(make, dims)
     if ":" in recipe.optimizer.name:
-        check_own(recipe.optimizer.name, _optimizer(recipe))
+        check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
-    whole = partial(build, pretrained=recipe.model.pretrained)
+    whole = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), recipe.model.freeze)
     name = f"model {recipe.model.name}"
     task = Classification(loss, recipe.loss.label_smoothing, _topk(recipe, classes), name)
     problem = Problem(
@@ -171,7 +183,8 @@ def setup(recipe: Recipe) -> Setup:
         problem=problem,
         steps=steps,
         parameters=summary.parameters,
-        dims=summary.dims,
+        dims=tuple(dims),
+        special=special,
         tensors=summary.tensors,
         trained=summary.trained,
         blank=build,
@@ -246,7 +259,7 @@ def check_placement(config: Config, count: int) -> None:
         )
     _check_compile(config.recipe, name, chosen.compiles)
     if chosen.cuts_rows:
-        check_rows(_optimizer(config.recipe), name)
+        check_rows(optimizer(config.recipe), name)
 
 
 def _check_compile(recipe: Recipe, name: str, compiles: bool) -> None:
@@ -265,7 +278,10 @@ def _check_compile(recipe: Recipe, name: str, compiles: bool) -> None:
 
 def check_cut(ready: Setup, config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
-    _, chosen = find_strategy(config.placement, count)
+    name, chosen = find_strategy(config.placement, count)
+    if chosen.cuts_rows:
+        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
+            check_rows(make, name)
     if chosen.cuts_model:
         chosen.check_model(ready.blank, ready.problem.example, count, whole_blocks=ready.recipe.compile)
         check_separable(ready.optimizer, ready.dims)
@@ -354,20 +370,6 @@ def _few(split: Split, shape: tuple[int, ...], images: bool) -> tuple[Request, B
 
 def _repeated(inputs: Tensor, samples: int) -> Tensor:
     return inputs[torch.arange(samples) % len(inputs)]
-
-
-def _optimizer(recipe: Recipe) -> Callable[..., Optimizer]:
-    chosen = recipe.optimizer
-    return partial(
-        make_optimizer,
-        name=chosen.name,
-        lr=planning.base_rate(recipe),
-        momentum=chosen.momentum,
-        nesterov=chosen.nesterov,
-        weight_decay=chosen.weight_decay,
-        decay_bias_and_norm=chosen.decay_bias_and_norm,
-        options=chosen.options,
-    )
 
 
 def _smallest_microbatch(steps: Steps, microbatches: int) -> int:

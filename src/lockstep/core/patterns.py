@@ -1,0 +1,34 @@
+"""Shell patterns over names, such as those of a model's parameters: `layer1.*`, `*.bias`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+from lockstep.core.names import suggestion
+from lockstep.errors import UsageError
+
+_SHOWN: Final = 8  # names in a message
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits one of the patterns, by the rules of fnmatch: `*` also stands for dots."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def selected(key: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter") -> set[str]:
+    """Return those of `names` that fit a pattern. UsageError, which begins with `key`, where a pattern fits none."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = suggestion(pattern, names)
+            raise UsageError(
+                f"{key}: {pattern!r} matches no {what}{near}" + ("" if near else f"; there are {shortened(names)}")
+            )
+    return {name for name in names if matches(name, patterns)}
+
+
+def shortened(names: Sequence[str]) -> str:
+    """List names for a message, no more than fit one."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,82 @@
+"""Tensors of a file brought into a model: what fits, what stays as it was initialised, and what is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.names import suggestion
+from lockstep.core.patterns import selected, shortened
+from lockstep.errors import UsageError
+
+_KEY: Final = "recipe.model.weights"
+_COUNTER: Final = "num_batches_tracked"  # older files have none; the layers count from 0 then
+_SHOWN: Final = 12  # problems
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a model came from a file, by names: `fresh` did not, and `left_over` are in the file alone."""
+
+    taken: tuple[str, ...]
+    fresh: tuple[str, ...]
+    left_over: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.taken)} tensors"]
+        if self.fresh:
+            parts.append(f"as initialised: {shortened(self.fresh)}")
+        if self.left_over:
+            parts.append(f"not used: {shortened(self.left_over)}")
+        return "; ".join(parts)
+
+
+@torch.no_grad()
+def fit(model: nn.Module, tensors: Mapping[str, Tensor], place: str, fresh: Sequence[str] = ()) -> Fit:
+    """Copy `tensors` into the model's of the same names, all but those that fit a pattern of `fresh`.
+
+    Each of the model's must be in the file, by any of its names where it has several, in its own shape; floats of other
+    dtypes are converted. Else UsageError with all that does not fit, which begins with `place`.
+    A model on the meta device is compared and not changed.
+    """
+    own = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    left = selected(f"{_KEY}.fresh", fresh, list(own)) if fresh else set()
+    wanted = {name: each for name, each in own.items() if name not in left}
+    problems = [*_missing(wanted, tensors), *_unlike(wanted, tensors)]
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        advice = f"what is to stay as initialised, such as a new head, is named by patterns in {_KEY}.fresh"
+        raise UsageError("\n".join([f"{place}: does not fit the model; {advice}:", *problems[:_SHOWN], *more]))
+    taken = [name for name in wanted if name in tensors]
+    for name in taken:
+        if not wanted[name].is_meta:
+            wanted[name].copy_(tensors[name])
+    fresh_names = [name for name, each in own.items() if not any(each is own[other] for other in taken)]
+    return Fit(tuple(taken), tuple(fresh_names), tuple(name for name in tensors if name not in wanted))
+
+
+def _missing(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    there = {id(each) for name, each in wanted.items() if name in tensors}
+    unused = [name for name in tensors if name not in wanted]
+    for name, each in wanted.items():
+        if id(each) not in there and not name.endswith(_COUNTER):
+            yield f"  {name}: missing in the file{suggestion(name, unused)}"
+
+
+def _unlike(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    first: dict[int, str] = {}
+    for name, each in wanted.items():
+        if name not in tensors:
+            continue
+        given = tensors[name]
+        if given.shape != each.shape:
+            yield f"  {name}: {list(given.shape)} in the file, {list(each.shape)} in the model"
+        elif given.dtype != each.dtype and not (given.is_floating_point() and each.is_floating_point()):
+            yield f"  {name}: {given.dtype} in the file, {each.dtype} in the model"
+        other = first.setdefault(id(each), name)
+        if other != name and not torch.equal(tensors[other], given):
+            yield f"  {name}: another value in the file than {other}, with which it is one tensor in the model"

@@ -1,0 +1,125 @@
+"""Tensors by name from the files that others write: safetensors, torch's own, and folders as transformers saves them.
+
+No code of a file runs: torch's files are pickles, and are read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lockstep import plainfile
+from lockstep.core.names import suggestion
+from lockstep.core.patterns import shortened
+from lockstep.errors import UsageError
+
+_SAFE: Final = ".safetensors"
+_TORCH: Final = (".bin", ".ckpt", ".pt", ".pth")
+_WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
+_INDEX: Final = "model.safetensors.index.json"
+_LARGEST_INDEX: Final = 1 << 26  # bytes
+_NESTED: Final = ("state_dict", "model_state_dict", "model", "module")  # where training scripts keep the tensors
+_WRAPPERS: Final = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, or of a folder that holds `model.safetensors`, whole or in parts with an index.
+
+    They are on the CPU, and mapped where that can be. UsageError where there are none, or what is there is damaged.
+    """
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.exists():
+        raise UsageError(f"{path}: not found; give a file of tensors, a folder with one, or a run")
+    if not path.is_file():
+        raise UsageError(f"{path}: not a regular file; give a file of tensors, a folder with one, or a run")
+    if path.suffix == _SAFE:
+        return _safetensors(path)
+    if path.suffix in _TORCH:
+        return _torch(path)
+    raise UsageError(f"{path}: of unknown kind; give a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
+
+
+def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it.
+
+    Without a prefix, one that a wrapper has put before all names goes: `module.` and `_orig_mod.`.
+    """
+    if prefix:
+        found = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        if not found:
+            near = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
+            raise UsageError(f"{place}: no name begins with {prefix!r}{near}; there are {shortened([*tensors])}")
+        return found
+    wrapper = next((each for each in _WRAPPERS if all(name.startswith(each) for name in tensors)), "")
+    return renamed(tensors, place, wrapper) if wrapper and tensors else dict(tensors)
+
+
+def _of_folder(folder: Path) -> dict[str, Tensor]:
+    if (folder / _INDEX).is_file():
+        return _sharded(folder)
+    for name in _WHOLE:
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    raise UsageError(
+        f"{folder}: no weights in it: neither {_INDEX} nor {', '.join(_WHOLE)}, nor a run's checkpoints; "
+        f"name the file itself"
+    )
+
+
+def _sharded(folder: Path) -> dict[str, Tensor]:
+    index = folder / _INDEX
+    try:
+        files = json.loads(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
+        places = {str(name): str(file) for name, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{index}: not an index of weights: {error}; download it again") from error
+    for file in set(places.values()):
+        if Path(file).name != file or not file.endswith(_SAFE):
+            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files beside it")
+    parts = {file: read_tensors(folder / file) for file in sorted(set(places.values()))}
+    lost = [name for name, file in places.items() if name not in parts[file]]
+    if lost:
+        raise UsageError(f"{index}: not in the files that it names: {shortened(lost)}; download them again")
+    return {name: parts[file][name] for name, file in places.items()}
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UsageError(f"{path}: not a whole safetensors file: {error}; write or download it again") from error
+    if not tensors:
+        raise UsageError(f"{path}: holds no tensors")
+    return tensors
+
+
+def _torch(path: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{path}: holds more than tensors, and could run code when it is read, so it is not; where you trust it, "
+            f"load it yourself and save its state_dict() with safetensors.torch.save_file"
+        ) from error
+    except Exception as error:  # of a file that is damaged, or none of torch's, it may be anything
+        raise UsageError(f"{path}: not a whole file of torch.save: {error}; write or download it again") from error
+    return _tensors(content, path)
+
+
+def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a state_dict, be it the file's content or one of its entries."""
+    nested = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
+    for each in (content, *nested):
+        if isinstance(each, dict) and each and all(isinstance(value, Tensor) for value in each.values()):
+            return {str(name): value for name, value in each.items()}
+    found = f"the entries {shortened(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
+    raise UsageError(f"{path}: no state_dict; it holds {found}; save the tensors alone, by their names")
