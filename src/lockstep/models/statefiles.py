@@ -6,7 +6,6 @@ No code of a file runs: torch's files are pickles, and are read with `weights_on
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -105,12 +104,12 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UsageError(
-            f"{path}: holds more than tensors, and could run code when it is read, so it is not; where you trust it, "
-            f"load it yourself and save its state_dict() with safetensors.torch.save_file"
-        ) from error
     except Exception as error:  # of a file that is damaged, or none of torch's, it may be anything
+        if type(error).__name__ == "UnpicklingError":
+            raise UsageError(
+                f"{path}: holds more than tensors, and could run code when it is read, so it is not; where you trust "
+                f"it, load it yourself and save its state_dict() with safetensors.torch.save_file"
+            ) from error
         raise UsageError(f"{path}: not a whole file of torch.save: {error}; write or download it again") from error
     return _tensors(content, path)
 
