@@ -1,6 +1,5 @@
-"""A step takes what the recipe alone says: permutations, cuts and the arithmetic of steps."""
+"""A step takes what the recipe alone says: cuts and the arithmetic of steps."""
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,33 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.order import Step, Steps, cut, part, permutation
-
-
-@given(st.integers(0, 2**32), st.integers(0, 1000), st.integers(0, 300))
-def test_a_permutation_visits_each_sample_once(seed: int, epoch: int, length: int) -> None:
-    order = permutation(seed, epoch, length)
-    assert order.dtype == np.int64
-    assert sorted(order.tolist()) == list(range(length))
-
-
-def test_golden_permutations() -> None:
-    """Another value here means that every recipe gives other weights: never by accident."""
-    assert permutation(0, 0, 12).tolist() == [8, 1, 10, 9, 0, 2, 3, 4, 7, 5, 11, 6]
-    assert permutation(0, 1, 12).tolist() == [2, 8, 9, 10, 7, 3, 6, 1, 5, 11, 4, 0]
-    assert permutation(1, 0, 12).tolist() == [7, 9, 4, 5, 6, 0, 11, 8, 10, 3, 1, 2]
-    digest = hashlib.sha256(permutation(42, 3, 100_000).astype("<i8").tobytes()).hexdigest()
-    assert digest == "510536e9a77704da7804d49f154a10e75d0e7ab7419c8ec3909c5767f2de0cf5"
-
-
-def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    orders = {tuple(permutation(seed, epoch, 50).tolist()) for seed in range(10) for epoch in range(10)}
-    assert len(orders) == 100
-
-
-def test_every_sample_comes_first_equally_often() -> None:
-    firsts = np.bincount([permutation(0, epoch, 8)[0] for epoch in range(4000)], minlength=8)
-    assert np.abs(firsts - 500).max() < 5 * np.sqrt(4000 * 7 / 64)
+from lockstep.core.order import Step, Steps, cut, part
 
 
 @given(st.integers(0, 500), st.integers(1, 70))

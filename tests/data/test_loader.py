@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import signal
 import time
+import tracemalloc
 from itertools import chain
 from multiprocessing import synchronize
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.core.mesh import Place
-from lockstep.core.order import Step, Steps, permutation
+from lockstep.core.order import Step, Steps
+from lockstep.core.shuffle import Order, OrderName, permutation, shuffle
 from lockstep.data.base import AsFetched, DataSet, Split
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.tensors import TensorSplit
@@ -236,16 +238,61 @@ def test_data_that_is_no_image_comes_as_it_is() -> None:
 def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def counting(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
+    def counting(name: OrderName, seed: int, epoch: int, length: int) -> Order:
         made.append(epoch)
-        return permutation(seed, epoch, length)
+        return shuffle(name, seed, epoch, length)
 
-    monkeypatch.setattr("lockstep.data.loader.permutation", counting)
+    monkeypatch.setattr("lockstep.data.loader.shuffle", counting)
     updates = _loader(_numbered(6), 2, 1).training(0)
     for epoch in range(2):
         for _ in range(3):
             next(updates)
             assert made == list(range(epoch + 1))
+
+
+@pytest.mark.parametrize("order", ["bijection", "argsort"])
+@pytest.mark.parametrize("batch", [999, 40, 6000])
+def test_a_large_set_is_visited_in_the_order_of_its_recipe_by_all_ranks_together(batch: int, order: OrderName) -> None:
+    length = 6007
+    split = TensorSplit(torch.arange(length)[:, None], torch.arange(length))
+    data, steps = DataSet(split, split), Steps(length, batch, epochs=2, order=order)
+    loaders = [Loader(data, steps, 8, AsFetched(), CPU, 3, Place(rank, 3)).training(0) for rank in range(3)]
+    visited: list[int] = []
+    for shares in zip(*loaders, strict=True):
+        own = sorted((each for _, microbatches in shares for each in microbatches), key=lambda each: each.index)
+        visited += torch.cat([each.batch[1] for each in own]).tolist()
+    expected = [shuffle(order, 3, epoch, length)(np.arange(length)) for epoch in range(2)]
+    assert visited == np.concatenate(expected).tolist()
+
+
+class _Counted:
+    """A split of so many samples, each of which is its number."""
+
+    in_memory = True
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Tensor:
+        return torch.from_numpy(indices)
+
+
+def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_once() -> None:
+    length = 10**10
+    split = _Counted(length)
+    loader = Loader(DataSet(split, None), Steps(length, 100, epochs=1), 4, AsFetched(), CPU, 0)
+    tracemalloc.start()
+    step, microbatches = next(loader.training(10**8 - 1))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert step.last_of_epoch
+    samples = torch.cat([each.batch for each in microbatches])
+    assert len(set(samples.tolist())) == 100
+    assert 0 <= samples.min() < 10**9 < 9 * 10**9 < samples.max() < length
+    assert most < 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,9 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
         )
     from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
+    from lockstep.run.continued import continued
 
-    loaded = load(*split(words[1:]))
+    loaded = continued(load(*split(words[1:])))
     if problems := other_processes(loaded.config.placement.processes, processes):
         raise UsageError(*problems)
     from lockstep.run import build

@@ -59,8 +59,9 @@ def _there(info: RankInfo, words: tuple[str, ...]) -> int:
 
 def _loaded(words: tuple[str, ...], say: bool = True) -> Loaded:
     from lockstep.config.load import load, split
+    from lockstep.run.continued import continued
 
-    loaded = load(*split(words))
+    loaded = continued(load(*split(words)))
     for note in loaded.notes if say else ():
         click.echo(printable(f"note: {note}"), err=True)
     return loaded

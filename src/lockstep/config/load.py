@@ -17,6 +17,7 @@ from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
+from lockstep.core import schemas
 from lockstep.core.names import choices, suggestion
 from lockstep.core.text import printable_line
 from lockstep.errors import ConfigError
@@ -75,14 +76,14 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
     before = _document(text, label)
     document = apply(before, overrides)
     notes = drop_foreign(before, document)
-    config, problems = _validate(document, shares_steps)
-    if config is None or problems:
-        raise ConfigError([str(each) for each in sorted(dict.fromkeys(problems), key=_position)])
+    config = _valid(document, shares_steps)
     return Loaded(config, name, _origins(config, document), notes)
 
 
 def recorded(config: FilePath) -> Recipe:
-    """Return the recipe of a run, from the config.yaml in its folder; ConfigError where it cannot be read.
+    """Return the recipe of a run, from the config.yaml in its folder, whatever version began it.
+
+    ConfigError where it cannot be read.
 
     Others may have written there: a link is not followed, and a pipe not waited for.
     """
@@ -92,7 +93,10 @@ def recorded(config: FilePath) -> Recipe:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
         ) from error
-    return load_text(text, str(config), config.stem).config.recipe
+    document = _document(text, str(config))
+    if isinstance(recipe := document.values.get("recipe"), dict):
+        document.values["recipe"] = schemas.recipe(recipe)
+    return _valid(document, shares_steps=True).recipe
 
 
 def to_yaml(loaded: Loaded) -> str:
@@ -168,12 +172,16 @@ def _document(text: str, label: str) -> Document:
     return Document({"recipe": UNREADABLE}, document.places, document.problems)
 
 
-def _validate(document: Document, shares_steps: bool) -> tuple[Config | None, list[Problem]]:
+def _valid(document: Document, shares_steps: bool) -> Config:
+    """Return what the document holds; ConfigError with all its problems where it has any."""
     problems = [*document.problems, *across.problems(document.values, document.places, shares_steps)]
     try:
-        return Config.model_validate(document.values), problems
+        config = Config.model_validate(document.values)
     except ValidationError as error:
-        return None, [*problems, *wording.problems(error, document.places)]
+        problems += wording.problems(error, document.places)
+    if problems:
+        raise ConfigError([str(each) for each in sorted(dict.fromkeys(problems), key=_position)])
+    return config
 
 
 def _position(problem: Problem) -> tuple[bool, int, int]:

@@ -28,6 +28,7 @@ from lockstep.config.base import (
 from lockstep.core.names import suggestion
 from lockstep.core.precision import Precision, named_elsewhere
 from lockstep.core.rate import Curve
+from lockstep.core.shuffle import OrderName
 
 _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
 
@@ -207,6 +208,7 @@ class Recipe(Section):
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
+    order: OrderName = "bijection"  # of the samples in an epoch; argsort: as version 0.1 shuffled
     optimizer: Annotated[Optimizer, _BY_NAME, Field(description="a name, or a mapping of keys")]
     schedule: Annotated[Schedule, _BY_NAME, Field(description="a name, or a mapping of keys")] = Schedule()
     loss: Annotated[Loss, _BY_NAME, Field(description="a name, or a mapping of keys")] = Loss()

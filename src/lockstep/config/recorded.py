@@ -11,6 +11,7 @@ from typing import Final
 from lockstep import plainfile
 from lockstep.config.document import dotted, parse
 from lockstep.config.write import flow, leaves
+from lockstep.core import schemas
 from lockstep.core.text import printable_line
 
 _LARGEST: Final = 1 << 18  # bytes
@@ -24,5 +25,6 @@ def recorded_recipe(file: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError):
         return {}
     recipe = values.get("recipe") if isinstance(values, dict) else None
-    found = [(dotted(path), value) for path, value in leaves(recipe if isinstance(recipe, dict) else {}) if value != {}]
+    recorded = schemas.recipe(recipe) if isinstance(recipe, dict) else {}
+    found = [(dotted(path), value) for path, value in leaves(recorded) if value != {}]
     return {printable_line(key): printable_line(flow(value)) for key, value in found if key not in _WHERE}

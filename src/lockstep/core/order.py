@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lockstep.core import random
-
-
-def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-    """Return the order in which `epoch` visits the samples: int64 of shape [length]."""
-    keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
-    return np.argsort(keys)
+from lockstep.core.shuffle import OrderName
 
 
 def cut(length: int, parts: int) -> list[range]:
@@ -68,6 +59,7 @@ class Steps:
     """All steps of a run, addressed by number in O(1).
 
     `length` is the number of training samples, `batch` the global batch. Either `epochs` or `steps` ends the run.
+    `order` says how the samples of an epoch are shuffled.
     """
 
     length: int
@@ -75,6 +67,7 @@ class Steps:
     drop_last: bool = False
     epochs: int | None = None
     steps: int | None = None
+    order: OrderName = "bijection"
 
     @cached_property
     def per_epoch(self) -> int:

@@ -55,6 +55,19 @@ def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.floa
     return np.asarray(top.astype(np.float64) * 2.0**-53)
 
 
+def below(key: int, counters: UInt64, bound: int) -> UInt64:
+    """Draw a number from 0 to `bound` - 1, which is at most 2**32, for each counter: uint64 of the same shape.
+
+    None is more likely than another by more than `bound` in 2**32. One pass of the hash, half of `bits`: it is for
+    those who take several in a row.
+    """
+    words = _mix_array(counters * np.uint64(_WEYL) + np.uint64(key))
+    words >>= np.uint64(32)
+    words *= np.uint64(bound)
+    words >>= np.uint64(32)
+    return words
+
+
 def torch_seed(key: int) -> int:
     """Return a seed that `torch.Generator.manual_seed` takes on every device: 63 bits."""
     return key >> 1
@@ -67,6 +80,10 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: UInt64) -> UInt64:
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(words ^ (words >> np.uint64(31)))
+    """Mix in place, which saves half the time, and return the same array."""
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words

@@ -10,6 +10,8 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -20,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.core import random
 from lockstep.core.batch import Batch, mapped
 from lockstep.core.mesh import Place
-from lockstep.core.order import Step, Steps, part, permutation
+from lockstep.core.order import Step, Steps, part
+from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, Finish, Request, Split
 from lockstep.data.copies import Arrival, copies_to, started_ahead
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
@@ -28,7 +31,7 @@ from lockstep.parent import die_with_parent
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = Place()
-_BLOCK: Final = 16  # updates
+_BLOCK: Final = 64, 8192  # updates, and samples of all ranks, that are planned at once
 _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
 
 
@@ -99,7 +102,8 @@ class Loader:
         self._skipped = data.skipped if place.speaks else None
         self._weigh = weigh
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
-        self._epochs: dict[int, Request] = {}  # the last two planned: loader processes may be ahead by one
+        # Of the last two epochs: loader processes may be ahead by one.
+        self._order = lru_cache(2)(lambda epoch: shuffle(steps.order, seed, epoch, len(data.train)))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
@@ -114,7 +118,7 @@ class Loader:
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch any micro-batch of `step` in this process, as a shadow."""
-        [(cut, request)] = self._requests(step, [self._cut(step.samples, index, shadow=True)])
+        [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, shadow=True)])])[0].requests
         return self._microbatch(step, self._sent(cut, request, self._data.train.fetch(*request)))
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
@@ -147,21 +151,25 @@ class Loader:
         """
         while first < self._steps.total:
             left = self._steps.per_epoch - first % self._steps.per_epoch
-            block = range(first, min(first + min(_BLOCK, left), self._steps.total))
-            yield from [self._plan(number) for number in block]
+            count = min(left, _BLOCK[0], max(1, _BLOCK[1] // self._steps.batch))
+            block = range(first, min(first + count, self._steps.total))
+            yield from self._plan([self._own(self._steps[number]) for number in block])
             first = block.stop
 
-    def _plan(self, number: int) -> _Planned:
-        step = self._steps[number]
+    def _own(self, step: Step) -> tuple[Step, list[_Cut]]:
         share, beside = self._share(step.samples), self._beside and self._beside(step)
-        if beside is not None:
-            share = [self._cut(step.samples, beside, shadow=True), *share]
-        return _Planned(step, self._requests(step, share))
+        return step, share if beside is None else [self._cut(step.samples, beside, shadow=True), *share]
 
-    def _requests(self, step: Step, cuts: Sequence[_Cut]) -> list[tuple[_Cut, Request]]:
-        order, draw = self._epoch(step.epoch)
-        here = order[step.first : step.first + step.samples]
-        return [(cut, Request(here[cut.positions.start : cut.positions.stop], draw)) for cut in cuts]
+    def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
+        """Say which samples these cuts of steps of one epoch take: all of them are looked up at once."""
+        epoch = block[0][0].epoch
+        draw = random.key(random.AUGMENT, self._seed, epoch)
+        places = [(step.first + cut.positions.start, len(cut.positions)) for step, cuts in block for cut in cuts]
+        taken = np.concatenate([np.arange(first, first + count) for first, count in places] or [np.arange(0)])
+        samples = self._order(epoch)(taken)
+        ends = accumulate((count for _, count in places), initial=0)
+        parts = iter([Request(samples[start:end], draw) for start, end in pairwise(ends)])
+        return [_Planned(step, [(cut, next(parts)) for cut in cuts]) for step, cuts in block]
 
     def _share(self, samples: int) -> list[_Cut]:
         if samples not in self._shares:
@@ -171,15 +179,6 @@ class Loader:
 
     def _cut(self, samples: int, index: int, shadow: bool) -> _Cut:
         return _Cut(index, part(samples, min(self._microbatches, samples), index), shadow)
-
-    def _epoch(self, epoch: int) -> Request:
-        """Ask for all samples of an epoch, in its order."""
-        if epoch not in self._epochs:
-            order = permutation(self._seed, epoch, len(self._data.train))
-            last = max(self._epochs, default=epoch)
-            kept = {last: self._epochs[last]} if last in self._epochs else {}
-            self._epochs = {**kept, epoch: Request(order, random.key(random.AUGMENT, self._seed, epoch))}
-        return self._epochs[epoch]
 
     def _sent(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
         skipped = [] if cut.shadow else self._unread(request, fetched)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep import plainfile
+from lockstep.core import schemas
 from lockstep.errors import TrainingError, UsageError
 from lockstep.training.events import UNITS, Event, Started
 
@@ -59,7 +60,7 @@ class JsonLines:
 
 
 def figures(event: Event, time: float) -> dict[str, Any]:
-    """Return the event as a flat mapping that is strict JSON; `started` carries the units.
+    """Return the event as a flat mapping that is strict JSON; `started` carries schema and units.
 
     `figures` and `best` become top1 and best_top1, say. JSON has no NaN and no infinity: they
     become the strings "NaN", "Infinity" and "-Infinity", which Python's float() reads.
@@ -69,7 +70,7 @@ def figures(event: Event, time: float) -> dict[str, Any]:
         if field.name != "name":
             flat |= _flat(field.name, getattr(event, field.name))
     if isinstance(event, Started):
-        flat["units"] = UNITS
+        flat |= {"schema": schemas.SCHEMA, "units": UNITS}
     return {name: _finite(value) for name, value in flat.items()}
 
 
@@ -127,7 +128,8 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise UsageError(f"{path}:{number}: not JSON; the log is damaged")
     if not isinstance(event, dict):
         raise UsageError(f"{path}:{number}: not an event; the log is damaged")
-    return event
+    schemas.check(event.get("schema"), f"{path}:{number}")
+    return schemas.event(event)
 
 
 def _json(line: bytes) -> Any:

@@ -49,6 +49,8 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
         return
     moved = ("data.root: ", "data.download: ")
     lines = [line for line in loading.differences(before, now) if not line.startswith(moved)]
+    if before.order != now.order and "order" not in now.model_fields_set:
+        lines.append(f"recipe.order is not set; recipe.order={before.order} resumes this run")
     if before.microbatches != now.microbatches and "microbatches" not in now.model_fields_set:
         # Up to 0.1 a recipe that left them out took as many as there were processes.
         lines.append(f"recipe.microbatches is not set; recipe.microbatches={before.microbatches} resumes this run")

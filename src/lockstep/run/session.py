@@ -23,6 +23,7 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, comparable
 from lockstep.config.placement import Placement
 from lockstep.core.devices import resolved_backend
+from lockstep.core.schemas import SCHEMA
 from lockstep.core.text import printable, printable_line
 from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE, TrainingError, UsageError
@@ -376,6 +377,7 @@ class _Training:
 
     def _snapshot(self, state: State, progress: Progress) -> checkpoint.Snapshot:
         kept = {
+            "schema": SCHEMA,
             "progress": progress.kept(),
             "engine": state.scalars,
             "recipe": comparable(values(self.loaded.config.recipe)),

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lockstep.core import schemas
 from lockstep.core.order import Steps
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Task
@@ -43,8 +44,9 @@ def parsed(path: Path, state: Mapping[str, Any]) -> SavedState:
 
     Its hash was right, so it is not damage that made it so.
     """
+    schemas.check(state.get("schema"), path / checkpoint.STATE)
     try:
-        found = _State.model_validate(_upgraded(state))
+        found = _State.model_validate(schemas.state(state))
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}, got {repr(each['input'])[:60]}"
@@ -68,15 +70,6 @@ def parsed(path: Path, state: Mapping[str, Any]) -> SavedState:
         facts=found.data,
         source=found.source,
     )
-
-
-def _upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what version 0.1 wrote under the names that it has now."""
-    progress = state.get("progress")
-    if not isinstance(progress, dict) or "top" not in progress or "figures" in progress:
-        return dict(state)
-    renamed = {"figures" if name == "top" else name: value for name, value in progress.items()}
-    return {**state, "progress": renamed}
 
 
 def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
@@ -142,6 +135,7 @@ class _Engine(BaseModel):
 class _State(BaseModel):
     model_config = _STRICT
 
+    schema_: Literal[2] = Field(alias="schema")
     progress: _Progress
     engine: _Engine
     recipe: dict[str, Any]

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call, mapped, tensors_of
 from lockstep.core.mesh import Place
-from lockstep.core.order import Steps, permutation
+from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE
+from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
 from lockstep.data.imported import ImportedSplit, OwnSplit
 from lockstep.errors import OwnCodeError
@@ -90,7 +91,8 @@ def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> Facts:
 def random_samples(ready: Setup, count: int) -> list[RandomSample]:
     """Fetch some samples of both parts twice, and once as another rank, and return those that differ."""
     seed = ready.recipe.seed
-    order = permutation(seed, 0, len(ready.data.train))[:count].tolist()
+    length = len(ready.data.train)
+    order = shuffle(ready.steps.order, seed, 0, length)(np.arange(min(count, length))).tolist()
     parts: list[tuple[str, Split, list[int], int | None]] = [
         ("training", ready.data.train, order, random.key(random.AUGMENT, seed, 0)),
     ]

@@ -1,0 +1,46 @@
+"""What the recipe of a run that goes on is, where a newer version has another default than the one that began it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.config.load import Loaded, recorded
+from lockstep.config.run import Run
+from lockstep.core import schemas
+from lockstep.errors import ConfigError
+from lockstep.run.runs import CONFIG
+
+
+def continued(loaded: Loaded) -> Loaded:
+    """Return the configuration with what the run was made by, in keys that have another default since, if not set.
+
+    What the user sets is taken as it is: the start refuses what the run does not have.
+    """
+    config = next((file for file in _begun(loaded.config.run) if file.exists()), None)
+    if config is None:
+        return loaded
+    try:
+        before, now = recorded(config), loaded.config.recipe
+    except ConfigError:  # which the start reports, if it is of that run at all
+        return loaded
+    unset = [key for key in schemas.ABSENT if loaded.origins.get(f"recipe.{key}") == "default"]
+    kept = {key: getattr(before, key) for key in unset if getattr(before, key) != getattr(now, key)}
+    if not kept:
+        return loaded
+    listed = " ".join(f"recipe.{key}={value}" for key, value in kept.items())
+    return replace(
+        loaded,
+        config=loaded.config.model_copy(update={"recipe": now.model_copy(update=kept)}),
+        origins={**loaded.origins, **{f"recipe.{key}": str(config) for key in kept}},
+        notes=[*loaded.notes, f"{config}: the run goes on as it began: {listed}"],
+    )
+
+
+def _begun(run: Run) -> Iterator[Path]:
+    """Yield where the configuration of the run lies that is to go on: it, or one of its checkpoints, may be named."""
+    if run.resume == "auto":
+        yield from [Path(run.dir) / CONFIG] if run.dir else []
+    elif run.resume != "never":
+        yield from (Path(run.resume) / CONFIG, Path(run.resume).parent.parent / CONFIG)
