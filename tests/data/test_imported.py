@@ -12,8 +12,9 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.data.base import DataSet
+from lockstep.data.collate import tensor
 from lockstep.data.images.digits import digits
-from lockstep.data.imported import imported, tensor
+from lockstep.data.imported import imported
 from lockstep.errors import OwnCodeError, UsageError
 
 Open = Callable[..., DataSet]
@@ -89,8 +90,7 @@ def test_other_data_is_left_as_it_is(open_with: Open) -> None:
     part = TensorDataset(torch.randn(5, 7), torch.arange(5))
     data = open_with(lambda: (part, part), {"classes": ["a", "b", "c", "d", "e"]})
     assert data.facts["shape"] == [7]
-    assert data.facts["mean"] is None
-    assert data.facts["std"] is None
+    assert "mean" not in data.facts
     assert torch.equal(data.validation.fetch(np.arange(5), None)[0], part.tensors[0])
 
 
@@ -186,18 +186,20 @@ def _fails() -> Any:
         (lambda: (Endless(), Endless()), {}, r"its training part is an object of type Endless; expected a map-style"),
         (lambda: ({}, {}), {}, r"its training part is an object of type dict; "),
         (lambda: (_part(classes=1), Listed([])), {}, r"its validation part has no samples$"),
-        (lambda: (_part(), _part()), {}, r"has neither classes nor targets; say how many .*options\.classes$"),
         (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
         (lambda: (_part(), _part()), {"classes": True}, r"options\.classes: expected a number or a list of names"),
-        (
-            lambda: (Listed([_bytes(0)], classes=1), _part()),
-            {},
-            r"training sample 0: expected \(input, target\), got an object",
-        ),
+        (lambda: (Listed(["text"]), None), {}, r"sample 0: its value is text; expected a pic.*recipe\.data\.collate$"),
+        (lambda: (Listed([()]), None), {}, r"expected tensors, or tuples, lists and dicts of them, got a tuple of 0$"),
         (
             lambda: (Listed([("text", 0)], classes=1), _part()),
             {},
-            r"sample 0: its input is an object of type str; expected a pic",
+            r"sample 0: its input is text; expected a picture, .* or name a function in recipe\.data\.collate$",
+        ),
+        (lambda: (Listed([{"a": {"b": None}}]), None), {}, r"sample 0: its \['a'\]\['b'\] is None; expected"),
+        (
+            lambda: (_part(facts={"a": torch.ones(1)}), None),
+            {},
+            r"its facts are not ready for JSON: Object of",
         ),
         (
             lambda: (Listed([(_bytes(0), None)], classes=1), _part()),
@@ -214,6 +216,80 @@ def _fails() -> Any:
 def test_says_what_came_instead(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         open_with(function, options)
+
+
+def test_any_structure_becomes_a_batch_of_it(open_with: Open) -> None:
+    samples = [
+        {"image": np.full((2, 3), each, np.float32), "more": (each, [each, each + 1]), "flag": each > 1}
+        for each in range(4)
+    ]
+    data = open_with(lambda: (Listed(samples), None))
+    assert data.validation is None
+    assert data.facts == {}
+    assert data.skipped is None
+    batch = data.train.fetch(np.array([2, 0]), None)
+    assert batch["image"].shape == (2, 2, 3)
+    assert batch["image"][:, 0, 0].tolist() == [2.0, 0.0]
+    assert [each.tolist() for each in batch["more"]] == [[2, 0], [[2, 3], [0, 1]]]
+    assert batch["flag"].tolist() == [True, False]
+    empty = data.train.fetch(np.array([], np.int64), None)
+    assert (empty["image"].shape, empty["more"][1].shape) == ((0, 2, 3), (0, 2))
+
+
+def test_what_a_pair_without_classes_says(open_with: Open) -> None:
+    pairs = Listed([(torch.ones(3), torch.tensor([0.5, 0.2]))] * 3, facts={"names": ["x", "y"]})
+    assert open_with(lambda: (pairs, None)).facts == {"shape": [3], "outputs": 2, "names": ["x", "y"]}
+    maps = Listed([(_bytes(0), torch.zeros(4, 5, dtype=torch.int32))] * 3, classes=["sky", "sea"])
+    data = open_with(lambda: (maps, maps))
+    assert data.facts["pixels"] is True
+    assert data.train.fetch(np.array([0, 1]), None)[1].dtype == torch.int64
+
+
+def _padded(samples: list[str]) -> Mapping[str, Any]:
+    longest = max(map(len, samples))
+    tokens = [[ord(each) for each in sample] + [0] * (longest - len(sample)) for sample in samples]
+    return {"tokens": torch.tensor(tokens), "noise": torch.rand(len(samples))}
+
+
+def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = Listed(["a", "abc", "ab"], collate=_padded)
+    data = open_with(lambda: (words, words))
+    batch = data.train.fetch(np.array([0, 2]), 5)
+    assert batch["tokens"].tolist() == [[97, 0], [97, 98]]
+    again = data.train.fetch(np.array([0, 2]), 5)
+    assert torch.equal(batch["noise"], again["noise"])
+    assert not torch.equal(batch["noise"], data.train.fetch(np.array([0, 2]), 6)["noise"])
+    objects = {"mine:data": lambda: (Listed(["a", "abc"]), None), "mine:pad": _padded, "mine:no": 7}
+    monkeypatch.setattr("lockstep.data.imported.import_object", lambda path, what: objects[path])
+    assert imported("mine:data", {}, "mine:pad").train.fetch(np.array([0, 1]), None)["tokens"].shape == (2, 3)
+    with pytest.raises(UsageError, match=r"^collate mine:no: it is of type int; name a function of samples$"):
+        imported("mine:data", {}, "mine:no")
+
+
+@pytest.mark.parametrize(
+    ("collate", "said"),
+    [
+        (lambda samples: 1 // 0, r"collate of samples 0: ZeroDivisionError: .*test_imported\.py:\d+\); mend it there$"),
+        (
+            lambda samples: samples,
+            r"collate of samples 0: expected tensors, or tuples, lists and dicts of them, got a",
+        ),
+        (lambda samples: {"a": torch.ones(3)}, r"batch\['a'\] has shape \[3\] for 1 samples; samples run along dim 0"),
+        (lambda samples: (torch.ones(1), "x"), r"batch\[1\] is text; make a tensor of it, or leave it out$"),
+        (lambda samples: torch.tensor(3), r"batch has shape \[\] for 1 samples"),
+    ],
+)
+def test_a_collate_s_answer_is_looked_at(open_with: Open, collate: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        open_with(lambda: (Listed(["a"], collate=collate), None))
+
+
+def test_samples_of_two_structures_are_named(open_with: Open) -> None:
+    split = open_with(lambda: (Listed([{"a": 1}, {"a": 1, "b": 2}, {"a": [1, 2]}]), None)).train
+    with pytest.raises(UsageError, match=r"sample 0 has \['a'\], and sample 1 \['a'\], \['b'\]; give all samples one"):
+        split.fetch(np.array([0, 1]), None)
+    with pytest.raises(UsageError, match=r"\['a'\]s differ: \[\] of torch.int64 \(sample 0\), \[2\] of .* that pads"):
+        split.fetch(np.array([0, 2]), None)
 
 
 def test_errors_while_training_name_the_sample(open_with: Open) -> None:

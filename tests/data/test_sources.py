@@ -13,8 +13,10 @@ from lockstep.data.sources import MODULES, open_data
 from lockstep.errors import UsageError
 
 
-def _open(name: str, root: str = "nowhere", on_error: Any = "raise", options: Any = None, **words: Any) -> DataSet:
-    return open_data(Asked(name, root, False, on_error, ImageWords(**words), options or {}))
+def _open(
+    name: str, root: str = "nowhere", on_error: Any = "raise", options: Any = None, collate: Any = None, **words: Any
+) -> DataSet:
+    return open_data(Asked(name, root, False, on_error, ImageWords(**words), options or {}, collate))
 
 
 def test_digits() -> None:
@@ -88,6 +90,7 @@ def test_every_known_size_is_of_a_known_name() -> None:
         ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is no range of shares"),
         ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is no range of shares"),
         ("folder", {}, r"there is no folder nowhere/train"),
+        ("digits", {"collate": "a:b"}, r"digits: collate: a:b is only for data sets of yours and of datasets; remove"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, changed: dict[str, Any], said: str) -> None:

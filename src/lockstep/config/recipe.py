@@ -65,6 +65,7 @@ class Data(Section):
     std: PositiveFloats | None = None
     exif: bool = True  # `folder`: turn images upright as their EXIF orientation says
     on_error: Literal["raise", "skip"] = "raise"
+    collate: Name | None = None  # `package.module:function` of a list of samples: their batch, as tensors
     options: dict[str, Any] = Field(default_factory=dict)
 
 

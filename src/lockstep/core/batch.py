@@ -30,6 +30,17 @@ def like(batch: Batch, tensors: list[Tensor]) -> Batch:
     return mapped(lambda _: next(remaining), batch)
 
 
+def with_paths(batch: Batch) -> list[tuple[str, Any]]:
+    """Return each leaf of a batch, tensor or not, and where it stands: `['image']`, `[0]`, "" for the batch itself."""
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves]
+
+
+def mapped_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
+    """Return the batch with `change` made to each of its leaves, of which it is told the place; see `with_paths`."""
+    return pytree.tree_map_with_path(lambda path, leaf: change(pytree.keystr(path), leaf), batch)
+
+
 def length(batch: Batch) -> int:
     """Return the number of samples of a batch."""
     return len(tensors_of(batch)[0])

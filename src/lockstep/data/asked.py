@@ -30,3 +30,4 @@ class Asked:
     on_error: OnError = "raise"
     images: ImageWords = ImageWords()
     options: Mapping[str, Any] = field(default_factory=dict)
+    collate: str | None = None  # the import path of a function

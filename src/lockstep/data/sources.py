@@ -26,6 +26,7 @@ MODULES: Final[Mapping[str, str]] = {  # below lockstep.data
     "tokens": "text.tokens",
     "mnist1d": "mnist1d",
 }
+_COLLATING: Final = "datasets"
 _OWN: Final = "package.module:function"
 
 
@@ -48,11 +49,13 @@ def open_data(asked: Asked) -> DataSet:
         _refuse(asked.name, list(words.misfits(asked)))
         from lockstep.data.imported import imported
 
-        return imported(asked.name, asked.options)
+        return imported(asked.name, asked.options, asked.collate)
     if asked.name not in MODULES:
         raise UsageError(f"data set {asked.name}: no such data set{choices(asked.name, (*MODULES, _OWN))}")
     source = cast(Source, import_module(f"lockstep.data.{MODULES[asked.name]}"))
-    _refuse(asked.name, [*words.misfits(asked), *refused(source.Options, asked.options)])
+    strange = [f"collate: {asked.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
+    collate = strange if asked.collate and asked.name != _COLLATING else []
+    _refuse(asked.name, [*collate, *words.misfits(asked), *refused(source.Options, asked.options)])
     return source.open_data(asked, chosen(source.Options, asked.options))
 
 

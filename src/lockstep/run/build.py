@@ -316,7 +316,7 @@ def open_recipe_data(recipe: Recipe) -> DataSet:
     data, augment = recipe.data, recipe.data.augment
     scale = augment.resized_crop_scale[0], augment.resized_crop_scale[1]
     images = ImageWords(data.image_size, data.resize_size, augment.resized_crop, scale, data.exif)
-    return open_data(Asked(data.name, data.root, data.download, data.on_error, images, data.options))
+    return open_data(Asked(data.name, data.root, data.download, data.on_error, images, data.options, data.collate))
 
 
 def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | None, Sequence[float] | None]:

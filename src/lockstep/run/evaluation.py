@@ -113,7 +113,7 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
     recipe = loaded.config.recipe
     # A colon in a name of timm's is no import path, but says where to fetch a model from.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
-    keys = {f"recipe.{section}.name": name for section, name in {**model, **import_paths(recipe)}.items()}
+    keys = {_key(section): name for section, name in {**model, **import_paths(recipe)}.items()}
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not asked.trust:
         words = " ".join(["lockstep eval", *map(shlex.quote, [asked.path, *foreign])])
@@ -121,6 +121,10 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
             f"{asked.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
             f"run folder runs only if your command names it: {words}; or all of it, with --trust"
         )
+
+
+def _key(section: str) -> str:
+    return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
 def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, meeting: Meeting) -> int:

@@ -36,6 +36,7 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
         "loss": recipe.loss.name,
         "optimizer": recipe.optimizer.name,
         "schedule": recipe.schedule.name,
+        "collate": recipe.data.collate or "",
     }
     names = {part: name for part, name in named.items() if ":" in name}
     if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names

@@ -26,7 +26,7 @@ from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
-from lockstep.data.imported import ImportedSplit, OwnSplit
+from lockstep.data.own_split import ImportedSplit, OwnSplit
 from lockstep.errors import OwnCodeError
 from lockstep.importing import import_object
 from lockstep.models.initialise import initialise

@@ -1,0 +1,150 @@
+"""Samples of any structure to a batch of tensors: by a function of the user's own, else leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from lockstep.core.batch import Batch, like, mapped, mapped_with_paths, tensors_of, with_paths
+from lockstep.errors import UsageError
+
+
+def stacked(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
+    """Return samples of one structure as a batch of it, each leaf stacked along a new dim 0.
+
+    A leaf is a picture, an array, a tensor, a number or a list of numbers. `numbers` are the samples' in the data set
+    `label`. Raises UsageError that says which sample has what.
+    """
+    trees = [_tensors(f"{label} sample {number}", each) for number, each in zip(numbers, samples, strict=True)]
+    leaves = [dict(with_paths(each)) for each in trees]
+    if not leaves[0]:
+        found = shown(samples[0])
+        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {found}")
+    for number, each in zip(numbers, leaves, strict=True):
+        if each.keys() != leaves[0].keys():
+            raise UsageError(
+                f"{label}: sample {numbers[0]} has {_listed(leaves[0])}, and sample {number} {_listed(each)}; give all "
+                f"samples one structure, or name a function in recipe.data.collate"
+            )
+    batch = [_stack(label, _name(path, trees[0]), [each[path] for each in leaves], numbers) for path in leaves[0]]
+    return like(trees[0], batch)
+
+
+def checked(label: str, answer: Any, samples: int) -> Batch:
+    """Return the batch that the user's code made, of so many samples; mappings of other kinds become dicts."""
+    batch = _plain(answer)
+    if not tensors_of(batch):
+        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {shown(answer)}")
+    for path, leaf in with_paths(batch):
+        where = f"{label}: batch{path}"
+        if not isinstance(leaf, Tensor):
+            raise UsageError(f"{where} is {shown(leaf)}; make a tensor of it, or leave it out")
+        if leaf.ndim == 0 or len(leaf) != samples:
+            raise UsageError(
+                f"{where} has shape {list(leaf.shape)} for {samples} samples; samples run along dim 0 of each tensor"
+            )
+    return mapped(_usable, batch)
+
+
+def _tensors(label: str, sample: Any) -> Batch:
+    """Return a sample with tensors as its leaves."""
+
+    def leaf(path: str, value: Any) -> Tensor:
+        try:
+            found = tensor(value)
+        except TypeError as error:
+            where = _name(path, sample)
+            raise UsageError(f"{label}: its {where} is {error}, or name a function in recipe.data.collate") from error
+        is_scalar_count = found.ndim == 0 and not found.is_floating_point() and found.dtype != torch.bool
+        return found.long() if is_scalar_count else found  # numbers of classes come in any width
+
+    return mapped_with_paths(leaf, _plain(sample))
+
+
+def _stack(label: str, what: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
+    kinds = {(each.shape, each.dtype): number for each, number in zip(tensors, numbers, strict=True)}
+    if len(kinds) > 1:
+        found = ", ".join(f"{list(shape)} of {dtype} (sample {number})" for (shape, dtype), number in kinds.items())
+        raise UsageError(
+            f"{label}: {what}s differ: {found}; give all samples one shape and dtype, or name a function that pads "
+            f"them in recipe.data.collate"
+        )
+    return torch.stack(tensors)
+
+
+def _plain(value: Any, inner: bool = False) -> Any:
+    """Return a structure of dicts, lists and tuples; lists of numbers inside it are leaves, as arrays."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each, True) for key, each in value.items()}
+    if isinstance(value, list) and inner and _is_array(value):
+        return np.array(value)
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each, True) for each in value)
+    return value
+
+
+def _is_array(values: list[Any]) -> bool:
+    """Say whether a list holds numbers, or lists of them of one length."""
+    if all(isinstance(each, list) for each in values):
+        return len({len(each) for each in values}) == 1 and all(map(_is_array, values))
+    return all(isinstance(each, int | float) for each in values)
+
+
+def _name(path: str, sample: Any) -> str:
+    """Return what people call a leaf: the two of a pair have names."""
+    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+    return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
+
+
+def _listed(leaves: Mapping[str, Any]) -> str:
+    return ", ".join(path or "one value" for path in leaves) or "nothing"
+
+
+def tensor(value: Any) -> Tensor:
+    """Return a picture, an array, a tensor or a number as a tensor.
+
+    Pictures, and byte arrays of [height, width] or [height, width, 1, 3 or 4], become bytes of [channels, height,
+    width]. Tensors stay. Doubles of NumPy and of Python, which are rarely meant, become floats of torch's default
+    dtype. Raises TypeError for anything else.
+    """
+    if isinstance(value, Tensor):
+        return _usable(value)
+    if isinstance(value, Image.Image):
+        plain = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
+        value = np.array(value.convert(plain) if plain != value.mode else value)
+    if not isinstance(value, np.ndarray | np.generic | int | float):
+        raise TypeError(f"{shown(value)}; expected a picture, an array, a tensor or a number")
+    array = np.array(value)  # a copy, because torch warns of read-only memory that it would share
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"an array of {array.dtype}; expected numbers")
+    found = torch.from_numpy(_channels_first(array))
+    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+
+
+def shown(value: Any) -> str:
+    """Return what errors call a value: its kind."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, str):
+        return "text"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _usable(value: Tensor) -> Tensor:
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
+        raise TypeError(f"a tensor of {value.dtype}, {value.layout}, on {value.device}; expected numbers on the CPU")
+    return value.detach()
+
+
+def _channels_first(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype == np.uint8 and array.ndim == 2:
+        return array[None]
+    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] in (1, 3, 4):
+        return np.ascontiguousarray(array.transpose(2, 0, 1))
+    return array

@@ -1,0 +1,114 @@
+"""Splits of the user's own making: their samples, or their batches, as tensors that are looked at."""
+
+from __future__ import annotations
+
+import random as python_random
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core import random
+from lockstep.core.batch import Batch, mapped
+from lockstep.data.base import Split
+from lockstep.data.collate import checked, stacked
+from lockstep.own_code import OwnCode
+from lockstep.tasks.classification import check_targets
+
+Collate = Callable[[list[Any]], Any]
+
+
+@final
+class ImportedSplit:
+    """The samples of a user's data set as batches: by `collate`, else stacked. What is wrong raises UsageError."""
+
+    in_memory: bool = False
+
+    def __init__(self, label: str, dataset: Any, classes: Sequence[str], collate: Collate | None) -> None:
+        self._label = label
+        self.dataset = dataset
+        self._classes = len(classes)
+        self._collate = collate
+        self._length = _length(label, dataset)  # as it is now: all that is planned follows from it
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """See Split."""
+        if not len(indices):  # what has no samples still has their structure
+            return mapped(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
+        numbers = indices.tolist()
+        samples = [self._sample(index, draw) for index in numbers]
+        batch = _pair(
+            stacked(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
+        )
+        self._check_classes(batch, numbers)
+        return batch
+
+    def _sample(self, index: int, draw: int | None) -> Any:
+        _seed(random.key(random.SAMPLE, draw or 0, index))
+        with OwnCode(f"{self._label} sample {index}"):
+            return self.dataset[index]
+
+    def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
+        assert self._collate is not None
+        _seed(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
+        label = f"{self._label}: collate of samples {_shown(numbers)}"
+        with OwnCode(label):
+            return checked(label, self._collate(samples), len(samples))
+
+    def _check_classes(self, batch: Batch, numbers: list[int]) -> None:
+        """Look at the targets of a pair where there are classes, and they are not those of pixels."""
+        targets = batch[1] if self._classes and isinstance(batch, tuple) and len(batch) == 2 else None
+        if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
+            check_targets(self._label, targets, numbers, self._classes)
+
+
+@final
+class OwnSplit:
+    """A split of the user's own making, whose answers are looked at before they go on."""
+
+    def __init__(self, label: str, split: Split) -> None:
+        self.in_memory = bool(split.in_memory)
+        self._label = label
+        self.split = split
+        self._length = _length(label, split)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """See Split."""
+        with OwnCode(f"{self._label}: fetch"):
+            return _pair(checked(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
+
+
+def _pair(batch: Batch) -> Batch:
+    """Return a pair as a tuple whose targets, where they are whole numbers, are int64; all else as it is."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        return batch
+    return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()
+
+
+def _shown(numbers: list[int]) -> str:
+    return f"{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"
+
+
+def _seed(key: int) -> None:
+    """Seed what transforms draw from, so that a sample's draws do not depend on who loads it or what was before.
+
+    Nothing is restored: the engine seeds torch's generators before each forward, and nothing else of Lockstep draws
+    from these. torch.manual_seed is not used, because it queues a call for CUDA at each use until CUDA starts.
+    """
+    python_random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
+    torch.default_generator.manual_seed(random.torch_seed(key))
+
+
+def _length(label: str, dataset: Any) -> int:
+    with OwnCode(f"{label}: its length"):
+        return len(dataset)
