@@ -43,7 +43,8 @@ def _trained(
     waits = list(card.waits) if card is not None else []
     figures = evaluate(engine, world, ready.task, loader.validation(16), loader.validation_batches(16))
     state = engine.state()
-    tensors = {"figures": torch.tensor([figures["loss"], figures["counted"], figures["samples"], figures["correct1"]])}
+    names = ("loss", "weight", "samples", "counted", "correct1")
+    tensors = {"figures": torch.stack([figures.sums[name].double() for name in names])}
     for kind, held in (("model", state.model), ("optimizer", state.optimizer), ("ema", state.ema or {})):
         tensors |= {f"{kind} {name}": local(each).detach().cpu().clone() for name, each in held.items()}
     engine.load(state)
