@@ -20,3 +20,4 @@ def test_the_examples_train_to_one_hash(run, tmp_path: Path) -> None:
     source = json.loads((tmp_path / "two/environment.json").read_text())["source"]
     assert list(source) == ["mine.py"]
     assert trained[1].err == ""
+    assert float((tmp_path / "two/best.txt").read_text().rstrip("%\n")) > 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from lockstep.config.base import Location, NaturalInt, PositiveInt, Section
+from lockstep.config.base import Location, Name, NaturalInt, PositiveInt, Section, named
+from lockstep.core.names import choices
+
+SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line of each event is always kept
 
 
 class Every(Section):
@@ -22,6 +25,32 @@ class Every(Section):
         return self
 
 
+def _known(name: str) -> str:
+    if name in SINKS or ":" in name:
+        return name
+    raise ValueError(f"no such sink{choices(name, [*SINKS, 'package.module:Class'])}")
+
+
+class Sink(Section):
+    """Where events go beside the run folder's own files; its options stand beside the name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: Annotated[Name, AfterValidator(_known)]
+
+
+def _sinks(value: Any) -> Any:
+    return tuple(named(each) for each in value) if isinstance(value, list) else value
+
+
+def _once(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:
+    names = [sink.name for sink in sinks]
+    for name in SINKS:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice")
+    return sinks
+
+
 class Run(Section):
     """What is kept. `dir` left out: runs/<recipe>-<model>-<time>."""
 
@@ -34,4 +63,10 @@ class Run(Section):
     save_async: bool = False  # write checkpoints while the next steps compute; takes memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
     tensorboard: bool = True
+    sinks: Annotated[
+        tuple[Sink, ...],
+        BeforeValidator(_sinks),
+        AfterValidator(_once),
+        Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
+    ] = ()
     probe: Literal["auto", "off"] = "auto"  # auto: look at code that is not known to be clean, and warn

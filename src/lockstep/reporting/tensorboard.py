@@ -8,7 +8,8 @@ from pathlib import Path
 from time import time_ns
 from typing import Any, BinaryIO, Final, final
 
-from lockstep.training.events import Evaluated, Event, Started, Stepped
+from lockstep.reporting.curves import curves
+from lockstep.training.events import Event, Started
 
 FOLDER: Final = "tensorboard"
 
@@ -34,7 +35,7 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(event).items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in curves(event).items()]
         if values:
             _append(self._file, Record(wall_time=time, step=event.step, summary=Summary(value=values)))
 
@@ -64,30 +65,3 @@ def _append(file: BinaryIO, record: Any) -> None:
 
     RecordWriter(file).write(record.SerializeToString())
     file.flush()
-
-
-def _scalars(event: Event) -> dict[str, float]:
-    if isinstance(event, Stepped):
-        return _training(event)
-    if isinstance(event, Evaluated):
-        return _validation(event)
-    return {}
-
-
-def _training(event: Stepped) -> dict[str, float]:
-    scalars = {"loss/train": event.loss, "lr": event.lr, "samples_per_s": event.samples_per_s}
-    if event.norm is not None:
-        scalars["norm"] = event.norm
-    if event.loss_scale is not None:
-        scalars["loss_scale"] = event.loss_scale
-    if event.flops_per_s is not None:
-        scalars["flops_per_s"] = event.flops_per_s
-    if event.mfu is not None:
-        scalars["mfu"] = event.mfu
-    return scalars
-
-
-def _validation(event: Evaluated) -> dict[str, float]:
-    suffix = "" if event.weights == "model" else f"/{event.weights}"
-    scalars = {"loss/validation" + suffix: event.loss}
-    return scalars | {name + suffix: value for name, value in event.figures.items()}

@@ -8,7 +8,7 @@ runs/<recipe>-<model>-<time>/
 ├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
-├── tensorboard/
+├── tensorboard/        and of run.sinks: steps.csv and evaluations.csv, wandb/, mlflow/, and the ids of their runs
 └── lock
 """
 
@@ -42,7 +42,8 @@ EVENTS = "events.jsonl"
 LOGS = "logs"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
-_FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, RESULT, SCRIPT, RECORD, LOCK)
+_OF_SINKS: Final = ("steps.csv", "evaluations.csv", "wandb-run.txt", "mlflow-run.txt")
+_FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 
@@ -223,7 +224,7 @@ def _refuse_links(folder: Path) -> None:
     The folder itself may be a link, which the user named.
     """
     inside = folder.resolve()
-    folders = [folder / name for name in (LOGS, TENSORBOARD, checkpoint.FOLDER)]
+    folders = [folder / name for name in (LOGS, TENSORBOARD, checkpoint.FOLDER, "mlflow", "wandb")]
     folders += (folder / checkpoint.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]
     paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]

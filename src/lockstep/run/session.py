@@ -29,12 +29,11 @@ from lockstep.data.loader import Loader
 from lockstep.errors import EXIT_DONE, TrainingError, UsageError
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
-from lockstep.reporting.console import Console
 from lockstep.reporting.flops import with_flops
-from lockstep.reporting.jsonl import JsonLines, figures, last_step
+from lockstep.reporting.jsonl import figures, last_step
 from lockstep.reporting.sink import Sink
-from lockstep.reporting.skipped import SkippedFiles
 from lockstep.run import folder as run_folder
+from lockstep.run import sinks
 from lockstep.run.build import (
     Setup,
     check_cut,
@@ -244,9 +243,9 @@ class _Training:
         if self.resumed is not None:
             self._resume(self.resumed)
         code = EXIT_DONE
-        with self._sinks() as sinks:
+        with self._sinks() as found:
             for event in self._events(stop):
-                self._write(event, sinks)
+                self._write(event, found)
                 if isinstance(event, Saved):
                     self.weights = event.weights_sha256
                 if isinstance(event, Stopped):
@@ -419,28 +418,15 @@ class _Training:
 
     @contextmanager
     def _sinks(self) -> Iterator[list[Sink]]:
-        sinks: list[Sink] = []
-        if self.world.rank == 0:
-            folder, run = self.start.folder, self.loaded.config.run
+        if self.world.rank != 0:
+            yield []
+            return
+        folder = self.start.folder
+        with sinks.opened(self.loaded, folder, *self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            run_folder.record(self.loaded, folder, _source(self.loaded, self.ready), self.cores, exchange)
-            rule = f"learning rate {planning.rule(self.loaded.config.recipe)}"
-            terminal, log = self.streams
-            sinks = [
-                JsonLines(folder / run_folder.EVENTS),
-                SkippedFiles(folder / run_folder.SKIPPED),
-                Console(terminal, str(folder), rule),
-                Console(log, str(folder), rule),
-            ]
-            if run.tensorboard:
-                from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
-
-                sinks.append(TensorBoard(folder / run_folder.TENSORBOARD))
-        try:
-            yield sinks
-        finally:
-            for sink in sinks:
-                sink.close()
+            source = _source(self.loaded, self.ready) | source_digests(sinks.own_paths(self.loaded.config.run))
+            run_folder.record(self.loaded, folder, source, self.cores, exchange)
+            yield found
 
 
 def _source(loaded: Loaded, ready: Setup) -> dict[str, str]:

@@ -17,7 +17,7 @@ from lockstep.core.text import printable
 from lockstep.errors import UsageError
 from lockstep.launchers import torchrun
 from lockstep.parent import parent_command
-from lockstep.run import build
+from lockstep.run import build, sinks
 from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup
 from lockstep.run.session import Start, run_rank
@@ -31,6 +31,7 @@ def train_here(loaded: Loaded) -> int:
     placement = loaded.config.placement
     with with_places(loaded):
         count = build.processes(loaded.config)
+        sinks.check_sinks(loaded.config.run)
         build.check_placement(loaded.config, count)
         ready = build.setup(loaded.config.recipe)
         build.check_cut(ready, loaded.config, count)
@@ -53,6 +54,7 @@ def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
     """Check all that can be checked before the ranks of a launcher meet; return what they are to do."""
     _check_launch(loaded.config, info)
     with with_places(loaded):
+        sinks.check_sinks(loaded.config.run)
         build.check_placement(loaded.config, info.size)
     return loaded.config.placement, partial(_train, loaded, None, None)
 

@@ -1,0 +1,42 @@
+"""A sink that training can do without: where it fails it is off, which is said once, and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import final
+
+from lockstep.errors import LockstepError
+from lockstep.own_code import OwnCode
+from lockstep.reporting.sink import Sink
+from lockstep.training.events import Event
+
+
+@final
+class Optional:
+    """Passes events on to `sink`, called `label` in the warning that goes to `warn` where it raises anything."""
+
+    def __init__(self, label: str, sink: Sink, warn: Callable[[str], None]) -> None:
+        self._label = label
+        self._sink: Sink | None = sink
+        self._warn = warn
+
+    def write(self, event: Event, time: float) -> None:
+        if (sink := self._sink) is not None:
+            self._tried(lambda: sink.write(event, time))
+
+    def close(self) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            self._tried(sink.close)
+
+    def _tried(self, call: Callable[[], None]) -> None:
+        try:
+            with OwnCode(self._label):
+                call()
+        except LockstepError as error:
+            failed, self._sink = self._sink, None
+            self._warn(f"warning: {error}; the sink is off, and the run goes on without it")
+            with suppress(LockstepError), OwnCode(self._label):  # it has failed, and may once more
+                if failed is not None:
+                    failed.close()

@@ -1,0 +1,140 @@
+"""Where the events of a run go: files of the run folder, the terminal, and what `run.sinks` names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, TextIO, final
+from urllib.parse import urlsplit
+
+from lockstep.config import plan as planning
+from lockstep.config.base import values
+from lockstep.config.document import dotted
+from lockstep.config.load import Loaded
+from lockstep.config.run import Run
+from lockstep.config.run import Sink as Named
+from lockstep.config.write import leaves
+from lockstep.core.names import choices
+from lockstep.core.text import printable
+from lockstep.errors import UsageError
+from lockstep.importing import import_object
+from lockstep.own_code import OwnCode
+from lockstep.reporting.console import Console
+from lockstep.reporting.jsonl import JsonLines, figures
+from lockstep.reporting.optional import Optional
+from lockstep.reporting.outside import Outside
+from lockstep.reporting.sink import Sink
+from lockstep.reporting.skipped import SkippedFiles
+from lockstep.reporting.tables import Tables
+from lockstep.run import folder as run_folder
+from lockstep.training.events import Event
+
+_CONTRACT: Final = "see docs/bring-your-own.md"
+
+
+def check_sinks(run: Run) -> None:
+    """Raise UsageError for a sink that is not installed, is none, or has options that it does not take."""
+    for number, sink in enumerate(run.sinks):
+        options = sink.model_extra or {}
+        if ":" in sink.name:
+            if not callable(import_object(sink.name, "sink")):
+                raise UsageError(f"sink {sink.name}: it is not callable; name a class or a function ({_CONTRACT})")
+            continue
+        if sink.name == "csv":
+            _check_options(number, sink, ())
+            continue
+        spec = find_spec(sink.name)
+        if spec is None or spec.origin is None:  # a folder of that name
+            raise UsageError(
+                f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
+            )
+        _check_options(number, sink, import_module(f"lockstep.reporting.{sink.name}_sink").OPTIONS)
+        if urlsplit(str(options.get("uri", ""))).password:
+            raise UsageError(
+                f"run.sinks.{number}.uri: it has a password, which config.yaml would keep; set "
+                f"MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+            )
+
+
+def own_paths(run: Run) -> list[str]:
+    """Return the import paths among the sinks."""
+    return [sink.name for sink in run.sinks if ":" in sink.name]
+
+
+@contextmanager
+def opened(loaded: Loaded, folder: Path, terminal: TextIO, log: TextIO) -> Iterator[list[Sink]]:
+    """Give the sinks of a run while the block lasts; those that may fail are opened first. Only rank 0 enters it."""
+    rule = f"learning rate {planning.rule(loaded.config.recipe)}"
+
+    def warn(text: str) -> None:
+        print(printable(text), file=sys.stderr)
+        log.write(f"{printable(text)}\n")
+
+    with ExitStack() as held:
+        optional = [
+            Optional(f"sink {named.name}", _opened(named, loaded, folder), warn) for named in loaded.config.run.sinks
+        ]
+        if loaded.config.run.tensorboard:
+            from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
+
+            curves = TensorBoard(folder / run_folder.TENSORBOARD)
+            optional.append(Optional("tensorboard", curves, warn))
+        for sink in optional:
+            held.callback(sink.close)
+        kept: list[Sink] = [
+            JsonLines(folder / run_folder.EVENTS),
+            SkippedFiles(folder / run_folder.SKIPPED),
+            Console(terminal, str(folder), rule),
+            Console(log, str(folder), rule),
+        ]
+        for each in kept:
+            held.callback(each.close)
+        yield [*kept, *optional]
+
+
+def _opened(named: Named, loaded: Loaded, folder: Path) -> Sink:
+    options = named.model_extra or {}
+    if ":" in named.name:
+        return _own(named.name, folder, options)
+    if named.name == "csv":
+        return Tables(folder)
+    recipe = {dotted(path): value for path, value in leaves(values(loaded.config.recipe))}
+    log = folder / run_folder.LOGS / f"{named.name}.log"
+    return Outside(named.name, folder, options, recipe, log)
+
+
+@final
+class _Own:
+    """A sink of the user's own, which takes an event as events.jsonl has it."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def write(self, event: Event, time: float) -> None:
+        self._sink.write(figures(event, time))
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def _own(path: str, folder: Path, options: Mapping[str, Any]) -> _Own:
+    with OwnCode(f"sink {path}"):
+        made = import_object(path, "sink")(folder, **options)
+        found = dir(made)
+    if missing := [name for name in ("write", "close") if name not in found]:
+        raise UsageError(f"sink {path}: it has no {' and no '.join(missing)}; add it ({_CONTRACT})")
+    return _Own(made)
+
+
+def _check_options(number: int, sink: Named, valid: tuple[str, ...]) -> None:
+    for key, value in (sink.model_extra or {}).items():
+        if key not in valid:
+            raise UsageError(f"run.sinks.{number}.{key}: sink {sink.name} has no such option{choices(key, valid)}")
+        listed = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if not (listed if key == "tags" else isinstance(value, str)):
+            expected = "a list of texts" if key == "tags" else "text"
+            raise UsageError(f"run.sinks.{number}.{key}: expected {expected}; got {value!r}")

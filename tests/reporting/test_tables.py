@@ -1,0 +1,56 @@
+"""The tables of a run: a row for each report, once for each step whatever was done again."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from event_examples import RESUMED_FROM, evaluated, every, started, stepped
+
+from lockstep.reporting.tables import EVALUATIONS, STEPS, Tables
+from lockstep.training.events import Event
+
+
+def write(folder: Path, *events: Event) -> None:
+    sink = Tables(folder)
+    for number, event in enumerate(events):
+        sink.write(event, 1000.0 + number)
+    sink.close()
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_has_the_figures_of_its_event(tmp_path: Path) -> None:
+    write(tmp_path, *every())
+    (step,), (evaluation,) = rows(tmp_path / STEPS), rows(tmp_path / EVALUATIONS)
+    assert (step["step"], float(step["loss"]), float(step["lr"]), step["loss_scale"]) == ("69", 0.43214, 0.09511, "")
+    assert (evaluation["step"], float(evaluation["top1"]), evaluation["of"]) == ("69", 355 / 360, "360")
+    assert "event" not in step
+
+
+def test_a_resumed_run_takes_back_what_it_does_again(tmp_path: Path) -> None:
+    write(tmp_path, started(), *(stepped(step) for step in (23, 46, 69, 92)), evaluated())
+    write(tmp_path, started(46, RESUMED_FROM), stepped(69, loss=0.25))
+    found = rows(tmp_path / STEPS)
+    assert [row["step"] for row in found] == ["23", "46", "69"]
+    assert float(found[-1]["loss"]) == 0.25
+    assert rows(tmp_path / EVALUATIONS) == []  # that of step 69 is done again too
+
+
+@pytest.mark.parametrize("left", ["time,st", "time,step,loss\n1,23,0.5\n2,4"])
+def test_what_a_kill_left_of_a_row_is_gone(tmp_path: Path, left: str) -> None:
+    write(tmp_path, started(), stepped(23))
+    whole = (tmp_path / STEPS).read_text()
+    (tmp_path / STEPS).write_text(whole + "1001.0,4" if "\n" in left else left)
+    write(tmp_path, started(23, RESUMED_FROM), stepped(46))
+    assert [row["step"] for row in rows(tmp_path / STEPS)] == (["23", "46"] if "\n" in left else ["46"])
+
+
+def test_a_figure_that_has_no_column_is_not_dropped(tmp_path: Path) -> None:
+    sink = Tables(tmp_path)
+    sink.write(evaluated(), 1.0)
+    with pytest.raises(ValueError, match=r"evaluations\.csv has no column for f1; move it away"):
+        sink.write(replace(evaluated(), figures={"top1": 1.0, "f1": 0.5}), 2.0)
