@@ -1,0 +1,119 @@
+"""Sinks of a run: they see the same on any ranks, change no bit, and end no run that has begun."""
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import DIGITS
+from test_resume import TRAIN, undisturbed
+
+from lockstep.config.load import load
+from lockstep.errors import UsageError
+from lockstep.run import sinks
+
+SINK = """
+import json
+
+class Sink:
+    def __init__(self, folder, fails_at=""):
+        self.file, self.fails_at = folder / "mine.jsonl", fails_at
+        if fails_at == "opening":
+            raise RuntimeError("no room")
+
+    def write(self, event):
+        if event["event"] == self.fails_at:
+            raise RuntimeError("no more")
+        with self.file.open("a") as file:
+            file.write(json.dumps(event) + "\\n")
+
+    def close(self):
+        if self.fails_at == "close":
+            raise RuntimeError("not closed")
+
+def half(folder):
+    return folder
+"""
+
+
+@pytest.fixture(autouse=True)
+def _mine(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SINK)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sink_has_what_the_log_has_and_changes_no_bit(run, finished, processes: int) -> None:
+    words = ("recipe.microbatches=4", f"placement.processes={processes}", "run.sinks=[csv, 'mine:Sink']")
+    trained = run("train", *DIGITS, "run.dir=run", *words)
+    assert trained.sha256 == undisturbed(finished).sha256
+    assert trained.err == ""
+    lines = [json.loads(line) for line in (trained.folder / "run/events.jsonl").read_text().splitlines()]
+    assert [json.loads(line) for line in (trained.folder / "run/mine.jsonl").read_text().splitlines()] == lines
+    with (trained.folder / "run/steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(each["step"], each["loss"]) for each in steps]
+    environment = json.loads((trained.folder / "run/environment.json").read_text())
+    assert "mine.py" in environment["source"]
+
+
+@pytest.mark.parametrize(("fails_at", "line", "told"), [("step", 12, "no more"), ("close", 18, "not closed")])
+def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fails_at, line, told) -> None:
+    words = (
+        "recipe.microbatches=4",
+        "placement.processes=2",
+        f"run.sinks=[{{name: 'mine:Sink', fails_at: {fails_at}}}]",
+    )
+    trained = run("train", *DIGITS, "run.dir=run", *words)
+    assert trained.sha256 == undisturbed(finished).sha256
+    assert trained.err == (
+        f"warning: sink mine:Sink: RuntimeError: {told} (mine.py:{line}); mend it there; the sink is off, and the run "
+        f"goes on without it\n"
+    )
+    assert trained.err in (trained.folder / "run/logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "[{name: 'mine:Sink', fails_at: opening}]",
+            "sink mine:Sink: RuntimeError: no room (mine.py:8); mend it there",
+        ),
+        ("['mine:half']", "sink mine:half: it has no write and no close; add it"),
+        ("['mine:json']", "sink mine:json: it is not callable; name a class or a function"),
+        ("['mine:Sing']", "has no 'Sing'; did you mean 'Sink'?"),
+        ("[cvs]", "run.sinks.0.name: no such sink; did you mean 'csv'?"),
+        ("[csv, csv]", "run.sinks: csv is given twice"),
+        ("[{name: csv, folder: x}]", "run.sinks.0.folder: sink csv has no such option"),
+        ("[{name: mlflow, uri: 'http://me:secret@host'}]", "run.sinks.0.uri: it has a password"),
+        ("[{name: wandb, api_key: secret}]", "run.sinks.0.api_key: sink wandb has no such option"),
+        ("[{name: wandb, tags: a}]", "run.sinks.0.tags: expected a list of texts; got 'a'"),
+    ],
+)
+def test_what_cannot_be_opened_is_told_before_the_run(run, words: str, told: str) -> None:
+    refused = run(*TRAIN, "recipe.microbatches=4", "placement.processes=2", f"run.sinks={words}", code=2)
+    assert told in refused.err
+    assert refused.err.count("error: ") == 1
+    assert "Traceback" not in refused.err
+    assert not (refused.folder / "run/events.jsonl").exists()
+
+
+def test_a_killed_run_goes_on_in_the_same_tables(start, run, finished) -> None:
+    words = (*TRAIN, "recipe.microbatches=4", "run.save_every.steps=5", "run.sinks=[csv]")
+    killed = start(*words, "placement.processes=1")
+    killed.until_step(7)
+    killed.signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    resumed = run(*words, "placement.processes=2")
+    assert resumed.sha256 == undisturbed(finished).sha256
+    with (resumed.folder / "run/steps.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 24))
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_one_that_is_not_installed_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=rf"{name} is not installed; pip install 'lockstep-train\[{name}\]'"):
+        sinks.check_sinks(load("digits", [f"run.sinks=[{name}]"]).config.run)
