@@ -3,7 +3,7 @@
 | schema | written by | what is other than in the one before |
 |---|---|---|
 | 1 | 0.1 | it does not say which schema it is |
-| 2 | 0.2 | `recipe.order`; `figures` was `top`, `samples_per_s` was `images_per_s` |
+| 2 | 0.2 | `recipe.order`; `figures` was `top`, `samples_per_s` was `images_per_s`; no `correct1` |
 
 `started` events and state.json say their schema. A recipe need not: a run records each key that its version knows, and
 one that is missing had no other value than this one then.
