@@ -16,6 +16,7 @@ _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be checkouts, like the user's own
 # What these files raise is no fault of the code that was running: a peer or a loader process is gone.
 _OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
+_CALLS: Final = "/lockstep/core/batch.py"  # calls the user's model, and raises nothing itself
 _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 
@@ -96,6 +97,8 @@ def _raised_by(trace: TracebackType | None) -> str:
     if frames and "/torch/autograd/" in frames[-1]:  # what it runs is the model's graph, whoever asked it to
         return ""
     for name in reversed(frames):
+        if name.endswith(_CALLS):
+            continue
         if name.startswith(lockstep) or any(part in name for part in _OF_OTHERS):
             return "ours"
         if is_own(name):

@@ -12,6 +12,7 @@ from lockstep.config.write import flow, leaves
 
 # The sections that name something, and which of their keys do not depend on what that is.
 _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
+    ("recipe", "task"): (),
     ("recipe", "model"): (),
     ("recipe", "data"): (("download",), ("augment", "crop_padding"), ("augment", "flip")),
     ("recipe", "optimizer"): (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.config.base import (
     Floats,
@@ -160,6 +160,17 @@ class Schedule(Section):
         return self
 
 
+class Task(Section):
+    """What is learned: `auto` follows from the data, else a shipped task, or `package.module:Class`.
+
+    Its own options stand beside the name.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: Name = "auto"
+
+
 class Loss(Section):
     """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value a sample."""
 
@@ -199,6 +210,7 @@ _BY_NAME: Final = BeforeValidator(named)
 class Recipe(Section):
     """Everything that decides the trained weights."""
 
+    task: Annotated[Task, _BY_NAME, Field(description="a name, or a name and its options")] = Task()
     model: Annotated[Model, _BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[Data, _BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt

@@ -16,6 +16,7 @@ def started(event: Started, rate_rule: str) -> list[str]:
     """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     lines = [
+        *([event.task] if event.task else []),
         f"{_counted(event.parameters, 'parameter')}, {_counted(event.train_samples, 'training sample')}, "
         f"{_counted(event.validation_samples, 'validation sample')}",
         f"{_counted(event.steps, 'step')} in {event.epochs:g} epochs of {event.steps_per_epoch:,}, "

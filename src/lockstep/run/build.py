@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config import plan as planning
@@ -25,7 +25,7 @@ from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps
 from lockstep.core.rota import Rota
 from lockstep.data.asked import Asked, ImageWords
-from lockstep.data.base import DataSet, Request, Split
+from lockstep.data.base import AsFetched, DataSet, Finish, Request, Split
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
@@ -54,11 +54,13 @@ from lockstep.runtime.precision import check_precision, computing_dtype
 from lockstep.runtime.switches import check_switches
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem, Task
-from lockstep.tasks.classification import Classification, check_loss, check_outputs, find_loss
+from lockstep.tasks.batches import targets_if_any
+from lockstep.tasks.find import Wanted, find_task
 
 _FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
 _CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
 _EXAMPLES: Final = 4  # samples of each split that are looked at before a run
+_TRIED: Final = 64  # samples, where those cannot be read
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Setup:
     flops: int | None  # of a sample, forward and backward
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
     source: Mapping[str, str]  # hashes of the user's own source files
+    said: str = ""  # which task it is, and why
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
@@ -135,13 +138,10 @@ def setup(recipe: Recipe) -> Setup:
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
-    classes = len(data.facts["classes"])
     steps = planning.steps(recipe, len(data.train))
     example, evaluation = _examples(recipe, data)
-    inputs = evaluation[0]
-    loss = find_loss(recipe.loss.name)
-    if loss is not None:
-        check_loss(loss, classes, example[1])
+    name = f"model {recipe.model.name}"
+    task, said = find_task(_wanted(recipe, name), data.facts, example)
     plain = partial(
         build_model,
         name=recipe.model.name,
@@ -154,12 +154,13 @@ def setup(recipe: Recipe) -> Setup:
     summary = check_model(
         build,
         name=recipe.model.name,
-        evaluation=(_repeated(inputs, 2),),
-        training=(_repeated(example[0], _smallest_microbatch(steps, recipe.microbatches)),),
-        check=partial(check_outputs, recipe.model.name, classes),
+        evaluation=task.inputs(_repeated(evaluation, 2)),
+        training=task.inputs(_repeated(example, _smallest_microbatch(steps, recipe.microbatches))),
+        check=partial(_check_task, task, example),
     )
     if dtype is not None:
-        check_dtype(build, computing_in, name=recipe.model.name, inputs=(_repeated(inputs, 2),), dtype=dtype)
+        inputs = task.inputs(_repeated(evaluation, 2))
+        check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)
     dims = sorted({len(form.shape) for form in summary.trained.values()})
     special = special_settings(recipe, [*summary.trained], build)
     for make in with_each(recipe, special):
@@ -168,13 +169,11 @@ def setup(recipe: Recipe) -> Setup:
         check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
     whole = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), recipe.model.freeze)
-    name = f"model {recipe.model.name}"
-    task = Classification(loss, recipe.loss.label_smoothing, _topk(recipe, classes), name)
     problem = Problem(
         task,
         partial(initialise, whole, recipe.seed),
         name,
-        mapped(lambda tensor: _repeated(tensor, 2).to("meta"), task.inputs(example)),
+        mapped(lambda tensor: tensor.to("meta"), task.inputs(_repeated(example, 2))),
     )
     warnings = tuple(_few_samples(recipe, steps)) if summary.batchnorm else ()
     return Setup(
@@ -192,7 +191,24 @@ def setup(recipe: Recipe) -> Setup:
         flops=summary.flops,
         warnings=warnings,
         source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
+        said=said,
     )
+
+
+def _wanted(recipe: Recipe, model: str) -> Wanted:
+    """Return what a recipe says of its task; loss and topk, which have keys of their own, are classification's."""
+    return Wanted(
+        name=recipe.task.name,
+        options=recipe.task.model_extra or {},
+        loss=recipe.loss.name,
+        label_smoothing=recipe.loss.label_smoothing,
+        topk=recipe.topk,
+        model=model,
+    )
+
+
+def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
+    task.check(outputs, _repeated(example, samples))
 
 
 def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine, Loader]:
@@ -324,20 +340,29 @@ def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | Non
     return recipe.data.mean or data.facts.get("mean"), recipe.data.std or data.facts.get("std")
 
 
-def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> ImageFinish:
+def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
+    """Return what is done to batches: nothing, unless the recipe or the data asks for what is done to images."""
     mean, std = _normalisation(recipe, data)
-    return ImageFinish(
+    augment, mix = recipe.data.augment, recipe.mix
+    if not (mean or std or augment.crop_padding or augment.flip or mix.mixup or mix.cutmix):
+        return AsFetched()
+    classes = data.facts.get("classes")
+    if (mix.mixup or mix.cutmix) and (classes is None or data.facts.get("pixels")):
+        raise UsageError("recipe.mix: there are no labels of whole samples to mix; leave mixup and cutmix out")
+    finish = ImageFinish(
         device=device,
-        classes=len(data.facts["classes"]),
+        classes=len(classes or ()),
         seed=recipe.seed,
         mean=mean,
         std=std,
-        crop_padding=recipe.data.augment.crop_padding,
-        flip=recipe.data.augment.flip,
-        mixup=recipe.mix.mixup,
-        cutmix=recipe.mix.cutmix,
-        mix_probability=recipe.mix.probability,
+        crop_padding=augment.crop_padding,
+        flip=augment.flip,
+        mixup=mix.mixup,
+        cutmix=mix.cutmix,
+        mix_probability=mix.probability,
     )
+    finish.check(tuple(data.facts.get("shape", ())))
+    return finish
 
 
 def _examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
@@ -346,30 +371,41 @@ def _examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     Data of the user's own is looked at here: what cannot be learned from raises UsageError.
     """
     finish = _finish(recipe, data, torch.device("cpu"))
-    shape, images = tuple(data.facts["shape"]), data.facts.get("mean") is not None
-    finish.check(shape)
-    request, fetched = _few(data.train, shape, images)
-    if fetched[1].is_floating_point() and (recipe.mix.mixup or recipe.mix.cutmix):
+    request, fetched = _few(data.train)
+    if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
             f"data set {recipe.data.name}: its targets are mixtures already, which recipe.mix cannot mix again; "
             f"leave mixup and cutmix out"
         )
-    _, validation = _few(data.train if data.validation is None else data.validation, shape, images)
+    _, validation = _few(data.train if data.validation is None else data.validation)
     return finish.for_training(finish.prepared(fetched, request), 0, 0), finish.for_evaluation(validation)
 
 
-def _few(split: Split, shape: tuple[int, ...], images: bool) -> tuple[Request, Batch]:
-    indices = np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64))
+def _few(split: Split) -> tuple[Request, Batch]:
+    """Fetch some samples that can be read: of a file that cannot training tells, in its step, if it comes to it."""
+    request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64)), None)
     try:
-        return Request(indices, None), split.fetch(indices, None)
-    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
-        kind = torch.uint8 if images else torch.float32
-        empty = torch.zeros((len(indices), *shape), dtype=kind), torch.zeros(len(indices), dtype=torch.int64)
-        return Request(indices, None), empty
+        return request, split.fetch(*request)
+    except TrainingError:
+        request = Request(np.array([_readable(split)]), None)
+        return request, split.fetch(*request)
 
 
-def _repeated(inputs: Tensor, samples: int) -> Tensor:
-    return inputs[torch.arange(samples) % len(inputs)]
+def _readable(split: Split) -> int:
+    """Return the first of some samples that can be read."""
+    for number in range(min(len(split), _TRIED)):
+        try:
+            split.fetch(np.array([number]), None)
+        except TrainingError:
+            if number + 1 == min(len(split), _TRIED):
+                raise
+        else:
+            return number
+    raise AssertionError  # no split is empty
+
+
+def _repeated(batch: Batch, samples: int) -> Batch:
+    return mapped(lambda each: each[torch.arange(samples) % len(each)], batch)
 
 
 def _smallest_microbatch(steps: Steps, microbatches: int) -> int:
@@ -398,14 +434,10 @@ def _drop(step: Step) -> str:
     return ", or last_batch: drop" if step.number else ""
 
 
-def _topk(recipe: Recipe, classes: int) -> tuple[int, ...]:
-    return tuple(k for k in recipe.topk if k < classes) or (1,)
-
-
 def setup_facts(ready: Setup) -> dict[str, Any]:
     """Return what shows that ranks have the same code of the user's own, and the same data.
 
-    Of the data sizes, classes, and the first and last samples of each split.
+    Of the data sizes, facts, and the first and last samples of each split.
 
     The inputs of a data set of the user's own are left out: they may be random, which is for verify to say.
     """
@@ -427,7 +459,7 @@ def _digest(split: Split, targets_only: bool) -> str:
         batch = split.fetch(np.unique([0, len(split) - 1]), None)
     except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
         return "unreadable"
-    tensors = tensors_of(batch[1] if targets_only else batch)
+    tensors = tensors_of(targets_if_any(batch) if targets_only else batch)
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 

@@ -330,6 +330,8 @@ class _Training:
             sharing=self.world.sharing,
             parameters=self.ready.parameters,
             base_lr=planning.base_rate(recipe),
+            task=self.ready.said,
+            monitor=self.ready.task.monitor.name,
             unit=self.ready.task.unit,
             fractions=list(self.ready.task.fractions),
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,

@@ -29,7 +29,7 @@ _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setde
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
-    """Return what a recipe names by an import path, by its section: `model`, `data`, `loss`, ..."""
+    """Return what a recipe names by an import path, by its section, such as `model` or `data`."""
     named = {
         "model": recipe.model.name,
         "data": recipe.data.name,
@@ -37,6 +37,7 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
         "optimizer": recipe.optimizer.name,
         "schedule": recipe.schedule.name,
         "collate": recipe.data.collate or "",
+        "task": recipe.task.name,
     }
     names = {part: name for part, name in named.items() if ":" in name}
     if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names

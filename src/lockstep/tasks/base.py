@@ -12,6 +12,7 @@ from lockstep.core.batch import Batch, Inputs
 
 Note = Callable[[str, Tensor], None]  # what something is, and its value
 Figures = dict[str, float]
+Report = dict[str, Any]  # ready for JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,21 @@ class Task(Protocol):
         """
         ...
 
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return what is added beside `sums` in a run's last evaluation alone, such as a matrix of confusions."""
+        ...
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """Return what a file of the run keeps of its last evaluation, too long for a line; nothing means no file."""
+        ...
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """Raise UsageError where a batch cannot be learned from, or outputs do not fit it; called before a run.
+
+        `batch` has real samples, on the CPU; `outputs` have their shapes and dtypes, and may lack values (meta).
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -107,8 +123,3 @@ class Problem:
     build_model: Callable[[], nn.Module]
     name: str = "model"
     example: Inputs | None = None
-
-
-def scores(outputs: Any) -> Any:
-    """Return what of a model's outputs the loss takes: all of it, or `logits` where outputs have names."""
-    return outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
@@ -12,11 +13,10 @@ from torch.nn import functional as F
 
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
-from lockstep.tasks.base import Figures, Monitor, scores
-
-Loss = Callable[[Tensor, Tensor], Tensor]
+from lockstep.tasks.base import Figures, Monitor, Report
+from lockstep.tasks.batches import parts, predictions, targets_of
+from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, summed
 
 SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
 _TOLERANCE: Final = 1e-2  # of the sum of a mixture, which may have been rounded to bfloat16
@@ -26,17 +26,20 @@ _SHOWN: Final = 6  # values of a target
 @final
 @dataclass(frozen=True)
 class Classification:
-    """A task whose outputs have shape [n, classes]; a batch is (inputs, targets).
+    """A task whose outputs have shape [n, classes]; a batch is (inputs, targets), or a mapping with `labels`.
 
     Targets are int64 of shape [n], with SKIPPED for a sample that counts as nothing, or the weights of a
     mixture of classes: floats of shape [n, classes], where a row of zeros counts as nothing. `own_loss` None is
-    cross entropy.
+    cross entropy, in which a sample's is multiplied by that of its class in `class_weights`. `classes` are their names.
     """
 
     own_loss: Loss | None = None
     label_smoothing: float = 0.0
     topk: tuple[int, ...] = (1, 5)
     model_name: str = "model"
+    classes: tuple[str, ...] = ()
+    class_weights: tuple[float, ...] = ()
+    _placed: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.own_loss is not None and self.label_smoothing:
@@ -44,6 +47,15 @@ class Classification:
                 f"loss: label_smoothing is {self.label_smoothing}, but the loss is a function of yours; "
                 f"smooth in that function and leave label_smoothing out, or use cross_entropy"
             )
+        if self.own_loss is not None and self.class_weights:
+            raise UsageError("recipe.task.weights: the loss is a function of yours; weigh the classes in that function")
+        if self.class_weights and len(self.class_weights) != len(self.classes):
+            raise UsageError(
+                f"recipe.task.weights: {len(self.class_weights)} of them, but the data has {len(self.classes)} "
+                f"classes; give one for each"
+            )
+        if any(not 0 <= weight < math.inf for weight in self.class_weights):
+            raise UsageError(f"recipe.task.weights: {list(self.class_weights)}; none may be negative")
 
     @property
     def counts_samples(self) -> bool:
@@ -67,38 +79,33 @@ class Classification:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        return (batch[0],)
+        return parts(batch).inputs
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return len(batch[1])
+        return len(targets_of(batch))
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self.loss_sum(scores(outputs), batch[1])
+        return self.loss_sum(predictions(outputs, self.model_name), targets_of(batch))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss added over the samples: a 0-dim tensor.
 
         A user's loss that returns one value for each sample is added up here; a scalar is taken as their sum.
         """
-        if self.own_loss is None:
-            with OwnCode(f"{self.model_name}: the cross entropy of its outputs"):
-                return cross_entropy_sum(outputs, targets, self.label_smoothing)
-        loss = _summed(self.own_loss(outputs, targets), len(targets))
-        if outputs.requires_grad and not loss.requires_grad and torch.is_grad_enabled():
-            raise UsageError(
-                "loss: it carries no gradient; compute it from the outputs by torch's functions alone, without detach()"
-            )
-        return loss
+        if self.own_loss is not None:
+            return summed(self.own_loss(outputs, targets), outputs)
+        with OwnCode(f"{self.model_name}: the cross entropy of its outputs"):
+            return cross_entropy_sum(outputs, targets, self.label_smoothing, self._weights_beside(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `counted`, the samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
 
         With a mixture of classes the heaviest one is the truth.
         """
-        truth, counted = _truth(batch[1])
-        hits = _hits(scores(outputs), truth, max(self.topk, default=1)) & counted[:, None]
+        truth, counted = _truth(targets_of(batch))
+        hits = _hits(predictions(outputs, self.model_name), truth, max(self.topk, default=1)) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
 
@@ -108,10 +115,51 @@ class Classification:
         shares = {f"top{k}": int(sums[f"correct{k}"]) / counted for k in self.topk}
         return {"loss": float(sums["loss"]) / counted, **shares}
 
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
+        truth, counted = _truth(targets_of(batch))
+        found = predictions(outputs, self.model_name)
+        return {"confusion": confusion(truth[counted], found.argmax(1)[counted], found.shape[1])}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """Return how often the first guess was right of each class, None where it has no sample, and the confusions."""
+        matrix = sums["confusion"]
+        names = self.classes or tuple(map(str, range(len(matrix))))
+        shares = [
+            right / of if of else None for right, of in zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
+        ]
+        return {"accuracy": dict(zip(names, shares, strict=True)), "confusion": matrix.tolist()}
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """See Task."""
+        targets = targets_of(batch)
+        check_outputs(
+            self.model_name.removeprefix("model "),
+            len(self.classes),
+            predictions(outputs, self.model_name),
+            len(targets),
+        )
+        if self.own_loss is not None:
+            check_loss(self.own_loss, len(self.classes), targets)
+
+    def _weights_beside(self, outputs: Tensor) -> Tensor | None:
+        """Return the weights of the classes where the outputs are: they travel there once."""
+        if not self.class_weights:
+            return None
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        if (outputs.device, dtype) not in self._placed:
+            self._placed[outputs.device, dtype] = torch.tensor(self.class_weights, device=outputs.device, dtype=dtype)
+        return self._placed[outputs.device, dtype]
+
+
+def confusion(truth: Tensor, guess: Tensor, classes: int) -> Tensor:
+    """Return how often each class was taken for each: int64 of shape [classes, classes], a row for each truth."""
+    return torch.bincount(truth.flatten() * classes + guess.flatten(), minlength=classes**2).reshape(classes, classes)
+
 
 def skipped_samples(batch: Batch) -> Tensor:
     """Return which samples of a batch count as nothing: bool of shape [n]; none of a mixture of classes."""
-    targets: Tensor = batch[1]
+    targets = targets_of(batch)
     return torch.zeros(len(targets), dtype=torch.bool) if targets.is_floating_point() else targets == SKIPPED
 
 
@@ -119,40 +167,19 @@ def find_loss(name: str) -> Loss | None:
     """Return the loss that a recipe names: None for cross entropy, else what `package.module:function` is."""
     if name == "cross_entropy":
         return None
-    if ":" not in name:
+    if OWN not in name:
         raise UsageError(f"loss {name}: there is no such loss; use cross_entropy or package.module:function")
-    loss = import_object(name, "loss")
-    if not callable(loss):
-        raise UsageError(f"loss {name}: it is of type {type(loss).__name__}; name a function of outputs and targets")
-    code = OwnCode(f"loss {name}")
-
-    def called(outputs: Tensor, targets: Tensor) -> Tensor:
-        with code:
-            value: Tensor = loss(outputs, targets)
-            return value
-
-    return called
+    return find_own_loss(name)
 
 
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
     """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
 
-    With a mean the size of a micro-batch would decide the weight of its samples. The first of `targets` that counts
-    is the target of both.
+    The first of `targets` that counts is the target of both.
     """
     counted = _truth(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
-    outputs, targets = torch.linspace(-1.0, 1.0, classes).expand(2, classes).contiguous(), torch.cat([target, target])
-    given = outputs.clone(), targets.clone()
-    both, one = loss(outputs, targets), loss(outputs[:1], targets[:1])
-    if not (torch.equal(outputs, given[0]) and torch.equal(targets, given[1])):
-        raise UsageError("loss: the function changes what it is given, which is used again; let it work on copies")
-    twice, once = _summed(both, 2), _summed(one, 1)
-    if both.ndim == 0 and once != 0 and torch.isclose(twice, once):
-        raise UsageError(
-            f"loss: two equal samples give {twice.item():.6g}, one alone {once.item():.6g}: that is a mean; "
-            f"return the sum, as with reduction='sum', or one value for each sample, as with reduction='none'"
-        )
+    check_sum(loss, torch.linspace(-1.0, 1.0, classes)[None], target)
 
 
 def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
@@ -172,14 +199,8 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
         raise UsageError(f"{label} sample {samples[first]}: {found}; {_expected(classes)}")
 
 
-def check_outputs(name: str, classes: int, outputs: object, samples: int) -> None:
+def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
     """Raise UsageError unless `outputs` of the model `name` are floats of shape [samples, classes]."""
-    outputs = scores(outputs)
-    if not isinstance(outputs, Tensor):
-        raise UsageError(
-            f"model {name}: its output is of type {type(outputs).__name__}, not one tensor; "
-            f"choose options without further outputs, or wrap it in a function of yours"
-        )
     if outputs.shape != (samples, classes):
         raise UsageError(
             f"model {name} gives outputs of shape {tuple(outputs.shape)} for {samples} samples, but the data "
@@ -190,18 +211,23 @@ def check_outputs(name: str, classes: int, outputs: object, samples: int) -> Non
         raise UsageError(f"model {name}: its outputs are of {outputs.dtype}; return one float for each class")
 
 
-def cross_entropy_sum(outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the cross entropy added over samples, in float32 at least."""
+def cross_entropy_sum(
+    outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0, weights: Tensor | None = None
+) -> Tensor:
+    """Return the cross entropy added over samples, in float32 at least; `weights` are those of the classes."""
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     if targets.is_floating_point():
-        return F.cross_entropy(outputs, _smooth(targets.to(outputs.dtype), label_smoothing), reduction="sum")
-    return F.cross_entropy(outputs, targets, ignore_index=SKIPPED, reduction="sum", label_smoothing=label_smoothing)
+        smooth = _smooth(targets.to(outputs.dtype), label_smoothing)
+        return F.cross_entropy(outputs, smooth, weight=weights, reduction="sum")
+    return F.cross_entropy(
+        outputs, targets, weight=weights, ignore_index=SKIPPED, reduction="sum", label_smoothing=label_smoothing
+    )
 
 
 def _expected(classes: int) -> str:
     return (
-        f"only classification is trained so far, and the data has {classes} classes: a target is a whole number from 0 "
+        f"the task is classification, and the data has {classes} classes: a target is a whole number from 0 "
         f"to {classes - 1}, or {classes} floats, none negative, whose sum is 1"
     )
 
@@ -215,19 +241,6 @@ def _shown(target: Tensor) -> str:
 def _smooth(targets: Tensor, smoothing: float) -> Tensor:
     # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
     return targets * (1 - smoothing) + targets.sum(dim=1, keepdim=True) * (smoothing / targets.shape[1])
-
-
-def _summed(loss: Tensor, samples: int) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise UsageError(f"loss: the function returned {type(loss).__name__}; return a tensor")
-    if loss.shape not in ((), (samples,)):
-        raise UsageError(
-            f"loss: the function returned shape {tuple(loss.shape)} for {samples} samples; "
-            f"return a sum, of shape (), or one value for each sample, of shape ({samples},)"
-        )
-    if not loss.is_floating_point():
-        raise UsageError(f"loss: the function returned values of {loss.dtype}; return floats")
-    return loss.sum()
 
 
 def _truth(targets: Tensor) -> tuple[Tensor, Tensor]:

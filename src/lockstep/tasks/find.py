@@ -1,0 +1,154 @@
+"""The task of a recipe: one of ours by its name, what `auto` makes of the data, or the user's own by its path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from pydantic import ValidationError, validate_call
+from torch import Tensor
+
+from lockstep.core.batch import Batch
+from lockstep.core.names import choices
+from lockstep.errors import UsageError
+from lockstep.importing import import_object
+from lockstep.own_code import OwnCode
+from lockstep.tasks.base import Task
+from lockstep.tasks.batches import parts
+from lockstep.tasks.classification import Classification, find_loss
+from lockstep.tasks.language import language
+from lockstep.tasks.own import OwnTask
+from lockstep.tasks.regression import regression
+from lockstep.tasks.segmentation import segmentation
+
+AUTO: Final = "auto"
+NAMES: Final = ("classification", "regression", "language", "segmentation")
+_CROSS_ENTROPY: Final = "cross_entropy"
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a recipe says of its task: the name and its options, and what stands elsewhere in it for classification."""
+
+    name: str = AUTO
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loss: str = _CROSS_ENTROPY
+    label_smoothing: float = 0.0
+    topk: Sequence[int] = (1, 5)
+    model: str = "model"
+
+
+class Found(NamedTuple):
+    """A task, and one line that says which it is and why."""
+
+    task: Task
+    said: str
+
+
+def find_task(wanted: Wanted, facts: Facts, example: Batch) -> Found:
+    """Return the task for data with these facts, of which `example` has a few samples as training sees them.
+
+    UsageError where there is no such task, the data lacks what it needs, or an option is wrong.
+    """
+    name, why = (wanted.name, "") if wanted.name != AUTO else _followed(facts, example)
+    if ":" in name:
+        return Found(_own(name, wanted.options, facts), f"task {name}")
+    if name not in NAMES:
+        raise UsageError(f"recipe.task: no task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
+    if name != "classification" and (wanted.loss != _CROSS_ENTROPY or wanted.label_smoothing):
+        raise UsageError(f"recipe.loss: it is that of classification, and the task is {name}{why}; leave it out")
+    task: Task
+    given = {"model": wanted.model}
+    match name:
+        case "classification":
+            task = _classification(wanted, _names(name, facts, "classes"))
+        case "regression":
+            task = _made(regression, wanted.options, given)
+        case "language":
+            task = _made(language, wanted.options, {**given, "vocabulary": facts.get("vocabulary")})
+        case _:
+            task = _made(segmentation, wanted.options, {**given, "classes": _names(name, facts, "classes")})
+    return Found(task, f"task {name}{why}")
+
+
+def _followed(facts: Facts, example: Batch) -> tuple[str, str]:
+    """Return the task that follows from the data, and why."""
+    if "classes" in facts and facts.get("pixels"):
+        return "segmentation", f": the data has a class for each pixel, {len(facts['classes'])} of them"
+    if "classes" in facts:
+        return "classification", f": the data has {len(facts['classes'])} classes"
+    if "vocabulary" in facts:
+        return "language", f": the data has a vocabulary of {facts['vocabulary']}"
+    if "outputs" in facts or _floats(example):
+        return "regression", ": the targets are floats, and the data has no classes"
+    raise UsageError(
+        f"recipe.task: auto, but the data has neither classes nor a vocabulary, and its targets are no floats; say "
+        f"which it is: {', '.join(NAMES)} or package.module:Class"
+    )
+
+
+def _floats(example: Batch) -> bool:
+    try:
+        targets = parts(example).targets
+    except UsageError:
+        return False
+    return isinstance(targets, Tensor) and targets.is_floating_point()
+
+
+def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
+    if fact not in facts:
+        raise UsageError(
+            f"recipe.task: {task} needs data with {fact}, and this says {', '.join(facts) or 'nothing'} of itself; "
+            f"choose another task, or give recipe.data.options.{fact}"
+        )
+    return tuple(map(str, facts[fact]))
+
+
+def _classification(wanted: Wanted, classes: tuple[str, ...]) -> Classification:
+    topk = tuple(k for k in wanted.topk if k < len(classes)) or (1,)
+    loss = find_loss(wanted.loss)
+
+    def classification(weights: tuple[float, ...] = ()) -> Classification:
+        return Classification(loss, wanted.label_smoothing, topk, wanted.model, classes, weights)
+
+    made: Classification = _made(classification, wanted.options)
+    return made
+
+
+def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
+    """Return the user's task: what the class, or the function, of the path gives for the options."""
+    made = import_object(path, "task")
+    if not callable(made):
+        raise UsageError(f"task {path}: it is of type {type(made).__name__}; name a class")
+    with OwnCode(f"task {path}"):
+        parameters = inspect.signature(made).parameters
+        given = {**options, "facts": dict(facts)} if "facts" in parameters else dict(options)
+        open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        _check_names(path, given if not open_ended else {}, parameters)
+        return OwnTask(f"task {path}", made(**given))
+
+
+def _made(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts | None = None) -> Any:
+    """Call what makes a task with what follows from the data, and the options of a recipe, whose types are checked."""
+    name, facts = function.__name__, facts or {}
+    valid = [each for each in inspect.signature(function).parameters if each not in facts]
+    _check_names(name, options, valid)
+    try:
+        return validate_call(function)(**{**facts, **options})
+    except ValidationError as error:
+        lines = [
+            f"recipe.task.{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}; got {str(each['input'])[:60]}"
+            for each in error.errors()
+        ]
+        raise UsageError("\n".join(lines)) from None
+
+
+def _check_names(task: str, options: Mapping[str, Any], valid: Any) -> None:
+    for key in options:
+        if key not in valid:
+            known = choices(key, valid) if len(list(valid)) else "; it has none"
+            raise UsageError(f"recipe.task.{key}: task {task} has no such option{known}")

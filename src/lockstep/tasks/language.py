@@ -1,0 +1,174 @@
+"""Language: how well each token is foretold by those before it, counted in tokens and not in sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core.batch import Batch, Inputs
+from lockstep.errors import UsageError
+from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.batches import predictions
+
+LABELS: Final = "labels"
+_IDS: Final = "input_ids"
+_MASK: Final = "attention_mask"  # 0: padding
+_POSITIONS: Final = "position_ids"  # 0: a packed sequence begins
+
+
+class _Foretold(NamedTuple):
+    """What the model is given, and the token that is to follow each place of its outputs but the last `beyond`."""
+
+    inputs: Inputs
+    targets: Tensor
+    beyond: int
+
+
+@final
+@dataclass(frozen=True)
+class Language:
+    """A task whose outputs have shape [n, t, vocabulary], the next token's logits at each place.
+
+    A batch is one of three:
+    - int64 of shape [n, t + 1]: the model sees the first t tokens of each sequence, and is to give the last t;
+    - (inputs, targets), both of shape [n, t]: target i is what follows input i;
+    - a mapping as transformers have it, with `input_ids` [n, t] and perhaps `attention_mask`, `position_ids` and
+      `labels`, which lie beside the tokens and are shifted here. Without labels every token is to be given, but
+      padding and the first one of each packed sequence, whose position is 0.
+
+    A target that is `ignore` counts as nothing: what a batch weighs is the number of the others.
+    """
+
+    ignore: int = -100
+    vocabulary: int | None = None
+    model_name: str = "model"
+
+    @property
+    def counts_samples(self) -> bool:
+        """See Task."""
+        return False
+
+    @property
+    def unit(self) -> str:
+        """See Task."""
+        return "tokens"
+
+    @property
+    def fractions(self) -> tuple[str, ...]:
+        """See Task."""
+        return ()
+
+    @property
+    def monitor(self) -> Monitor:
+        """See Task."""
+        return LOSS
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """See Task."""
+        return self._foretold(batch).inputs
+
+    def weight(self, batch: Batch) -> int:
+        """See Task."""
+        return int((self._foretold(batch).targets != self.ignore).sum())
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task."""
+        logits, (_, targets, beyond) = predictions(outputs, self.model_name), self._foretold(batch)
+        if beyond:
+            logits = logits[:, :-beyond]
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=self.ignore, reduction="sum"
+        )
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task: the loss and the weight say all."""
+        return {}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return the perplexity, infinite where it is more than a float can be."""
+        loss = float(sums["loss"]) / max(int(sums["weight"]), 1)
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        return {}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """See Task."""
+        return {}
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """See Task."""
+        logits, (_, targets, beyond) = predictions(outputs, self.model_name), self._foretold(batch)
+        places = (*targets.shape[:1], targets.shape[1] + beyond)
+        if logits.ndim != 3 or logits.shape[:2] != places or not logits.is_floating_point():
+            raise UsageError(
+                f"{self.model_name}: outputs of {logits.dtype} and shape {list(logits.shape)}; let it give the "
+                f"logits of the next token at each place, floats of shape [{places[0]}, {places[1]}, vocabulary]"
+            )
+        if self.vocabulary is not None and logits.shape[2] < self.vocabulary:
+            raise UsageError(
+                f"{self.model_name}: outputs for {logits.shape[2]} tokens, but the data has a "
+                f"vocabulary of {self.vocabulary}; set the model's to that"
+            )
+        wrong = targets[(targets != self.ignore) & ((targets < 0) | (targets >= logits.shape[2]))]
+        if len(wrong):
+            raise UsageError(
+                f"a target is token {int(wrong[0])}, and outputs are for tokens 0 to {logits.shape[2] - 1}; use "
+                f"{self.ignore} (recipe.task.ignore) for what is not to be foretold"
+            )
+
+    def _foretold(self, batch: Batch) -> _Foretold:
+        if isinstance(batch, Mapping):
+            return self._of_mapping(batch)
+        if isinstance(batch, Tensor):
+            _check_tokens("a batch", batch)
+            return _Foretold((batch[:, :-1],), batch[:, 1:].long(), 0)
+        if not (
+            isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
+        ):
+            raise UsageError(
+                f"a batch is of type {type(batch).__name__}; expected tokens of shape [n, t], (inputs, targets), or a "
+                f"mapping with {_IDS}"
+            )
+        _check_tokens("targets", batch[1])
+        return _Foretold((batch[0],), batch[1].long(), 0)
+
+    def _of_mapping(self, batch: Mapping[str, Tensor]) -> _Foretold:
+        inputs = {name: value for name, value in batch.items() if name != LABELS}
+        if LABELS in batch:
+            labels = batch[LABELS]
+        elif _IDS in batch:
+            labels = self._own_labels(batch)
+        else:
+            raise UsageError(f"a batch has {', '.join(batch)}; expected {_IDS} or {LABELS} among them")
+        _check_tokens(LABELS, labels)
+        return _Foretold(inputs, labels[:, 1:].long(), 1)
+
+    def _own_labels(self, batch: Mapping[str, Tensor]) -> Tensor:
+        labels = batch[_IDS]
+        if _MASK in batch:
+            labels = torch.where(batch[_MASK] == 0, self.ignore, labels)
+        if _POSITIONS in batch:
+            labels = torch.where(batch[_POSITIONS] == 0, self.ignore, labels)
+        return labels
+
+
+def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> Language:
+    """Return the task by the options of a recipe, for data of such a vocabulary."""
+    return Language(ignore, vocabulary, model)
+
+
+def _check_tokens(what: str, tokens: Tensor) -> None:
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise UsageError(
+            f"{what}: {tokens.dtype} of shape {list(tokens.shape)}; expected whole numbers of shape [n, t]"
+        )

@@ -1,0 +1,196 @@
+"""A task of the user's own, made whole: what it leaves out follows from what it has, and its errors have their line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from lockstep.core.batch import Batch, Inputs, length, mapped, tensors_of
+from lockstep.errors import UsageError
+from lockstep.own_code import OwnCode
+from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.batches import parts
+from lockstep.tasks.own_loss import is_mean
+
+_MEMBERS: Final = (
+    *("counts_samples", "unit", "fractions", "monitor"),
+    *("inputs", "weight", "loss", "sums", "figures", "details", "report", "check"),
+)
+
+
+@final
+class OwnTask:
+    """The Task that `task` means, of which only `loss` must be there; `name` is what errors call it.
+
+    Without `inputs` the model is given all of a batch but its targets (tasks/batches.py), without `weight` a batch
+    weighs its samples, without `sums` and `figures` there is the loss alone, which `monitor` watches.
+    """
+
+    def __init__(self, name: str, task: Any) -> None:
+        self._name = name
+        self._own: dict[str, Any] = {}
+        for member in _MEMBERS:
+            with self._code(member):
+                self._own[member] = getattr(task, member, None)
+        if not callable(self._own["loss"]):
+            raise UsageError(f"{name}: it has no loss; add loss(self, outputs, batch), which gives a sum")
+        self.counts_samples = bool(self._given("counts_samples", self._own["weight"] is None))
+        self.unit = str(self._given("unit", "samples" if self.counts_samples else "weight"))
+        fractions = self._given("fractions", ())
+        self.fractions = (fractions,) if isinstance(fractions, str) else tuple(map(str, fractions))
+        self.monitor = self._monitor(self._given("monitor", LOSS))
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """See Task."""
+        if self._own["inputs"] is None:
+            return parts(batch).inputs
+        given = self._called("inputs", batch)
+        if isinstance(given, Tensor):
+            return (given,)
+        if isinstance(given, Mapping | tuple):
+            return given
+        raise UsageError(
+            f"{self._name}: inputs returned {type(given).__name__}; return a tuple, or a mapping of names, of what the "
+            f"model's forward takes"
+        )
+
+    def weight(self, batch: Batch) -> int:
+        """See Task."""
+        if self._own["weight"] is None:
+            return length(batch)
+        given = self._called("weight", batch)
+        if isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point():
+            given = int(given)
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise UsageError(
+                f"{self._name}: weight returned {str(given)[:60]} of type {type(given).__name__}; return a whole "
+                f"number, 0 or more, such as that of the tokens that count"
+            )
+        return given
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task."""
+        given = self._called("loss", outputs, batch)
+        if not isinstance(given, Tensor) or given.ndim or not given.is_floating_point():
+            found = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise UsageError(
+                f"{self._name}: loss returned {found}; return the sum over the batch, a 0-dim float tensor"
+            )
+        learns = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_of(outputs))
+        if learns and not given.requires_grad:
+            raise UsageError(
+                f"{self._name}: its loss carries no gradient; compute it from the outputs by torch's functions alone, "
+                f"without detach() and item()"
+            )
+        return given
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        return self._named_tensors("sums", outputs, batch)
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """See Task."""
+        given = self._mapping("figures", sums)
+        with self._code("figures"):
+            return {str(name): float(value) for name, value in given.items()}
+
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        return self._named_tensors("details", outputs, batch)
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """See Task."""
+        return dict(self._mapping("report", sums))
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """Raise UsageError where the task does not work with a batch, or its loss is a mean; see Task.
+
+        Outputs without values get some, which say nothing of the model and enough of the task.
+        """
+        if self._own["check"] is not None:
+            self._called("check", outputs, batch)
+        filled = mapped(_filled, outputs)
+        samples = length(batch)
+        if samples > 1:
+            self._check_sum(filled, batch, samples)
+        loss = self.loss(mapped(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
+        if not loss.isfinite():
+            return  # what the outputs are may not suit it, a logarithm say: the first step will tell
+        weight = self.weight(batch)
+        counts = {"loss": loss.detach().double(), "weight": torch.tensor(weight), "samples": torch.tensor(samples)}
+        sums = {**self.sums(filled, batch), **self.details(filled, batch)}
+        figures = self.figures({**counts, **sums})
+        self.report({**counts, **sums})
+        self._check_monitor(figures)
+
+    def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
+        """Refuse a mean: two equal samples then give what one of them does."""
+
+        def of(rows: list[int], values: Any) -> Any:
+            return mapped(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
+
+        with torch.no_grad():
+            twice = self.loss(of([0, 0], outputs), of([0, 0], batch))
+            once = self.loss(of([0], outputs), of([0], batch))
+        weights = self.weight(of([0, 0], batch)), self.weight(of([0], batch))
+        if weights[0] != weights[1] and is_mean(once, twice):
+            raise UsageError(
+                f"{self._name}: two equal samples give a loss of {twice.item():.6g}, one alone {once.item():.6g}: that "
+                f"is a mean; return the sum, as with reduction='sum', and let weight say what it is to be divided by"
+            )
+
+    def _check_monitor(self, figures: Figures) -> None:
+        if self.monitor.name not in (*figures, LOSS.name):
+            raise UsageError(
+                f"{self._name}: monitor is {self.monitor.name}, but figures gives {', '.join(figures) or 'nothing'}; "
+                f"name one of them, or loss"
+            )
+
+    def _monitor(self, given: Any) -> Monitor:
+        if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str):
+            return Monitor(given[0], bool(given[1]))
+        raise UsageError(
+            f'{self._name}: monitor is {given!r}; write ("loss", False): a figure, and whether higher is better'
+        )
+
+    def _named_tensors(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        given = self._mapping(member, outputs, batch)
+        wrong = next((name for name, value in given.items() if not isinstance(value, Tensor)), None)
+        if wrong is not None:
+            raise UsageError(
+                f"{self._name}: {member} gives {wrong} of type {type(given[wrong]).__name__}; give tensors that may be "
+                f"added over batches"
+            )
+        return {str(name): value.detach() for name, value in given.items()}
+
+    def _mapping(self, member: str, *arguments: Any) -> Mapping[str, Any]:
+        if self._own[member] is None:
+            return {}
+        given = self._called(member, *arguments)
+        if not isinstance(given, Mapping):
+            raise UsageError(f"{self._name}: {member} returned {type(given).__name__}; return a mapping of names")
+        return given
+
+    def _called(self, member: str, *arguments: Any) -> Any:
+        function: Callable[..., Any] = self._own[member]
+        with self._code(member):
+            return function(*arguments)
+
+    def _given(self, member: str, otherwise: Any) -> Any:
+        return otherwise if self._own[member] is None else self._own[member]
+
+    def _code(self, member: str) -> OwnCode:
+        return OwnCode(f"{self._name}: {member}")
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    """Return a tensor with values: its own, or, of one that lacks them, small ones that differ."""
+    if tensor.device.type != "meta":
+        return tensor.detach().clone()
+    count = max(tensor.numel(), 1)
+    if tensor.is_floating_point():
+        return torch.linspace(0.1, 0.9, count)[: tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,175 @@
+"""Regression: squared, absolute or Huber errors, or the user's loss, of one number a sample or of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core.batch import Batch, Inputs
+from lockstep.core.names import choices
+from lockstep.errors import UsageError
+from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.batches import parts, predictions, targets_of
+from lockstep.tasks.own_loss import OWN, Loss, find_own_loss, summed
+
+LOSSES: Final = ("mse", "mae", "huber")
+
+
+@final
+@dataclass(frozen=True)
+class Regression:
+    """A task whose targets are floats of shape [n] or [n, ...]; outputs have their shape, or [n, 1] for [n].
+
+    A sample's loss is the mean over its numbers, as that of torch's losses is; `delta` is Huber's. What it weighs is
+    its samples.
+    """
+
+    loss_name: str = "mse"
+    delta: float = 1.0
+    own_loss: Loss | None = None
+    model_name: str = "model"
+
+    @property
+    def counts_samples(self) -> bool:
+        """See Task."""
+        return True
+
+    @property
+    def unit(self) -> str:
+        """See Task."""
+        return "samples"
+
+    @property
+    def fractions(self) -> tuple[str, ...]:
+        """See Task: none, since R2 may be negative."""
+        return ()
+
+    @property
+    def monitor(self) -> Monitor:
+        """See Task."""
+        return LOSS
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """See Task."""
+        return parts(batch).inputs
+
+    def weight(self, batch: Batch) -> int:
+        """See Task."""
+        return len(targets_of(batch))
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task."""
+        found, targets = _paired(self.model_name, outputs, batch)
+        if self.own_loss is not None:
+            return summed(self.own_loss(found, targets), found)
+        numbers = max(targets.numel() // max(len(targets), 1), 1)  # of a sample
+        return self._errors(found, targets) / numbers
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the sums of errors and targets, and of their squares, for each number of a sample: float64."""
+        found, targets = (
+            each.detach().double().flatten(1) for each in _paired(self.model_name, outputs, batch, columns=True)
+        )
+        errors = found - targets
+        return {
+            "absolute": errors.abs().sum(0),
+            "squared": errors.square().sum(0),
+            "targets": targets.sum(0),
+            "targets_squared": targets.square().sum(0),
+            "counted": torch.tensor(len(targets)),
+        }
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return the root of the mean squared error, the mean absolute one, and R2 as the mean over the outputs."""
+        counted = max(int(sums["counted"]), 1)
+        return {
+            "rmse": math.sqrt(float(sums["squared"].mean()) / counted),
+            "mae": float(sums["absolute"].mean()) / counted,
+            "r2": _mean([_r2(*each) for each in zip(*_columns(sums), strict=True)]),
+        }
+
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        return {}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """Return R2 and the errors of each output, where there are several."""
+        counted = max(int(sums["counted"]), 1)
+        if len(sums["squared"]) < 2:
+            return {}
+        return {
+            "r2": [_r2(*each) for each in zip(*_columns(sums), strict=True)],
+            "rmse": (sums["squared"] / counted).sqrt().tolist(),
+            "mae": (sums["absolute"] / counted).tolist(),
+        }
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """See Task."""
+        targets = targets_of(batch)
+        if not targets.is_floating_point():
+            raise UsageError(f"targets are of {targets.dtype}; let the data give floats, or choose another recipe.task")
+        if not targets.isfinite().all():
+            raise UsageError("a target is not finite; leave such samples out of the data")
+        _paired(self.model_name, outputs, batch)
+
+    def _errors(self, found: Tensor, targets: Tensor) -> Tensor:
+        match self.loss_name:
+            case "mae":
+                return F.l1_loss(found, targets, reduction="sum")
+            case "huber":
+                return F.huber_loss(found, targets, reduction="sum", delta=self.delta)
+            case _:
+                return F.mse_loss(found, targets, reduction="sum")
+
+
+def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
+    """Return the task by the options of a recipe: `loss` mse, mae, huber or package.module:function."""
+    if OWN in loss:
+        return Regression(own_loss=find_own_loss(loss), model_name=model)
+    if loss not in LOSSES:
+        known = choices(loss, (*LOSSES, "package.module:function"))
+        raise UsageError(f"recipe.task.loss: {loss} is no loss of regression{known}")
+    if not delta > 0:
+        raise UsageError(f"recipe.task.delta: {delta}; Huber's loss wants a number above 0")
+    return Regression(loss, delta, model_name=model)
+
+
+def _paired(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets in one shape and, unless they are, floats of 32 bits; with `columns` of two dims."""
+    found, targets = predictions(outputs, model), targets_of(batch)
+    if found.ndim == targets.ndim + 1 and found.shape[-1] == 1:
+        found = found.squeeze(-1)
+    elif targets.ndim == found.ndim + 1 and targets.shape[-1] == 1:
+        targets = targets.squeeze(-1)
+    if found.shape != targets.shape:
+        raise UsageError(
+            f"{model}: outputs of shape {list(found.shape)} and targets of shape {list(targets.shape)} do not fit "
+            f"each other; let the model give {list(targets.shape[1:]) or 'one number'} for each sample"
+        )
+    if found.dtype in (torch.float16, torch.bfloat16):
+        found = found.float()
+    targets = targets.to(found.dtype)
+    return (found[:, None], targets[:, None]) if columns and found.ndim == 1 else (found, targets)
+
+
+def _columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
+    counted = [float(sums["counted"])] * len(sums["squared"])
+    return [*(sums[name].tolist() for name in ("squared", "targets", "targets_squared")), counted]
+
+
+def _r2(squared: float, total: float, total_squared: float, counted: float) -> float:
+    """Return 1 - errors / variance; of targets that are all the same 1 without an error, else 0, as scikit-learn."""
+    spread = total_squared - total * total / max(counted, 1.0)
+    if spread <= 0:
+        return float(squared == 0)
+    return 1.0 - squared / spread
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / max(len(values), 1)

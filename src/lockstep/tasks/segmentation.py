@@ -1,0 +1,142 @@
+"""Segmentation: the cross entropy of every pixel that counts, and how far the regions of truth and guess overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core.batch import Batch, Inputs
+from lockstep.errors import UsageError
+from lockstep.tasks.base import Figures, Monitor, Report
+from lockstep.tasks.batches import parts, predictions, targets_of
+from lockstep.tasks.classification import confusion
+
+NOTHING: Final = -100  # a pixel of this class counts as nothing whatever the recipe says: it is torch's own
+_AUXILIARY: Final = "aux"  # what torchvision's models call the outputs of their second head
+
+
+@final
+@dataclass(frozen=True)
+class Segmentation:
+    """A task whose outputs have shape [n, classes, height, width]; targets are whole numbers of [n, height, width].
+
+    What a batch weighs is its pixels but those of the class `ignore`. Where the model gives `aux` too, as torchvision's
+    do, the loss of that counts `auxiliary` times.
+    """
+
+    classes: tuple[str, ...]
+    ignore: int = 255
+    auxiliary: float = 0.5
+    model_name: str = "model"
+
+    @property
+    def counts_samples(self) -> bool:
+        """See Task."""
+        return False
+
+    @property
+    def unit(self) -> str:
+        """See Task."""
+        return "pixels"
+
+    @property
+    def fractions(self) -> tuple[str, ...]:
+        """See Task."""
+        return ("miou", "pixel_accuracy")
+
+    @property
+    def monitor(self) -> Monitor:
+        """See Task."""
+        return Monitor("miou", higher=True)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """See Task."""
+        return parts(batch).inputs
+
+    def weight(self, batch: Batch) -> int:
+        """See Task."""
+        return int((self._targets(batch) != NOTHING).sum())
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task."""
+        targets = self._targets(batch)
+        loss = _cross_entropy(predictions(outputs, self.model_name), targets)
+        if self.auxiliary and isinstance(outputs, Mapping) and _AUXILIARY in outputs:
+            loss = loss + self.auxiliary * _cross_entropy(outputs[_AUXILIARY], targets)
+        return loss
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
+        targets, found = self._targets(batch), predictions(outputs, self.model_name)
+        counted = targets != NOTHING
+        return {"confusion": confusion(targets[counted], found.argmax(1)[counted], found.shape[1])}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return the mean, over the classes that occur, of intersection over union, and the share of pixels right."""
+        matrix = sums["confusion"]
+        overlaps = [each for each in _overlaps(matrix) if each is not None]
+        return {
+            "miou": sum(overlaps) / max(len(overlaps), 1),
+            "pixel_accuracy": int(matrix.diag().sum()) / max(int(matrix.sum()), 1),
+        }
+
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        return {}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """Return intersection over union of each class, None where it does not occur, and the confusions."""
+        matrix = sums["confusion"]
+        names = self.classes or tuple(map(str, range(len(matrix))))
+        return {"iou": dict(zip(names, _overlaps(matrix), strict=True)), "confusion": matrix.tolist()}
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """See Task."""
+        targets, found = targets_of(batch), predictions(outputs, self.model_name)
+        wanted = (len(targets), len(self.classes), *targets.shape[1:])
+        if targets.is_floating_point() or targets.ndim != 3:
+            raise UsageError(
+                f"targets are of {targets.dtype} and of shape {list(targets.shape[1:])} for each sample; let the data "
+                f"give whole numbers of shape [height, width], the class of each pixel"
+            )
+        if found.shape != wanted or not found.is_floating_point():
+            raise UsageError(
+                f"{self.model_name}: outputs of {found.dtype} and shape {list(found.shape)}, but targets ask "
+                f"for floats of {list(wanted)}: a number for each of {len(self.classes)} classes at each pixel"
+            )
+        known = self._targets(batch)
+        wrong = known[(known != NOTHING) & ((known < 0) | (known >= len(self.classes)))]
+        if len(wrong):
+            raise UsageError(
+                f"a pixel's target is {int(wrong[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
+                f"(recipe.task.ignore) for one that counts as nothing"
+            )
+
+    def _targets(self, batch: Batch) -> Tensor:
+        targets = targets_of(batch).long()
+        return torch.where(targets == self.ignore, NOTHING, targets)
+
+
+def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
+    """Return the task by the options of a recipe."""
+    if auxiliary < 0:
+        raise UsageError(f"recipe.task.auxiliary: {auxiliary}; use 0, which leaves the second head out, or more")
+    return Segmentation(classes, ignore, auxiliary, model)
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.dtype in (torch.float16, torch.bfloat16):
+        outputs = outputs.float()
+    return F.cross_entropy(outputs, targets, ignore_index=NOTHING, reduction="sum")
+
+
+def _overlaps(matrix: Tensor) -> list[float | None]:
+    """Return intersection over union of each class, None where it is neither the truth nor guessed."""
+    both = matrix.diag()
+    either = matrix.sum(0) + matrix.sum(1) - both
+    return [one / all_ if all_ else None for one, all_ in zip(both.tolist(), either.tolist(), strict=True)]
