@@ -159,7 +159,7 @@ def test_targets_of_a_classification(targets: Tensor) -> None:
     ],
 )
 def test_targets_of_anything_else_are_refused(targets: Tensor, found: str) -> None:
-    with pytest.raises(UsageError, match=rf"^data {found} only classification is trained so far, and the data has 3"):
+    with pytest.raises(UsageError, match=rf"^data {found} the task is classification, and the data has 3"):
         check_targets("data", targets, [7, 8], classes=3)
 
 
@@ -207,3 +207,34 @@ def test_counts_of_cuts_add_up(samples: int, classes: int, seed: int) -> None:
     assert {name: int(count) for name, count in whole.items()} == {
         name: int(parts[0][name] + parts[1][name]) for name in whole
     }
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_weights_of_classes_against_torch(outputs: Tensor, mixed: bool) -> None:
+    targets = torch.softmax(torch.randn(4, 5), dim=1) if mixed else torch.tensor([0, 4, SKIPPED, 2])
+    weights = (1.0, 2.0, 3.0, 4.0, 5.0)
+    task = _task(classes=tuple("abcde"), class_weights=weights)
+    expected = F.cross_entropy(outputs, targets, weight=torch.tensor(weights), reduction="sum")
+    torch.testing.assert_close(task.loss_sum(outputs, targets), expected)
+
+
+def test_a_loss_of_the_users_weighs_the_classes_itself() -> None:
+    with pytest.raises(UsageError, match="weigh the classes in that function"):
+        _task(own_loss=per_sample, classes=("a", "b"), class_weights=(1.0, 2.0))
+
+
+def test_report_golden() -> None:
+    task = _task(classes=("a", "b", "c"))
+    found = torch.eye(3)[[0, 1, 1, 2]]
+    details = task.details(found, (found, torch.tensor([0, 0, 1, SKIPPED])))
+    assert details["confusion"].tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]]
+    assert task.report(details) == {
+        "accuracy": {"a": 0.5, "b": 1.0, "c": None},
+        "confusion": [[1, 1, 0], [0, 1, 0], [0, 0, 0]],
+    }
+
+
+def test_a_batch_may_have_names(outputs: Tensor) -> None:
+    batch = {"pixel_values": torch.zeros(4, 1), "labels": torch.tensor([0, 4, 2, 2])}
+    assert [*_task().inputs(batch)] == ["pixel_values"]
+    assert torch.equal(_task().loss({"logits": outputs}, batch), _task().loss_sum(outputs, batch["labels"]))

@@ -1,0 +1,84 @@
+"""Which task a recipe means: by its name, by its data, or the user's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.find import Wanted, find_task
+from lockstep.tasks.language import Language
+from lockstep.tasks.own import OwnTask
+from lockstep.tasks.regression import Regression
+from lockstep.tasks.segmentation import Segmentation
+
+FLOATS = (torch.zeros(2, 3), torch.zeros(2))
+WHOLE = (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+CLASSES = {"classes": ["a", "b"]}
+
+
+class Mine:
+    """A task of the user's own, with an option."""
+
+    def __init__(self, facts: dict[str, Any], scale: float = 1.0) -> None:
+        self.unit = f"{len(facts['classes'])} {scale}"
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.sum()
+
+
+@pytest.mark.parametrize(
+    ("facts", "example", "kind", "said"),
+    [
+        (CLASSES, WHOLE, Classification, "task classification: the data has 2 classes"),
+        ({**CLASSES, "pixels": True}, WHOLE, Segmentation, "task segmentation: the data has a class for each pixel"),
+        ({"vocabulary": 65}, WHOLE[1][None], Language, "task language: the data has a vocabulary of 65"),
+        ({"outputs": 1}, FLOATS, Regression, "task regression: the targets are floats"),
+        ({}, FLOATS, Regression, "task regression: the targets are floats"),
+    ],
+)
+def test_auto_follows_from_the_data_and_says_so(facts: Any, example: Any, kind: type, said: str) -> None:
+    task, words = find_task(Wanted(), facts, example)
+    assert isinstance(task, kind)
+    assert words.startswith(said)
+
+
+def test_options_reach_their_task() -> None:
+    task, said = find_task(Wanted("regression", {"loss": "huber", "delta": 2}), {}, FLOATS)
+    assert (task, said) == (Regression("huber", 2.0), "task regression")
+    task, _ = find_task(Wanted("classification", {"weights": [1, 3]}), CLASSES, WHOLE)
+    assert isinstance(task, Classification)
+    assert (task.class_weights, task.topk) == ((1.0, 3.0), (1,))
+
+
+def test_the_users_own_gets_options_and_facts() -> None:
+    task, said = find_task(Wanted(f"{__name__}:Mine", {"scale": 2}), CLASSES, WHOLE)
+    assert isinstance(task, OwnTask)
+    assert (task.unit, said) == ("2 2", f"task {__name__}:Mine")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "facts", "message"),
+    [
+        (Wanted(), {}, "recipe.task: auto, but the data has neither classes nor a vocabulary"),
+        (Wanted("regresion"), {}, "no task regresion; did you mean 'regression'"),
+        (Wanted("classification"), {}, "classification needs data with classes"),
+        (
+            Wanted("regression", {"los": "mse"}),
+            {},
+            r"recipe.task.los: task regression has no such option; did you mean",
+        ),
+        (Wanted("regression", {"delta": "x"}), {}, "recipe.task.delta: input should be a valid number"),
+        (Wanted("regression", loss="a:b"), {}, "recipe.loss: it is that of classification, and the task is regression"),
+        (Wanted("classification", {"weights": [1]}), CLASSES, "recipe.task.weights: 1 of them, but the data has 2"),
+        (Wanted("classification", {"weights": [1, -1]}), CLASSES, "none may be negative"),
+        (Wanted("nowhere.to:Be"), {}, "there is no module nowhere"),
+        (Wanted(f"{__name__}:CLASSES"), {}, "it is of type dict; name a class"),
+        (Wanted(f"{__name__}:Mine", {"scal": 1}), CLASSES, "has no such option; did you mean 'scale'"),
+    ],
+)
+def test_mistakes_are_told(wanted: Wanted, facts: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_task(wanted, facts, WHOLE)

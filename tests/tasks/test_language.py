@@ -1,0 +1,104 @@
+"""Tokens are counted, not sequences, in each form that a batch may have."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.errors import UsageError
+from lockstep.tasks.language import Language
+
+IDS = torch.tensor([[1, 2, 3, 4], [3, 1, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+LOGITS = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+
+
+def foretold(logits: Tensor, pairs: list[tuple[int, int, int]]) -> float:
+    """Return the sum of the losses of (sequence, place, token)."""
+    return sum(F.cross_entropy(logits[row, place].double(), torch.tensor(token)).item() for row, place, token in pairs)
+
+
+def test_tokens_alone_are_shifted() -> None:
+    task = Language()
+    [inputs] = task.inputs(IDS)
+    assert inputs.tolist() == IDS[:, :-1].tolist()
+    assert task.weight(IDS) == 6
+    expected = foretold(LOGITS, [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 1), (1, 1, 0), (1, 2, 0)])
+    assert task.loss(LOGITS[:, :3], IDS).item() == pytest.approx(expected)
+
+
+def test_a_pair_is_taken_as_it_is() -> None:
+    targets = torch.where(MASK == 0, -100, IDS)
+    task, batch = Language(), (IDS, targets)
+    assert torch.equal(task.inputs(batch)[0], IDS)
+    assert task.weight(batch) == 6
+    expected = foretold(LOGITS, [(0, 0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 4), (1, 0, 3), (1, 1, 1)])
+    assert task.loss(LOGITS, batch).item() == pytest.approx(expected)
+
+
+def test_a_mapping_with_labels_is_shifted_as_transformers_do() -> None:
+    labels = torch.tensor([[-100, -100, 3, 4], [3, 1, -100, -100]])
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
+    task = Language()
+    assert task.inputs(batch).keys() == {"input_ids", "attention_mask"}
+    assert task.weight(batch) == 3
+    assert task.loss({"logits": LOGITS}, batch).item() == pytest.approx(
+        foretold(LOGITS, [(0, 1, 3), (0, 2, 4), (1, 0, 1)])
+    )
+
+
+def test_without_labels_padding_does_not_count() -> None:
+    task, batch = Language(), {"input_ids": IDS, "attention_mask": MASK}
+    assert task.weight(batch) == 4
+    pairs = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 1)]
+    assert task.loss(LOGITS, batch).item() == pytest.approx(foretold(LOGITS, pairs))
+
+
+def test_a_packed_sequence_does_not_foretell_the_next_one() -> None:
+    batch = {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    task = Language()
+    assert task.weight(batch) == 2
+    assert task.loss(LOGITS[:1], batch).item() == pytest.approx(foretold(LOGITS, [(0, 0, 2), (0, 2, 4)]))
+
+
+def test_a_batch_may_weigh_nothing() -> None:
+    batch = (IDS, torch.full_like(IDS, -100))
+    logits = LOGITS.clone().requires_grad_()
+    assert Language().weight(batch) == 0
+    loss = Language().loss(logits, batch)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not logits.grad.any()  # type: ignore[union-attr]
+
+
+def test_perplexity() -> None:
+    sums = {"loss": torch.tensor(8.0, dtype=torch.float64), "weight": torch.tensor(4)}
+    assert Language().figures(sums) == {"perplexity": pytest.approx(math.exp(2))}
+    assert Language().figures({**sums, "loss": torch.tensor(1e6)}) == {"perplexity": math.inf}
+
+
+def test_half_precision_is_added_in_float32() -> None:
+    loss = Language().loss(LOGITS[:, :3].bfloat16(), IDS)
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("outputs", "batch", "message"),
+    [
+        (LOGITS[:, :2], IDS, r"floats of shape \[2, 3, vocabulary\]"),
+        (LOGITS[:, :3, :4], IDS, "a target is token 4, and outputs are for tokens 0 to 3"),
+        (LOGITS, {"input_ids": IDS.float()}, "expected whole numbers of shape"),
+        (LOGITS, {"tokens": IDS}, "expected input_ids or labels among them"),
+        (LOGITS, [1, 2, 3], "a batch is of type list; expected tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(outputs: Tensor, batch: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Language().check(outputs, batch)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+    with pytest.raises(UsageError, match="outputs for 5 tokens, but the data has a vocabulary of 65"):
+        Language(vocabulary=65).check(LOGITS[:, :3], IDS)
