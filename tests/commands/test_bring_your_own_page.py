@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+from forked import events
+
 PAGE = Path(__file__).parents[2] / "docs" / "bring-your-own.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ lockstep (train .*)$", re.MULTILINE)
@@ -17,6 +19,9 @@ def test_the_examples_train_to_one_hash(run, tmp_path: Path) -> None:
     assert len(commands) == 2
     trained = [run(*shlex.split(command)) for command in commands]
     assert trained[0].sha256 == trained[1].sha256
+    figures = [events(tmp_path / name, "evaluated")[0] for name in ("one", "two")]
+    assert figures[0]["brier"] == figures[1]["brier"] > 0
+    assert figures[0]["sure"] == figures[1]["sure"]
     source = json.loads((tmp_path / "two/environment.json").read_text())["source"]
     assert list(source) == ["mine.py"]
     assert trained[1].err == ""

@@ -82,3 +82,4 @@ Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)]
 Patterns = Annotated[
     tuple[Name, ...], BeforeValidator(_several), Field(description="a pattern such as layer1.*, or a list of them")
 ]
+Paths = Annotated[tuple[Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")], ...], BeforeValidator(listed)]

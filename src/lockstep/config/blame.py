@@ -16,6 +16,7 @@ _SUBJECTS: Final = {
     "data set ": "recipe.data",
     "optimizer ": "recipe.optimizer",
     "schedule ": "recipe.schedule",
+    "metric ": "recipe.metrics",
     "loss": "recipe.loss",
     "strategy ": "placement.strategy",
 }

@@ -15,6 +15,7 @@ from lockstep.config.base import (
     Name,
     NaturalFloat,
     NaturalInt,
+    Paths,
     Patterns,
     Pixels,
     PositiveFloat,
@@ -225,6 +226,7 @@ class Recipe(Section):
     optimizer: Annotated[Optimizer, _BY_NAME, Field(description="a name, or a mapping of keys")]
     schedule: Annotated[Schedule, _BY_NAME, Field(description="a name, or a mapping of keys")] = Schedule()
     loss: Annotated[Loss, _BY_NAME, Field(description="a name, or a mapping of keys")] = Loss()
+    metrics: Annotated[Paths, Field(description="a list of import paths")] = ()
     mix: Mix = Mix()
     ema: Ema | None = None
     clip_norm: PositiveFloat | None = None

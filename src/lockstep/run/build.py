@@ -56,6 +56,7 @@ from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem, Task
 from lockstep.tasks.batches import targets_if_any
 from lockstep.tasks.find import Wanted, find_task
+from lockstep.tasks.measured import measured
 
 _FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
 _CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
@@ -142,6 +143,7 @@ def setup(recipe: Recipe) -> Setup:
     example, evaluation = _examples(recipe, data)
     name = f"model {recipe.model.name}"
     task, said = find_task(_wanted(recipe, name), data.facts, example)
+    task = measured(task, recipe.metrics)
     plain = partial(
         build_model,
         name=recipe.model.name,

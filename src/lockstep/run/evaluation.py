@@ -17,6 +17,7 @@ import torch
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, recorded
 from lockstep.config.placement import Placement
+from lockstep.config.write import flow
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE, UsageError
@@ -113,7 +114,9 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
     recipe = loaded.config.recipe
     # A colon in a name of timm's is no import path, but says where to fetch a model from.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
-    keys = {_key(section): name for section, name in {**model, **import_paths(recipe)}.items()}
+    paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
+    keys = {_key(section): name for section, name in {**model, **paths}.items()}
+    keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not asked.trust:
         words = " ".join(["lockstep eval", *map(shlex.quote, [asked.path, *foreign])])

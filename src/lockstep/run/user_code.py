@@ -39,6 +39,7 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
         "collate": recipe.data.collate or "",
         "task": recipe.task.name,
     }
+    named |= {f"metrics.{number}": name for number, name in enumerate(recipe.metrics)}
     names = {part: name for part, name in named.items() if ":" in name}
     if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names
         names.pop("model", None)

@@ -1,0 +1,90 @@
+"""Metrics of the user's own: sums beside the task's, figures over the weight, and what is refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.tasks.base import LOSS
+from lockstep.tasks.measured import check_metrics, measured
+
+OUTPUTS, BATCH = torch.tensor([[1.0], [3.0]]), (torch.zeros(2), torch.tensor([0.5, 1.0]))
+
+
+def absolute(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    return {"absolute": (outputs[:, 0] - batch[1]).abs().sum(), "above": (outputs[:, 0] > batch[1]).sum()}
+
+
+def mean(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    return {"absolute": (outputs[:, 0] - batch[1]).abs().mean()}
+
+
+def nothing(outputs: Tensor, batch: Any) -> None:
+    """Return no mapping."""
+
+
+def vector(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    return {"each": outputs[:, 0]}
+
+
+def taken(outputs: Tensor, batch: Any) -> dict[str, int]:
+    return {"top1": 1}
+
+
+def broken(outputs: Tensor, batch: Any) -> dict[str, int]:
+    raise KeyError("label")
+
+
+number = 3
+
+
+@pytest.fixture
+def task() -> Any:
+    return SimpleNamespace(
+        sums=lambda outputs, batch: {"correct": torch.tensor(1)}, figures=lambda sums: {"top1": 0.5}, monitor=LOSS
+    )
+
+
+def named(name: str) -> list[str]:
+    return [f"{__name__}:{name}"]
+
+
+def test_figures_are_sums_over_the_weight(task: Any) -> None:
+    found = measured(task, named("absolute"))
+    sums = {**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4), "loss": torch.tensor(1.0)}
+    assert found.figures(sums) == {"top1": 0.5, "absolute": 2.5 / 4, "above": 2 / 4}
+    assert found.monitor == LOSS
+    check_metrics(named("absolute"), OUTPUTS, BATCH)
+    check_metrics(named("absolute"), OUTPUTS.to("meta"), BATCH)
+
+
+def test_without_metrics_the_task_is_itself(task: Any) -> None:
+    assert measured(task, []) is task
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mean", r"absolute of two samples is 1\.25, and one by one they add up to 2\.5; return a sum"),
+        ("nothing", "it returned NoneType; return a mapping of names to sums"),
+        ("vector", r"each has shape \(2,\); return 0-dim sums"),
+        ("broken", r"KeyError: 'label' \(.*test_measured\.py:\d+\); mend it there"),
+    ],
+)
+def test_what_is_no_sum_is_refused(name: str, told: str) -> None:
+    with pytest.raises(UsageError, match=f"metric {__name__}:{name}: {told}"):
+        check_metrics(named(name), OUTPUTS, BATCH)
+
+
+def test_a_name_that_is_taken_is_refused(task: Any) -> None:
+    found = measured(task, named("taken"))
+    with pytest.raises(UsageError, match="there is a figure top1 already"):
+        found.figures({**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4)})
+
+
+def test_what_is_no_function_is_refused(task: Any) -> None:
+    with pytest.raises(UsageError, match="it is of type int; name a function"):
+        measured(task, named("number"))
