@@ -41,7 +41,7 @@ def pipelined(
 ) -> tuple[nn.Module, Callable[[Tensor, Tensor], object]]:
     """Return this rank's part of `model`, and what does a forward and a backward of a batch and its targets."""
     kind, several, each = SCHEDULES[schedule]
-    cut = find_cut(model, ranks * each, torch.empty(SAMPLE, device="meta"))
+    cut = find_cut(model, ranks * each, (torch.empty(2, *SAMPLE, device="meta"),))
     numbers = range(rank, ranks * each, ranks)
     parts = nn.ModuleList([_Stage(stage_module(model.train(), cut, number)) for number in numbers])
     device = torch.device("cpu")

@@ -88,7 +88,7 @@ def memory_of_pipeline(when: When, turns: int) -> Result:
     ranks, microbatches = 2, 4
     work = Work("ViT-Small", "AdamW", 1, microbatches)
     model = work.build().train()
-    cut = find_cut(model, ranks, torch.empty(SAMPLE, device="meta"))
+    cut = find_cut(model, ranks, (torch.empty(2, *SAMPLE, device="meta"),))
     values: list[Tensor] = [work.batch(0).batch[0]]
     expected = []
     for rank in range(ranks):

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.pipeline_cut import Cut, find_cut, owners, stage_module
 from lockstep.parallel.pipeline_part import keep_only, part_of
 
-SAMPLE = torch.empty(3, 6, 6, device="meta")
+SAMPLE = (torch.empty(2, 3, 6, 6, device="meta"),)
 
 
 def costs(model: nn.Module, cut: Cut, shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -43,7 +43,7 @@ def test_shipped_models_are_cut_into_four_stages_of_like_cost(name: str, size: i
 
     with torch.device("meta"):
         blank = timm.create_model(name, num_classes=5)
-    cut = find_cut(blank, 4, torch.empty(3, size, size, device="meta"))
+    cut = find_cut(blank, 4, (torch.empty(2, 3, size, size, device="meta"),))
     assert len(cut.begins) == 3
     model = timm.create_model(name, num_classes=5)
     found = costs(model, cut, (3, size, size))
@@ -58,7 +58,7 @@ def test_stages_one_after_the_other_are_the_model(name: str, training: bool) -> 
     """For any number of samples, in both modes: outputs, drawn numbers and BatchNorm's buffers."""
     model = pipeline_models.build(pipeline_models.Case(name)).train(training)
     size = 32 if name == "resnet18" else 6
-    cut = find_cut(model, 3, torch.empty(3, size, size, device="meta"))
+    cut = find_cut(model, 3, (torch.empty(2, 3, size, size, device="meta"),))
     stages = [stage_module(model, cut, number) for number in range(3)]
     for samples in (2, 3):
         images = torch.randn(samples, 3, size, size)
@@ -173,16 +173,23 @@ def splitting(model: nn.Module, x: Tensor) -> Tensor:
             by_value,
             r"its code at .*test_pipeline_cut.py:\d+, `return model.second\(x\) if x.sum\(\) > 0 else x`, depends",
         ),
-        (by_shape, r"`for _ in range\(len\(x\)\):`, depends on values or shapes"),
         (drawing, "its own forward draws random numbers"),
-        (making, "makes tensors that come neither from its input nor from its weights"),
         (tying, r"its forward calls 4 modules .*not before second, since first.bias is used on both sides"),
-        (splitting, "not before second, since 'split', which crosses it, is no tensor and no whole number"),
+        (splitting, "not before second, since code between modules uses what first gave, behind second too"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(between: Callable[[nn.Module, Tensor], Tensor], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         find_cut(Straight(between), 3, SAMPLE)
+
+
+@pytest.mark.parametrize("between", [by_shape, making])
+def test_code_that_no_trace_can_follow_is_run(between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = Straight(between)
+    cut = find_cut(model, 3, SAMPLE)
+    assert cut.watched
+    assert cut.begins == ("second", "third")
+    assert set(owners(model, cut).values()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

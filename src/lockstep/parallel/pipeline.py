@@ -12,16 +12,16 @@ In which order a rank does what is the schedule's business (core/pipeline_schedu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core import random
-from lockstep.core.batch import Inputs
+from lockstep.core.batch import Inputs, like, tensors_of
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
 from lockstep.core.pipeline_schedule import Action, Schedule, actions
@@ -36,12 +36,14 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import Slots, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.pipeline_cut import find_cut, owners, stage_module
+from lockstep.parallel.pipeline_cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
+from lockstep.parallel.pipeline_ghost import Ghost
 from lockstep.parallel.pipeline_layout import StageLayout, StageSums
+from lockstep.parallel.pipeline_loans import Loan, Loans
 from lockstep.parallel.pipeline_part import keep_only, part_of
+from lockstep.parallel.pipeline_replay import Replay
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
-from lockstep.parallel.pipeline_trace import only_input
 from lockstep.parallel.updating import Updates, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.runtime.canonical import CanonicalSum, add_
@@ -49,6 +51,10 @@ from lockstep.runtime.pipeline import Post, Value, Values
 from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
+
+# Given what enters a stage, of the first one the tensors of the inputs, and the inputs; returns what leaves it, or the
+# tensors of the outputs.
+StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -93,26 +99,46 @@ class PipelineEngine:
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = problem.build_model().train()
         cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
-        owner = owners(self._model, cut)
+        owner, borrower = owners(self._model, cut), borrowers(self._model, cut)
+        ghost = Ghost(self._model, world.device) if cut.watched else None
+        parts = {training: replayed_parts(self._model, cut, training) for training in (True, False) if cut.watched}
+        self._outputs = line_of(self._model, cut, training=False).outputs
+        self._model.train()  # a line has put it into its own mode
         trained = trained_parameters(self._model)
         if self._last:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained))
         self._names = OptimizerNames(trained, make_optimizer(trained, whole_norms))
         own = {name for name, stage in owner.items() if stage % self._ranks == self._rank}
         memory_format = torch.channels_last if numerics.channels_last else torch.preserve_format
-        keep_only(self._model, own, world.device, memory_format)
+        borrowed = {name for name, stage in borrower.items() if stage % self._ranks == self._rank}
+        keep_only(self._model, own | borrowed, world.device, memory_format)
         self._part = part_of(self._model, own)
         numbers = range(self._rank, self._last + 1, self._ranks)
         self._stages = {
-            number: Stage(part_of(self._model, {name for name in own if owner[name] == number}), pipe.recompute)
+            number: Stage(
+                part_of(self._model, {name for name in own if owner[name] == number}),
+                pipe.recompute,
+                number in borrower.values(),
+            )
             for number in numbers
         }
+        self._loans = Loans(self._model, owner, borrower)
+        if numerics.dtype is not None:
+            self._loans.convert(self._stages, numerics.dtype)
         if numerics.dtype is not None:
             widen_batchnorm(self._model)
         if numerics.compile:
             compile_blocks(self._model, world.device)
-        self._evaluating = {number: stage_module(self._model.eval(), cut, number) for number in numbers}
-        self._training = {number: stage_module(self._model.train(), cut, number) for number in numbers}
+        self._evaluating: dict[int, StageForward]
+        self._training: dict[int, StageForward]
+        if ghost is None:
+            self._evaluating = {number: _traced(stage_module(self._model.eval(), cut, number)) for number in numbers}
+            self._training = {number: _traced(stage_module(self._model.train(), cut, number)) for number in numbers}
+        else:
+            replay = Replay(self._model, ghost, cut.entered, cut.kept, own | borrowed)
+            self._evaluating = {number: replay.stage(parts[False][number]) for number in numbers}
+            self._training = {number: replay.stage(parts[True][number]) for number in numbers}
+        self._model.train()
         self._across = self._sum_across()
         self._replica = self._pipeline // pipe.sharers
         self._layout = StageLayout(
@@ -166,12 +192,13 @@ class PipelineEngine:
             stage.move(update.applied)
         if self._ema is not None and update.applied:
             self._ema.update()
+        self._lend()
         return update
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine. All ranks predict the same inputs in the same order, and all get the outputs."""
-        with evaluating(self._model, self._ema, self._layout.reload):
+        with evaluating(self._model, self._ema, self._reload):
             yield self._predict
 
     def state(self) -> State:
@@ -190,7 +217,7 @@ class PipelineEngine:
         """See Engine."""
         _check_names(state.model, self._model)
         _take(state.model, self._layout.own_state())
-        self._layout.reload()
+        self._reload()
         for stage in self._stages.values():
             stage.running.reload()
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
@@ -217,30 +244,37 @@ class PipelineEngine:
                     stage.backward_weight(index)
             case "backward":
                 gradients = self._gradients_of(action.stage, index, step)
+                lent = self._lent_gradients(action.stage, index)
                 with self._model_code:
-                    back = stage.backward(index, gradients)
+                    back = stage.backward(index, gradients, lent)
+                self._return_gradients(action.stage, index)
                 self._send_back(action.stage, index, back)
             case "backward_input":
                 gradients = self._gradients_of(action.stage, index, step)
+                lent = self._lent_gradients(action.stage, index)
                 with self._model_code:
-                    back = stage.backward_input(index, gradients)
+                    back = stage.backward_input(index, gradients, lent)
+                self._return_gradients(action.stage, index)
                 self._send_back(action.stage, index, back)
 
     def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
         index = microbatch.index
         first, last = number == 0, number == self._last
-        given: Values = [None, only_input(self._numerics.laid_out(self._task.inputs(microbatch.batch)))]
+        model_inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
+        given: Values = [None, *tensors_of(model_inputs)]
         states, *inputs = given if first else self._arrived(number, number - 1, index)
         before: list[Tensor] = []
 
         def compute(values: Values) -> Sequence[Tensor | int]:
             before[:] = self._seed(step, index, states)
             with self._around:
+                self._loans.begin_forward()
                 with self._model_code:
-                    outputs = _checked(self._training[number](*values))
+                    outputs = _checked(self._training[number](values, model_inputs))
+                self._loans.end_forward()
                 if not last:
                     return outputs
-                given = self._numerics.given_out(_tensor(outputs[0]))
+                given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
                 return [self._task.loss(given, microbatch.batch)]
 
         outputs = self._stages[number].forward(index, inputs, microbatch.samples, compute)
@@ -262,6 +296,39 @@ class PipelineEngine:
         if number:
             self._leave([*gradients], self._back(number - 1), number - 1, index)
 
+    def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the gradients that stages which borrow from this one have made for a micro-batch."""
+        arrived = [
+            (loan, self._arrived(self._loan_line(loan), loan.borrower, index)[0])
+            for loan in self._loans.of_owner(number)
+        ]
+        return [(cast(nn.Parameter, loan.tensor), value) for loan, value in arrived if isinstance(value, Tensor)]
+
+    def _return_gradients(self, number: int, index: int) -> None:
+        for loan in self._loans.of_borrower(number):
+            self._leave([loan.taken()], self._loan_line(loan), loan.owner, index)
+
+    @torch.no_grad()
+    def _lend(self) -> None:
+        """Bring what is lent to the ranks that have borrowed it. All ranks call it after each change of weights."""
+        apart = [loan for loan in self._loans.all if self._rank_of(loan.owner) != self._rank_of(loan.borrower)]
+        for loan in apart:
+            if loan.owner in self._stages:
+                self._post.send([loan.tensor.detach()], self._rank_of(loan.borrower), self._loan_line(loan))
+        for loan in apart:
+            if loan.borrower in self._stages:
+                [value] = self._post.receive(self._rank_of(loan.owner), self._loan_line(loan))
+                loan.tensor.copy_(_tensor(value))
+        self._post.finish()
+
+    def _reload(self) -> None:
+        self._layout.reload()
+        self._lend()
+
+    def _loan_line(self, loan: Loan) -> int:
+        """Return the line of a loan, behind those on which stages pass values and gradients."""
+        return 2 * (self._last + 1) + loan.number
+
     def _back(self, stage: int) -> int:
         """Return the line on which gradients come to `stage`; the forward's line has the stage's own number."""
         return self._last + 1 + stage
@@ -280,8 +347,10 @@ class PipelineEngine:
         return self._post.receive(self._rank_of(stage), line)
 
     def _neighbours(self) -> set[int]:
-        """Return the ranks with which this one exchanges parcels: those of the stages beside its own."""
+        """Return the ranks with which this one exchanges parcels: those of the stages beside its own, and loans."""
         beside = {number + step for number in self._stages for step in (-1, 1)}
+        beside |= {loan.owner for loan in self._loans.all if loan.borrower in self._stages}
+        beside |= {loan.borrower for loan in self._loans.all if loan.owner in self._stages}
         return {self._rank_of(stage) for stage in beside if 0 <= stage <= self._last} - {self._world.rank}
 
     def _rank_of(self, stage: int) -> int:
@@ -341,9 +410,10 @@ class PipelineEngine:
     def _predict(self, inputs: Inputs) -> Any:
         outputs: Values = []
         for number, module in self._evaluating.items():
-            values = self._arrived(number, number - 1, 0) if number else [only_input(self._numerics.laid_out(inputs))]
+            laid_out = self._numerics.laid_out(inputs)
+            values = self._arrived(number, number - 1, 0) if number else tensors_of(laid_out)
             with self._autocast, self._model_code:
-                outputs = list(_checked(module(*values)))
+                outputs = list(_checked(module(values, laid_out)))
             if number != self._last:
                 self._leave(outputs, number + 1, number + 1, 0)
         line = self._back(self._last)
@@ -352,13 +422,21 @@ class PipelineEngine:
         if self._rank:
             self._post.send(outputs, self._world.rank - 1, line)
         self._post.finish()
-        return self._numerics.given_out(_tensor(outputs[0]))
+        return self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
 
     def _ema_state(self) -> dict[str, Held]:
         assert self._ema is not None
         own, model = self._ema.state(), self._layout.state()
         ordered = sorted(model, key=lambda name: not local(model[name]).is_floating_point())
         return {name: alike(own.get(name, _widened(local(model[name]))), model[name]) for name in ordered}
+
+
+def _traced(module: nn.Module) -> StageForward:
+    def forward(values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
+        found: Sequence[Any] = module(*values)
+        return found
+
+    return forward
 
 
 def _checked(values: Sequence[object]) -> list[Tensor | int]:

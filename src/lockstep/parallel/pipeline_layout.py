@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.core.shard import Held, Shard
 from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
-from lockstep.parallel.pipeline_part import shard
+from lockstep.parallel.pipeline_part import absent
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.rows import RowLayout
 from lockstep.parallel.updating import gradient
@@ -84,7 +84,7 @@ class StageLayout:
         self.trained = self._own.trained
         self.gradients = self._own.gradients
         own = dict(self.trained)
-        self._parts = [self.held(name, own[name]) if name in own else shard(p, False) for name, p in self._all]
+        self._parts = [self.held(name, own[name]) if name in own else absent(p) for name, p in self._all]
         self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
         self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
 
@@ -92,7 +92,7 @@ class StageLayout:
         """See Layout."""
         own = self._own.state()
         return {
-            name: self._told(own[name]) if name in own else shard(tensor, False)
+            name: self._told(own[name]) if name in own else absent(tensor)
             for name, tensor in self._model.state_dict().items()
         }
 

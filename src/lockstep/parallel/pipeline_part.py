@@ -36,10 +36,8 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
                 module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _moved(buffer, device, layout)
 
 
-def shard(tensor: Tensor, primary: bool) -> Shard:
-    """Return a tensor as a shard, whole if it is real; one on the meta device gives its shape and dtype alone."""
-    if not tensor.is_meta:
-        return Shard(tensor.detach(), 0, tensor.shape, primary)
+def absent(tensor: Tensor) -> Shard:
+    """Return a tensor of other ranks as a shard of no rows, which gives its shape and dtype alone."""
     return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
 
 

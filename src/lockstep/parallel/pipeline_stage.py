@@ -24,6 +24,7 @@ from lockstep.runtime.pipeline import Value, Values, backward_input, backward_we
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
+Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that another stage uses too, and its gradients of them
 
 _SENT_BYTES: Final = 32 << 20  # at a time, so that all gradients of a stage are not there twice
 
@@ -44,14 +45,18 @@ class _Flight:
 
 @final
 class Stage:
-    """A stage of a model, whose tensors are those of `part`. With `recompute` it holds inputs instead of a graph."""
+    """A stage of a model, whose tensors are those of `part`. With `recompute` it holds inputs instead of a graph.
 
-    def __init__(self, part: nn.Module, recompute: bool = False) -> None:
+    What it has `borrowed` is another stage's; its gradients are left in `grad` for whoever sends them there.
+    """
+
+    def __init__(self, part: nn.Module, recompute: bool = False, borrows: bool = False) -> None:
         self.running = RunningStatistics(part)
         self._buffers = tuple(part.buffers())
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observed = torch.empty(0)  # by the last step, for each sample
         self._recompute = recompute
+        self._borrows = borrows
         self._flights: dict[int, Callable[[], _Flight]] = {}
         self._split: dict[int, _Flight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(_add_parts_)
@@ -79,23 +84,23 @@ class Stage:
             for output in outputs
         ]
 
-    def backward(self, number: int, gradients: Values) -> Gradients:
+    def backward(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
         """Do the whole backward and return the gradient of each input, None where there is none."""
         flight = self._flights.pop(number)()
         _run_back(_pairs(flight, gradients))
-        self._gradients.push(number, _taken(self.parameters))
+        self._gradients.push(number, _taken(self.parameters, lent))
         return flight.input_gradients()
 
-    def backward_input(self, number: int, gradients: Values) -> Gradients:
-        """Return the gradient of each input, and put off what only the weights need."""
+    def backward_input(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
+        """Return the gradient of each input, and put off what only the weights need, but for what is borrowed."""
         flight = self._flights.pop(number)()
         pairs = _pairs(flight, gradients)
-        if not flight.leaves:
-            flight.finish = lambda: _finished_whole(pairs, self.parameters)
-        elif all(_reaches_input(edge.node) for edge, _ in pairs):
-            flight.finish = _split(flight, pairs, self.parameters)
+        if not flight.leaves and not self._borrows:
+            flight.finish = lambda: _finished_whole(pairs, self.parameters, lent)
+        elif not self._borrows and all(_reaches_input(edge.node) for edge, _ in pairs):
+            flight.finish = _split(flight, pairs, self.parameters, lent)
         else:  # torch would lose the weights of an output in which no input takes part
-            gradients_now = _finished_whole(pairs, self.parameters)
+            gradients_now = _finished_whole(pairs, self.parameters, lent)
             flight.finish = lambda: gradients_now
         self._split[number] = flight
         return flight.input_gradients()
@@ -185,12 +190,12 @@ def _run_back(pairs: Pairs) -> None:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
     _run_back(pairs)
-    return _taken(parameters)
+    return _taken(parameters, lent)
 
 
-def _split(flight: _Flight, pairs: Pairs, parameters: Sequence[nn.Parameter]) -> Callable[[], list[Tensor]]:
+def _split(flight: _Flight, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, flight.leaves, parameters)
     # A weight's gradient may be the very tensor that is on its way to the stage before, and sums are made in place.
@@ -198,7 +203,7 @@ def _split(flight: _Flight, pairs: Pairs, parameters: Sequence[nn.Parameter]) ->
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)
-        return [each.clone() if each.data_ptr() in shared else each for each in _taken(parameters)]
+        return [each.clone() if each.data_ptr() in shared else each for each in _taken(parameters, lent)]
 
     return finish
 
@@ -215,8 +220,13 @@ def _reaches_input(node: Node) -> bool:
     return node.name() == "_EnterBackward"
 
 
-def _taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Take the gradients away; each lies in memory as autograd lays it out, and is zero where there is none."""
+def _taken(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+    """Take the gradients away; each lies in memory as autograd lays it out, and is zero where there is none.
+
+    The other stage's gradients of what is lent are added as autograd would, in the dtype they came in.
+    """
+    for parameter, gradient in lent:
+        parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
     taken = []
     for parameter in parameters:
         gradient, parameter.grad = wide_gradient(parameter), None

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import random as python_random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.core import batch as batches
@@ -25,76 +27,127 @@ from lockstep.errors import LockstepError, UsageError
 _ROOT: Final = "model"
 
 
-@final
-class Line:
-    """A traced forward: `body` are its nodes in order, without its input, its output and its weights.
+class UntraceableError(UsageError):
+    """Raised for a model whose code a trace cannot follow; it may still be run on a ghost (pipeline_watch.py)."""
 
-    The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container. Code
-    that cannot be followed raises UsageError.
+
+class Line(Protocol):
+    """A model's forward as a row of places, each a call of a module or what is computed between two of them."""
+
+    @property
+    def length(self) -> int:
+        """The number of places."""
+        ...
+
+    @property
+    def outputs(self) -> Any:
+        """What the model gives, with tensors of no meaning."""
+        ...
+
+    def calls(self) -> Iterator[tuple[int, str]]:
+        """Yield the place and the name of each module where it is called first."""
+        ...
+
+    def tensors(self, part: range) -> dict[int, Tensor]:
+        """Return the parameters and buffers used at these places, by their identity."""
+        ...
+
+    def obstacle(self, place: int) -> str | None:
+        """Return why what crosses before `place` keeps the line from being cut there, if so."""
+        ...
+
+    def trains(self) -> list[bool]:
+        """Return for each place whether a parameter to train is used there."""
+        ...
+
+    def measure(self, example: Inputs) -> list[int]:
+        """Return the operations of the forward at each place, for these inputs; the model has no memory.
+
+        From here on `obstacle` knows what cannot cross, too.
+        """
+        ...
+
+    def weights(self) -> list[int]:
+        """Return the parameters' elements at each place, each counted where it is used first."""
+        ...
+
+
+def place_of(line: Line, name: str) -> int | None:
+    """Return where the module `name`, or the first of its parts, is called first."""
+    inside = (place for place, called in line.calls() if called == name or called.startswith(f"{name}."))
+    return next(inside, None)
+
+
+@final
+class TracedLine:
+    """A traced forward: `body` are its nodes in order, without its inputs, its output and its weights.
+
+    The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container.
+    `example` says what the model takes: with None one tensor. Code that cannot be followed raises UsageError.
     """
 
     def __init__(
-        self, model: nn.Module, entered: frozenset[str], training: bool, kept: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        entered: frozenset[str],
+        training: bool,
+        kept: frozenset[str] = frozenset(),
+        example: Inputs | None = None,
     ) -> None:
         model.train(training)
-        self._root = _OneInput(model)
+        self._root = _FlatInputs(model, example)
         self._graph = _traced(self._root, entered, kept)
         self._modules = dict(model.named_modules())
+        self._inputs = _separated(self._graph, 1 if example is None else len(batches.tensors_of(example)))
         nodes = list(self._graph.nodes)
-        self._input, self._output = nodes[0], nodes[-1]
+        self._output = nodes[-1]
         self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._named = {f"{_ROOT}.{name}": tensor for name, tensor in tensors_of(model)}
         self._used = [self._used_by(node) for node in self.body]
         self._unfit: frozenset[str] = frozenset()  # what is neither a tensor nor a whole number
-        if not isinstance(self._output.args[0], fx.Node):
-            raise UsageError(
-                f"strategy pipeline: the model returns a {type(self._output.args[0]).__name__}, not one tensor; wrap "
-                f"it in a function of yours"
-            )
+        self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
+
+    @property
+    def length(self) -> int:
+        """See Line."""
+        return len(self.body)
+
+    @property
+    def outputs(self) -> Any:
+        """See Line."""
+        nothing = torch.empty(0, device="meta")
+        return pytree.tree_map_only(fx.Node, lambda _: nothing, self._output.args[0])
 
     def calls(self) -> Iterator[tuple[int, str]]:
-        """Yield the place and the name of each module where it is called first."""
+        """See Line."""
         met: set[str] = set()
         for place, node in enumerate(self.body):
             if node.op == "call_module" and _name(node) not in met:
                 met.add(_name(node))
                 yield place, _name(node)
 
-    def place(self, name: str) -> int | None:
-        """Return where the module `name`, or the first of its parts, is called first."""
-        inside = (place for place, called in self.calls() if called == name or called.startswith(f"{name}."))
-        return next(inside, None)
-
     def tensors(self, part: range) -> dict[int, Tensor]:
-        """Return the parameters and buffers used at these places, by their identity."""
+        """See Line."""
         return {id(tensor): tensor for place in part for tensor in self._used[place]}
 
     def obstacle(self, place: int) -> str | None:
-        """Return why the line cannot be cut before `place`, if so."""
-        behind = self.tensors(range(place, len(self.body)))
-        tied = [tensor for key, tensor in self.tensors(range(place)).items() if key in behind]
-        if tied:
-            name = next(name for name, tensor in self._named.items() if tensor is tied[0])
-            return f"{name.removeprefix(f'{_ROOT}.')} is used on both sides"
+        """See Line."""
         others = [node.name for node in self._crossing(place) if node.name in self._unfit]
         return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
 
     def trains(self) -> list[bool]:
-        """Return for each place whether a parameter to train is used there."""
+        """See Line."""
         return [any(tensor.requires_grad for tensor in used) for used in self._used]
 
-    def measure(self, sample: Tensor) -> list[int]:
-        """Return the operations of the forward at each place, for the input `sample`; the model is on the meta device.
-
-        From here on `obstacle` knows what cannot cross, too.
-        """
+    def measure(self, example: Inputs) -> list[int]:
+        """See Line; the model is on the meta device."""
         run = _Measuring(self._root, self._graph)
-        run.run(sample)
+        run.run(*batches.tensors_of(example))
         self._unfit = frozenset(run.unfit)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
     def weights(self) -> list[int]:
-        """Return the parameters' elements at each place, each counted where it is used first."""
+        """See Line."""
         met: set[int] = set()
         found = []
         for used in self._used:
@@ -106,6 +159,8 @@ class Line:
     def module(self, start: int, stop: int) -> fx.GraphModule:
         """Return what lies between two places: from the values that cross into it to a list of those that cross out.
 
+        The last one's are the tensors of the outputs, in their order.
+
         Its parts are the model's own modules and weights.
         """
         graph = fx.Graph()
@@ -116,15 +171,15 @@ class Line:
                     copied[weight] = graph.node_copy(weight)
             copied[node] = graph.node_copy(node, lambda each: copied[each])
         last = stop == len(self.body)
-        results = self._output.all_input_nodes if last else self._crossing(stop)
+        results = self._given if last else self._crossing(stop)
         graph.output([copied[node] for node in results])
         return fx.GraphModule(self._root, graph)
 
     def _crossing(self, place: int) -> list[fx.Node]:
         if place == 0:
-            return [self._input]
+            return self._inputs
         late = {*self.body[place:], self._output}
-        return [node for node in [self._input, *self.body[:place]] if any(user in late for user in node.users)]
+        return [node for node in [*self._inputs, *self.body[:place]] if any(user in late for user in node.users)]
 
     def _used_by(self, node: fx.Node) -> list[Tensor]:
         weights = [self._named[str(each.target)] for each in node.all_input_nodes if each.op == "get_attr"]
@@ -133,32 +188,41 @@ class Line:
         return weights
 
 
-def only_input(inputs: Inputs) -> Tensor:
-    """Return the one tensor that a model takes; UsageError where it takes more."""
-    tensors = batches.tensors_of(inputs)
-    if len(inputs) != 1 or len(tensors) != 1 or isinstance(inputs, Mapping):
-        raise UsageError(
-            f"strategy pipeline: the model takes {len(inputs)} inputs; let its forward take one tensor, or use another "
-            f"strategy"
-        )
-    return tensors[0]
-
-
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers by name, shared ones by each of their names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 @final
-class _OneInput(nn.Module):
-    """A model called with its input alone, so that no default of its forward becomes a second input."""
+class _FlatInputs(nn.Module):
+    """A model called with its inputs alone, so that no default of its forward becomes one more input.
 
-    def __init__(self, model: nn.Module) -> None:
+    They come as a list of the tensors in `example`; without it there is one.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs | None) -> None:
         super().__init__()
         self.model = model
+        given: Inputs = (torch.empty(0, device="meta"),) if example is None else example
+        self._leaves, self._form = pytree.tree_flatten(given)
 
-    def forward(self, inputs: Tensor) -> Any:
-        return self.model(inputs)
+    def forward(self, tensors: Any) -> Any:
+        numbers = count()
+        leaves = [tensors[next(numbers)] if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        inputs = pytree.tree_unflatten(leaves, self._form)
+        return batches.call(self.model, inputs)
+
+
+def _separated(graph: fx.Graph, inputs: int) -> list[fx.Node]:
+    """Give each tensor of the traced list of inputs a placeholder of its own, and return them."""
+    whole = next(iter(graph.nodes))
+    with graph.inserting_before(whole):
+        separate = [graph.placeholder(f"input_{number}") for number in range(inputs)]
+    for node in [*whole.users]:
+        node.replace_all_uses_with(separate[node.args[1]])
+        graph.erase_node(node)
+    graph.erase_node(whole)
+    return separate
 
 
 @final
@@ -202,32 +266,33 @@ class _Measuring(fx.Interpreter):
 
 def _traced(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx.Graph:
     """Trace, and refuse what a trace would silently fix: tensors of the moment and drawn numbers."""
-    before = _generators()
+    before = generators()
     try:
         graph = _CoarseTracer(entered, kept).trace(root)
     except LockstepError:
         raise
     except Exception as error:  # a stranger's code may raise anything once it meets no real tensors
         first = next(iter(str(error).splitlines()), "")
-        raise UsageError(
+        raise UntraceableError(
             f"strategy pipeline: the model cannot be cut: its code {_blame(error)} depends on values or shapes of "
             f"tensors ({type(error).__name__}: {first}); move that code into a module of its own, or use another "
             f"strategy"
         ) from error
     problem = None
-    if _generators() != before:
+    if generators() != before:
         problem = "draws random numbers"
     elif any("_tensor_constant" in str(node.target) for node in graph.nodes if node.op == "get_attr"):
         problem = "makes tensors that come neither from its input nor from its weights"
     if problem:
-        raise UsageError(
+        raise UntraceableError(
             f"strategy pipeline: the model cannot be cut: its own forward {problem}; move that code into a module of "
             f"its own, or use another strategy"
         )
     return graph
 
 
-def _generators() -> list[object]:
+def generators() -> list[object]:
+    """Return the states of the usual generators of the CPU."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return [bytes(torch.get_rng_state().numpy()), np.asarray(numbers).tobytes(), rest, python_random.getstate()]
 

@@ -1,0 +1,82 @@
+"""Weights that two stages of a pipeline use: the one that looks tokens up owns them, the one that scores borrows them.
+
+The owner trains them. For each micro-batch it is sent the borrower's gradient, and adds its own to it as autograd does
+in one process, before the sum over micro-batches. After each change the borrower is sent the new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import TrainingError
+
+
+@dataclass(frozen=True, eq=False)
+class Loan:
+    """A tensor that stage `owner` lends to stage `borrower`; `number` is the same on all ranks."""
+
+    number: int
+    name: str
+    tensor: Tensor
+    owner: int
+    borrower: int
+
+    def taken(self) -> Tensor | None:
+        """Take away the gradient that the borrower's backward has left."""
+        gradient, self.tensor.grad = self.tensor.grad, None
+        return gradient
+
+
+@final
+class Loans:
+    """The loans of a model, given the stages of its tensors by name; those lent to this rank are real here."""
+
+    def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        lent = [(name, tensor) for name, tensor in named if name in borrower]
+        self.all = [
+            Loan(number, name, tensor, owner[name], borrower[name]) for number, (name, tensor) in enumerate(lent)
+        ]
+        self._looked_up: dict[int, int] = {}
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and any(module.weight is loan.tensor for loan in self.all):
+                module.register_forward_pre_hook(self._count)
+
+    def of_owner(self, stage: int) -> Iterator[Loan]:
+        """Yield what a stage lends and gets gradients of."""
+        return (loan for loan in self.all if loan.owner == stage and loan.tensor.requires_grad)
+
+    def of_borrower(self, stage: int) -> Iterator[Loan]:
+        """Yield what a stage has borrowed and makes gradients of."""
+        return (loan for loan in self.all if loan.borrower == stage and loan.tensor.requires_grad)
+
+    @torch.no_grad()
+    def convert(self, stages: Mapping[int, object], dtype: torch.dtype) -> None:
+        """Let what was borrowed be in the dtype that the model computes in, as weights.py does with the rest."""
+        for loan in self.all:
+            if loan.borrower in stages and loan.owner not in stages and isinstance(loan.tensor, nn.Parameter):
+                loan.tensor.data = loan.tensor.data.to(dtype)
+                if loan.tensor.requires_grad:
+                    loan.tensor.grad_dtype = None
+
+    def begin_forward(self) -> None:
+        """Call before a forward of a stage."""
+        self._looked_up.clear()
+
+    def end_forward(self) -> None:
+        """Raise TrainingError where a forward looked up what is lent more than once: three gradients have an order."""
+        for loan in self.all:
+            if self._looked_up.get(id(loan.tensor), 0) > 1:
+                raise TrainingError(
+                    f"strategy pipeline: {loan.name} is used by stages {loan.owner} and {loan.borrower}, and its "
+                    f"embedding is called more than once in a forward; untie the weights, or use another strategy"
+                )
+
+    def _count(self, module: nn.Module, inputs: Any) -> None:
+        key = id(module.weight)
+        self._looked_up[key] = self._looked_up.get(key, 0) + 1

@@ -1,0 +1,193 @@
+"""Models of tokens and of several inputs, a task whose batches are dicts and weigh uneven numbers of tokens."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import toys
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toys import Trace
+
+from lockstep.core import batch as batches
+from lockstep.core.order import Step, cut
+from lockstep.core.precision import Precision
+from lockstep.models.gpt import gpt
+from lockstep.models.hugging_face import transformers_model
+from lockstep.parallel.engine import Engine, State
+from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.optimize import make_optimizer
+from lockstep.parallel.optimizer_state import Named
+from lockstep.runtime.world import World
+from lockstep.tasks.base import LOSS, MicroBatch, Monitor, Problem, scores
+
+WORDS, LENGTH = 19, 6
+PADDED = -100
+
+
+class NextToken:
+    """Batches are {"ids", "mask"}: where the mask is 0 there is no token, and nothing to learn or to weigh."""
+
+    counts_samples = False
+    unit = "tokens"
+    fractions: tuple[str, ...] = ()
+    monitor: Monitor = LOSS
+
+    def __init__(self, named: bool) -> None:
+        self._named = named  # whether the model is given mask and ids by their names
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> Any:
+        return {"input_ids": batch["ids"], "attention_mask": batch["mask"]} if self._named else (batch["ids"],)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        return int(batch["mask"].sum())
+
+    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        targets = batch["next"].masked_fill(batch["mask"] == 0, PADDED)
+        return F.cross_entropy(scores(outputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+    def sums(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {}
+
+
+class TwoInputs(nn.Module):
+    """Takes ids and a mask by name, gives a dict; both are used in every layer, and no two calls are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 16)
+        self.first = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.2)
+        self.second = nn.Linear(16, 16)
+        self.third = nn.Linear(16, 16)
+        self.out = nn.Linear(16, WORDS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        kept = attention_mask.unsqueeze(-1)
+        x = self.drop(self.first(self.table(input_ids)) * kept).relu()
+        x = x + self.second(x * kept).relu()
+        x = self.third(x).tanh() * kept
+        return {"logits": self.out(x), "features": x}
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "intermediate_size": 24, "attention_dropout": 0.1, "tie_word_embeddings": True},
+    "qwen3": {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "head_dim": 8, "intermediate_size": 24},
+    "gpt2": {"n_embd": 16, "n_layer": 3, "n_head": 2},
+}  # fmt: skip
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": partial(gpt, WORDS, LENGTH, 3, 2, 16, 0.2),
+    "rotary": partial(gpt, WORDS, LENGTH, 3, 2, 16, 0.1, "rotary", True, False),
+    "two": TwoInputs,
+    **{
+        name: partial(transformers_model, name, options=options, facts={"vocabulary": WORDS})
+        for name, options in TINY.items()
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe and its placement: `samples` are the sizes of the steps."""
+
+    model: str = "gpt"
+    named: bool = False
+    microbatches: int = 4
+    samples: tuple[int, ...] = (8, 7, 3)
+    optimizer: str = "adamw"
+    precision: Precision = "fp32"
+    clip: float | None = 0.5
+    ema: bool = False
+    recompute: int = 0
+    strategy: str = "ddp"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def build(case: Case) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MODELS[case.model]()
+
+
+def strategy(world: World, case: Case) -> Any:
+    name = "single" if world.size == 1 else case.strategy
+    kind = import_module(f"lockstep.strategies.{name}").Strategy
+    return kind(**dict(case.options)) if name == case.strategy else kind()
+
+
+def engine(world: World, case: Case) -> Engine:
+    def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
+        return make_optimizer(trained, name=case.optimizer, lr=0.02, weight_decay=0.01, norms=norms)
+
+    task = NextToken(case.named)
+    [(_, batch), *_] = steps(replace(case, samples=(2,)))
+    example = batches.mapped(lambda tensor: tensor.to("meta"), task.inputs(batch))
+    numerics = Numerics(
+        microbatches=case.microbatches,
+        seed=7,
+        precision=case.precision,
+        ema_decay=0.9 if case.ema else None,
+        recompute=case.recompute,
+    )
+    problem = Problem(task, partial(build, case), example=example)
+    started: Engine = strategy(world, case).start(problem, optimizer, world, numerics)
+    return started
+
+
+def steps(case: Case) -> Iterator[tuple[Step, dict[str, Tensor]]]:
+    """Yield each step with all its samples, the lengths of which differ."""
+    generator = torch.Generator().manual_seed(3)
+    seen = 0
+    for number, samples in enumerate(case.samples):
+        ids = torch.randint(WORDS, (samples, LENGTH + 1), generator=generator)
+        lengths = torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)
+        mask = (torch.arange(LENGTH) < lengths).long()
+        step = Step(number, 0, seen, samples, seen, False, int(mask.sum()))
+        yield step, {"ids": ids[:, :-1].contiguous(), "next": ids[:, 1:].contiguous(), "mask": mask}
+        seen += samples
+
+
+def share(world: World, case: Case, step: Step, batch: dict[str, Tensor]) -> list[MicroBatch]:
+    """Return this rank's micro-batches."""
+    cuts = cut(step.samples, min(case.microbatches, step.samples))
+    place = strategy(world, case).place(world.rank, world.size)
+    found = []
+    for index, shadow in place.indices(len(cuts)):
+        own = {name: tensor[list(cuts[index])] for name, tensor in batch.items()}
+        found.append(MicroBatch(index, own, len(cuts[index]), int(own["mask"].sum()), shadow))
+    return found
+
+
+def whole_trace(world: World, case: Case) -> Trace:
+    """Train and return all there is to compare."""
+    return states(world, case, 0, None)[1]
+
+
+def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
+    """Train on from `state` at step `first`; return the state as a checkpoint has it, and all there is to compare."""
+    training = engine(world, case)
+    if state is not None:
+        training.load(state)
+    trace: Trace = {}
+    task = NextToken(case.named)
+    for step, batch in list(steps(case))[first:]:
+        sums = training.forward_backward(share(world, case, step, batch), step)
+        update = training.update(0.02, case.clip)
+        with training.evaluation() as predict:
+            outputs = predict(task.inputs({name: tensor[:2] for name, tensor in batch.items()}))
+        predicted = [toys._hash(tensor) for tensor in batches.tensors_of(outputs)]
+        norm = None if update.norm is None else update.norm.item().hex()
+        trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied} {predicted}"
+    whole = toys.whole_state(world, training)
+    training.close()
+    return toys.as_from_disk(whole), {**trace, **toys.fingerprint(whole)}
