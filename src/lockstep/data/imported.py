@@ -36,14 +36,23 @@ def imported(path: str, options: Mapping[str, Any], collate: str | None = None) 
     """
     label = f"data set {path}"
     made = _call(label, import_object(path, "data set"), options)
-    function = None if collate is None else import_object(collate, "collate")
-    if function is not None and not callable(function):
-        raise UsageError(f"collate {collate}: it is of type {type(function).__name__}; name a function of samples")
+    function = collate_of(collate)
     with OwnCode(label):
         if isinstance(made, DataSet):
             return _whole(label, made)
         train, validation = _pair(label, made)
         return mapped_style(label, train, validation, options.get("classes"), function)
+
+
+def collate_of(path: str | None) -> Collate | None:
+    """Return the function that an import path names, None without one."""
+    if path is None:
+        return None
+    function = import_object(path, "collate")
+    if not callable(function):
+        raise UsageError(f"collate {path}: it is of type {type(function).__name__}; name a function of samples")
+    collate: Collate = function
+    return collate
 
 
 def mapped_style(

@@ -24,6 +24,9 @@ MODULES: Final[Mapping[str, str]] = {  # below lockstep.data
     "text": "text.files",
     "shakespeare": "text.shakespeare",
     "tokens": "text.tokens",
+    "table": "tables.table",
+    "datasets": "tables.datasets_on_disk",
+    "webdataset": "images.webdataset",
     "mnist1d": "mnist1d",
 }
 _COLLATING: Final = "datasets"

@@ -1,0 +1,124 @@
+"""Where the pictures of a tar archive lie, and the class of each; found once and kept beside the archive."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep import plainfile
+from lockstep.data.sizes import IMAGE_SUFFIXES
+from lockstep.errors import UsageError
+
+_VERSION: Final = 1
+_LABEL: Final = 1 << 20  # bytes of a label that are read
+
+
+class TarIndex(NamedTuple):
+    """The pictures of `file`: their names, their (offset, size) in bytes, int64 of shape [n, 2], and their classes."""
+
+    file: str
+    names: NDArray[np.str_]
+    spans: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+def indexed(file: Path, label: str) -> TarIndex:
+    """Return the index of an archive, kept or new. It is kept where the folder can be written to.
+
+    Nothing is ever unpacked, so a member's name leads nowhere; members that are no plain files are passed over.
+    """
+    try:
+        with plainfile.reader(file, links=True) as stream:
+            found = os.fstat(stream.fileno())
+            mark = np.array([_VERSION, found.st_size, found.st_mtime_ns])
+            kept = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
+            index = None if kept is None else _kept(kept, file, mark)
+            if index is None:
+                with tarfile.open(fileobj=stream, mode="r:") as archive:
+                    index = _looked_through(archive, file, label)
+                if kept is not None:
+                    _keep(kept, index, mark)
+            return index
+    except (OSError, tarfile.TarError) as error:
+        raise UsageError(f"data set webdataset: {file} cannot be read as a tar archive: {error}") from error
+
+
+def _kept(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
+    """Return the index that was kept, None where there is none of this archive as it is now."""
+    try:
+        with plainfile.reader(place) as stream, np.load(stream, allow_pickle=False) as arrays:
+            if not np.array_equal(arrays["mark"], mark):
+                return None
+            found = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return found if len(found.names) == len(found.spans) == len(found.targets) else None
+
+
+def _keep(place: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
+    # Every rank may come here: each writes a file of its own, and the last one to rename it leaves what all have found.
+    new = place.with_name(f"{place.name}.{os.getpid()}.new")
+    with suppress(OSError):  # a folder that we may not write to: the archive is looked through at each start
+        with open(new, "xb") as stream:
+            np.savez(stream, mark=mark, names=index.names, spans=index.spans, targets=index.targets)
+        os.replace(new, place)
+
+
+def _looked_through(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
+    names, spans, targets = [], [], []
+    for name, parts in _samples(archive):
+        picture = next((each for ending, each in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
+        if picture is None:
+            continue
+        names.append(name)
+        spans.append((picture.offset_data, picture.size))
+        targets.append(_target(archive, f"{file}: {name}", parts, label))
+    if not names:
+        raise UsageError(
+            f"data set webdataset: {file} has no pictures; they end in {', '.join(sorted(IMAGE_SUFFIXES))}"
+        )
+    return TarIndex(str(file), np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
+
+
+def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Yield each sample's name and its members by their endings: neighbours whose names are the same up to a dot."""
+    before, parts = "", dict[str, tarfile.TarInfo]()
+    for member in archive:
+        if not member.isreg() or member.issparse():
+            continue
+        folder, slash, base = member.name.rpartition("/")
+        stem, _, ending = base.partition(".")
+        if not stem:  # hidden
+            continue
+        if f"{folder}{slash}{stem}" != before:
+            if parts:
+                yield before, parts
+            before, parts = f"{folder}{slash}{stem}", {}
+        parts[ending] = member
+    if parts:
+        yield before, parts
+
+
+def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
+    member = parts.get(label) or parts.get("json")
+    if member is None:
+        raise UsageError(f"data set webdataset: {where} has neither .{label} nor .json beside it; mend options.label")
+    stream = archive.extractfile(member)
+    content = stream.read(_LABEL) if stream is not None else b""
+    try:
+        found: Any = json.loads(content)
+        value = found[label] if isinstance(found, dict) else found
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"data set webdataset: {where}: its class is {value!r}; classes are whole numbers from 0")
+    return value

@@ -1,0 +1,113 @@
+"""Pictures in tar archives as WebDataset writes them: NAME.jpg and NAME.cls, or NAME.json, beside each other.
+
+Each archive is looked through once. Where its members lie is kept beside it, so that any sample is read at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+
+from lockstep import plainfile
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.images.pictures import pictures
+from lockstep.data.images.tar_index import TarIndex, indexed
+from lockstep.data.options import Count, Names, Share, Text
+from lockstep.data.shares import in_share
+from lockstep.errors import TrainingError, UsageError
+
+
+@dataclass(frozen=True)
+class Options:
+    """`label` is the ending that has a picture's class, or a key of its .json; `classes` their number, or names.
+
+    `validation` is the share of the pictures that are validation's where no archive is named for it; 0 is none.
+    """
+
+    label: Text = "cls"
+    classes: Count | Names | None = None
+    validation: Share | None = None
+
+
+def open_data(asked: Asked, options: Options) -> DataSet:
+    """Return the pictures of the archives of `root`: train-000.tar, val-000.tar, or in folders train/ and val/."""
+    train = [indexed(each, options.label) for each in _archives(Path(asked.root), "train")]
+    held_out = [indexed(each, options.label) for each in _archives(Path(asked.root), "val")]
+    if not train:
+        raise UsageError(
+            f"data set webdataset: there is neither train*.tar nor train/*.tar in {asked.root}; set recipe.data.root"
+        )
+    if bool(held_out) == (options.validation is not None):
+        found = "there are val*.tar; remove it" if held_out else "missing, and there are no val*.tar; 0 is none"
+        raise UsageError(f"data set webdataset: options.validation: {found}")
+    every = Archives(train)
+    parts = (every, Archives(held_out)) if held_out else every.parted(options.validation or 0.0)
+    classes = _classes(options.classes, [*every.targets.tolist(), *parts[1].targets.tolist()])
+    if not len(parts[0].targets):
+        raise UsageError("data set webdataset: no picture is left for training; use another options.validation")
+    return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, asked)
+
+
+@final
+class Archives:
+    """Pictures of several archives, in their order, or those of them at `places`."""
+
+    def __init__(self, archives: Sequence[TarIndex], places: Sequence[int] | None = None) -> None:
+        self._archives = archives
+        self._firsts = np.cumsum([0, *(len(each.targets) for each in archives)])
+        self._places = np.arange(self._firsts[-1]) if places is None else np.array(places, np.int64)
+        targets = np.concatenate([each.targets for each in archives]) if archives else np.empty(0, np.int64)
+        self.targets = torch.from_numpy(targets[self._places])
+        self._opened: dict[int, int] = {}  # descriptors, which forked loader processes may share: pread has no place
+
+    def name(self, index: int) -> str:
+        """See Pictures."""
+        archive, place = self._found(index)
+        return f"{self._archives[archive].file}: {self._archives[archive].names[place]}"
+
+    def content(self, index: int) -> bytearray:
+        """See Pictures."""
+        number, place = self._found(index)
+        archive = self._archives[number]
+        offset, size = archive.spans[place].tolist()
+        try:
+            if number not in self._opened:
+                self._opened[number] = plainfile.descriptor(Path(archive.file), links=True)
+            found = os.pread(self._opened[number], size, offset)
+        except OSError as error:
+            raise TrainingError(f"{archive.file}: cannot be read: {error.strerror}; check the disk it is on") from error
+        if len(found) != size:
+            raise TrainingError(f"{self.name(index)}: the archive was cut off while it was in use")
+        return bytearray(found)
+
+    def parted(self, share: float) -> tuple[Archives, Archives]:
+        """Return the pictures without a share of them, by their names, and that."""
+        chosen = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
+        train, validation = ([n for n, each in enumerate(chosen) if each is wanted] for wanted in (False, True))
+        return Archives(self._archives, train), Archives(self._archives, validation)
+
+    def _found(self, index: int) -> tuple[int, int]:
+        place = int(self._places[index])
+        archive = int(np.searchsorted(self._firsts, place, side="right")) - 1
+        return archive, place - int(self._firsts[archive])
+
+
+def _archives(root: Path, part: str) -> list[Path]:
+    return [*sorted(root.glob(f"{part}*.tar")), *sorted((root / part).glob("*.tar"))]
+
+
+def _classes(given: int | list[str] | None, targets: list[int]) -> list[str]:
+    names = given if isinstance(given, list) else [str(each) for each in range(given or max(targets, default=0) + 1)]
+    if targets and (min(targets) < 0 or max(targets) >= len(names)):
+        raise UsageError(
+            f"data set webdataset: classes are numbered {min(targets)} to {max(targets)}, and there are {len(names)}; "
+            f"mend options.classes"
+        )
+    return names

@@ -1,0 +1,1 @@
+"""Tables: rows of numbers and of names, from CSV and Parquet files."""

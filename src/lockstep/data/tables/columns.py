@@ -1,0 +1,103 @@
+"""Columns of a table as a model takes them; what training says of them holds for validation too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import UsageError
+
+_MOST_VALUES: Final = 10_000  # of a category: they are facts, which ranks compare and checkpoints keep
+
+
+@final
+@dataclass(frozen=True)
+class Number:
+    """An amount: its distance from the mean of training, in standard deviations."""
+
+    name: str
+    mean: float
+    std: float
+    means: bool  # what is missing is the mean
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"name": self.name, "mean": self.mean, "std": self.std}
+
+    def encoded(self, column: Any) -> NDArray[Any]:
+        """Return float32 of shape [rows]."""
+        values = _floats(self.name, column)
+        if self.means:
+            values = np.where(np.isnan(values), self.mean, values)
+        wrong = ~np.isfinite(values)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise UsageError(
+                f"data set table: column '{self.name}' has {int(wrong.sum()):,} missing or infinite values, the first "
+                f"in row {row:,}; leave them out, or set options.missing=mean"
+            )
+        return np.asarray((values - self.mean) / self.std, np.float32)
+
+
+@final
+@dataclass(frozen=True)
+class Category:
+    """A name: its number among those of training; one more stands for all others."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"name": self.name, "values": list(self.values)}
+
+    def encoded(self, column: Any) -> NDArray[Any]:
+        """Return int64 of shape [rows]."""
+        codes = {value: number for number, value in enumerate(self.values)}
+        found = column.unique().to_pylist()  # fewer than there are rows
+        numbers = {each: codes.get(_text(each), len(codes)) for each in found}
+        return np.array([numbers[each] for each in column.to_pylist()], np.int64)
+
+
+def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
+    """Return how a column of training is encoded: text and truth values are categories, and what is asked to be one."""
+    import pyarrow.types as types
+
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    if not is_category and (types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)):
+        return _number(name, column, means)
+    if not (is_category or types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind)):
+        raise UsageError(
+            f"data set table: column '{name}' is of {column.type}, neither numbers nor text; name it in options.ignore "
+            f"or options.categories"
+        )
+    values = sorted({_text(each) for each in column.unique().to_pylist()})
+    if len(values) > _MOST_VALUES:
+        raise UsageError(
+            f"data set table: column '{name}' has {len(values):,} different values, more than {_MOST_VALUES:,}; name "
+            f"it in options.ignore"
+        )
+    return Category(name, tuple(values))
+
+
+def _number(name: str, column: Any, means: bool) -> Number:
+    values = _floats(name, column)
+    finite = values[np.isfinite(values)]
+    # In whole rows of one order, and in float64: the same bits on every rank.
+    mean, std = (float(finite.mean()), float(finite.std())) if len(finite) else (0.0, 0.0)
+    return Number(name, mean, std or 1.0, means)
+
+
+def _floats(name: str, column: Any) -> NDArray[np.float64]:
+    filled = column.cast("float64")
+    found: NDArray[np.float64] = filled.to_numpy()  # nulls are NaN
+    return found
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,106 @@
+"""Data sets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.names import choices
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.imported import collate_of, mapped_style
+from lockstep.data.options import Names, Share, Text
+from lockstep.data.shares import rows_in_share
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which columns are a sample, and which rows are validation's.
+
+    With a `target` a sample is the pair (inputs, target), else a dict of `inputs`; `inputs` left out are all other
+    columns, and one column alone stands for itself. Of a DatasetDict `train` and `held_out` are the parts. Where there
+    is no held_out, validation is the share `validation` of the rows; 0 is none.
+    """
+
+    inputs: Text | Names | None = None
+    target: Text | None = None
+    train: Text = "train"
+    held_out: Text = "validation"
+    validation: Share = 0.1
+
+
+def open_data(asked: Asked, options: Options) -> DataSet:
+    """Return the data set at `root`; its rows are read as they are asked for."""
+    train, held_out = _parts(asked.root, options)
+    numbers = np.arange(len(train))
+    if held_out is None:
+        chosen = rows_in_share(len(train), options.validation)
+        numbers, rest = numbers[~chosen], numbers[chosen]
+        validation = _columns(train, rest, options) if len(rest) else None
+    else:
+        validation = _columns(held_out, np.arange(len(held_out)), options)
+    if not len(numbers):
+        raise UsageError(f"data set datasets: {asked.root} has {len(train):,} rows, of which training gets none")
+    classes = getattr(train.features.get(options.target), "names", None)
+    label = f"data set {asked.name}"
+    return mapped_style(label, _columns(train, numbers, options), validation, classes, collate_of(asked.collate))
+
+
+@final
+class Columns:
+    """Some rows of a data set, and of each the columns that make a sample."""
+
+    def __init__(self, rows: Any, numbers: NDArray[np.int64], inputs: str | Sequence[str], target: str | None) -> None:
+        self._rows = rows
+        self._numbers = numbers
+        self._inputs = inputs
+        self._target = target
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[int(self._numbers[index])]
+        inputs = row[self._inputs] if isinstance(self._inputs, str) else {name: row[name] for name in self._inputs}
+        return inputs if self._target is None else (inputs, row[self._target])
+
+
+def _parts(root: str, options: Options) -> tuple[Any, Any]:
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise UsageError(
+            "data set datasets: the library datasets is not installed; run: pip install 'lockstep-train[datasets]'"
+        ) from None
+    if not Path(root).is_dir():
+        raise UsageError(
+            f"data set datasets: there is no folder {root}; set recipe.data.root to what save_to_disk wrote"
+        )
+    try:
+        found = datasets.load_from_disk(root)
+    except Exception as error:  # the library raises whatever its readers do
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"data set datasets: {root} cannot be opened: {said}") from error
+    if isinstance(found, datasets.Dataset):
+        return found, None
+    for part in (options.train, options.held_out):
+        if part not in found and part != Options.held_out:
+            raise UsageError(f"data set datasets: {root} has no part '{part}'{choices(part, found)}")
+    return found[options.train], found.get(options.held_out)
+
+
+def _columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> Columns:
+    names = rows.column_names
+    inputs = options.inputs if options.inputs is not None else [each for each in names if each != options.target]
+    wanted = [inputs] if isinstance(inputs, str) else inputs
+    for name in [*wanted, *([options.target] if options.target is not None else [])]:
+        if name not in names:
+            raise UsageError(f"data set datasets: there is no column '{name}'{choices(name, names)}")
+    alone = options.target is not None and len(wanted) == 1
+    return Columns(rows, numbers, wanted[0] if alone else inputs, options.target)

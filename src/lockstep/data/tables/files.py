@@ -1,0 +1,40 @@
+"""Tables from files, by the library pyarrow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep import plainfile
+from lockstep.errors import UsageError
+
+
+def read(file: Path) -> Any:
+    """Return the table of a .csv or .parquet file, as pyarrow has it. UsageError where it cannot be read."""
+    try:
+        import pyarrow
+        from pyarrow import csv, parquet
+    except ModuleNotFoundError:
+        raise UsageError(
+            "data set table: the library pyarrow is not installed; run: pip install 'lockstep-train[tables]'"
+        ) from None
+    readers = {".csv": csv.read_csv, ".parquet": parquet.read_table}
+    if file.suffix not in readers:
+        raise UsageError(f"data set table: {file} is neither .csv nor .parquet; name such a file in recipe.data.root")
+    try:
+        with plainfile.reader(file, links=True) as stream:
+            table = readers[file.suffix](stream)
+    except OSError as error:
+        raise UsageError(f"data set table: {file} cannot be read: {error.strerror or error}") from None
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"data set table: {file} is no {file.suffix} table: {error}") from None
+    if not len(table):
+        raise UsageError(f"data set table: {file} has no rows")
+    return table
+
+
+def same_columns(file: Path, train: Any, validation: Any) -> tuple[Any, Any]:
+    """Return both tables, the second with the columns of the first."""
+    if missing := [name for name in train.column_names if name not in validation.column_names]:
+        raise UsageError(f"data set table: {file} lacks the columns {', '.join(missing)}")
+    return train, validation.select(train.column_names)

@@ -1,0 +1,63 @@
+"""A split whose samples are the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.core.batch import Batch
+from lockstep.data.tables.columns import Category, Number
+
+
+@final
+class Rows:
+    """Batches are (inputs, targets); inputs are float32 of shape [n, features].
+
+    The features are the numbers and then, for each category, zeros and a one. With `codes` inputs are a dict instead:
+    `numbers`, float32 of shape [n, numbers], and `categories`, int64 of shape [n, categories].
+    """
+
+    in_memory: bool = True
+
+    def __init__(
+        self, columns: Sequence[Number | Category], values: Sequence[Any], targets: Tensor, codes: bool
+    ) -> None:
+        encoded = [(column, column.encoded(value)) for column, value in zip(columns, values, strict=True)]
+        numbers = [found for column, found in encoded if isinstance(column, Number)]
+        categories = [(column, found) for column, found in encoded if isinstance(column, Category)]
+        rows = len(targets)
+        self._numbers = _stacked(numbers, rows, torch.float32)
+        self._categories = _stacked([found for _, found in categories], rows, torch.int64)
+        self._sizes = [len(column.values) for column, _ in categories]
+        self._targets = targets
+        self._codes = codes
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of a sample's inputs; with codes, of its numbers."""
+        return [self._numbers.shape[1] + (0 if self._codes else sum(self._sizes))]
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """See Split."""
+        chosen = torch.from_numpy(np.array(indices))
+        numbers, categories = self._numbers[chosen], self._categories[chosen]
+        if self._codes:
+            return {"numbers": numbers, "categories": categories}, self._targets[chosen]
+        # What training has not seen has a place of its own in one_hot, which is cut off: zeros alone.
+        spread = [F.one_hot(categories[:, place], size + 1)[:, :size].float() for place, size in enumerate(self._sizes)]
+        return torch.cat([numbers, *spread], dim=1), self._targets[chosen]
+
+
+def _stacked(columns: Sequence[NDArray[Any]], rows: int, dtype: torch.dtype) -> Tensor:
+    if not columns:
+        return torch.empty(rows, 0, dtype=dtype)
+    return torch.from_numpy(np.stack(columns, axis=1))

@@ -1,0 +1,141 @@
+"""A table in a CSV or Parquet file: standardised numbers, coded categories, and a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.core.names import choices
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.options import Names, Share, Text
+from lockstep.data.shares import rows_in_share
+from lockstep.data.tables.columns import column_of
+from lockstep.data.tables.files import read, same_columns
+from lockstep.data.tables.rows import Rows
+from lockstep.errors import UsageError
+from lockstep.tasks.classification import skipped_samples
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_MOST_CLASSES: Final = 1000  # of whole numbers that nobody has said are classes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of a table is learned from what.
+
+    `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression. Whole numbers
+    in `categories` are names and no amounts, as all text is; `ignore` is left out. `missing` numbers are an error, or
+    the mean of training. `codes` false gives categories as zeros and a one beside the numbers; true as whole numbers,
+    a second input. `validation` is the share of the rows, where there is no file for it.
+    """
+
+    target: Text | Names
+    kind: Literal["classification", "regression"] | None = None
+    categories: Names | None = None
+    ignore: Names | None = None
+    missing: Literal["refuse", "mean"] = "refuse"
+    codes: bool = False
+    validation: Share = 0.1
+
+
+def open_data(asked: Asked, options: Options) -> DataSet:
+    """Return the rows of the table at `root`: a file, or a folder with train.csv and val.csv, or .parquet."""
+    train, validation = _parts(Path(asked.root), options.validation)
+    targets = [options.target] if isinstance(options.target, str) else options.target
+    _check_names(train, [*targets, *(options.categories or ()), *(options.ignore or ())])
+    left = [name for name in train.column_names if name not in {*targets, *(options.ignore or ())}]
+    if not left:
+        raise UsageError(f"data set table: {asked.root} has no column beside {', '.join(targets)} to learn from")
+    means = options.missing == "mean"
+    columns = [column_of(name, train[name], name in (options.categories or ()), means) for name in left]
+    classes = _classes(train, targets, options.kind)
+    parts = [
+        Rows(columns, [part[column.name] for column in columns], _targets(part, targets, classes), options.codes)
+        for part in (train, validation)
+        if part is not None
+    ]
+    facts: dict[str, Any] = {"shape": parts[0].shape, "columns": [column.facts for column in columns]}
+    facts |= {"outputs": len(targets), "targets": targets} if classes is None else {"classes": list(map(str, classes))}
+    return DataSet(
+        train=parts[0],
+        validation=parts[1] if len(parts) > 1 else None,
+        facts=facts,
+        skipped=None if classes is None else skipped_samples,
+    )
+
+
+def _parts(root: Path, share: float) -> tuple[pyarrow.Table, pyarrow.Table | None]:
+    if root.is_dir():
+        for kind in (".csv", ".parquet"):
+            train, validation = root / f"train{kind}", root / f"val{kind}"
+            if train.exists():
+                parts = read(train), read(validation) if validation.exists() else None
+                return parts if parts[1] is None else same_columns(validation, *parts)
+        raise UsageError(
+            f"data set table: {root} holds neither train.csv nor train.parquet; name a file in recipe.data.root"
+        )
+    table = read(root)
+    chosen = rows_in_share(len(table), share)
+    if share and (not chosen.any() or chosen.all()):
+        raise UsageError(f"data set table: {len(table):,} rows have no share of {share}; use another validation, or 0")
+    return table.filter(~chosen), table.filter(chosen) if share else None
+
+
+def _check_names(table: pyarrow.Table, names: list[str]) -> None:
+    for name in names:
+        if name not in table.column_names:
+            raise UsageError(f"data set table: there is no column '{name}'{choices(name, table.column_names)}")
+
+
+def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
+    """Return the classes of the target, in order; None where a number is to be found."""
+    import pyarrow.types as types
+
+    column = table[targets[0]]
+    floating = all(types.is_floating(table[name].type) or types.is_decimal(table[name].type) for name in targets)
+    if kind == "regression" or (kind is None and (floating or len(targets) > 1)):
+        return None
+    if len(targets) > 1:
+        raise UsageError(f"data set table: target: {len(targets)} columns cannot be classes; use kind: regression")
+    found = sorted(each for each in column.unique().to_pylist() if each is not None)
+    if kind is None and types.is_integer(column.type) and len(found) > _MOST_CLASSES:
+        raise UsageError(
+            f"data set table: target: '{targets[0]}' has {len(found):,} different whole numbers; say kind: "
+            f"classification, or regression"
+        )
+    return found
+
+
+def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None) -> torch.Tensor:
+    for name in names:
+        if table[name].null_count:
+            first = table[name].is_null().to_pylist().index(True)
+            raise UsageError(f"data set table: target: '{name}' is missing in row {first:,}; leave such rows out")
+    if classes is None:
+        return torch.from_numpy(np.stack([_floats(name, table[name]) for name in names], axis=1))
+    codes = {each: number for number, each in enumerate(classes)}
+    found = [codes.get(each, -1) for each in table[names[0]].to_pylist()]
+    if -1 in found:
+        strange = table[names[0]][found.index(-1)].as_py()
+        raise UsageError(f"data set table: target: validation has the class {strange!r}, which training has not")
+    return torch.tensor(found)
+
+
+def _floats(name: str, column: Any) -> NDArray[np.float32]:
+    try:
+        found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
+    except Exception as error:  # of pyarrow's many
+        said = f"'{name}' of {column.type} is no number; use kind: classification"
+        raise UsageError(f"data set table: target: {said}") from error
+    if not np.isfinite(found).all():
+        row = int((~np.isfinite(found)).argmax())
+        raise UsageError(f"data set table: target: '{name}' is not finite in row {row:,}; leave such rows out")
+    return found

@@ -1,0 +1,80 @@
+"""What the library datasets has saved: rows as samples, its parts and its classes."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.sources import open_data
+from lockstep.errors import UsageError
+
+
+def _open(root: Path, **options: object) -> DataSet:
+    return open_data(Asked("datasets", str(root), options=options))
+
+
+def _rows(count: int) -> datasets.Dataset:
+    features = datasets.Features(
+        {
+            "x": datasets.Sequence(datasets.Value("float32"), length=2),
+            "n": datasets.Value("int32"),
+            "label": datasets.ClassLabel(names=["even", "odd"]),
+        }
+    )
+    rows = {"x": [[each, each + 0.5] for each in range(count)], "n": [*range(count)], "label": [0, 1] * (count // 2)}
+    return datasets.Dataset.from_dict(rows, features)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    datasets.DatasetDict({"train": _rows(10), "validation": _rows(4)}).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_pair_of_one_column_and_a_class(root: Path) -> None:
+    data = _open(root, inputs="x", target="label")
+    assert data.validation is not None
+    assert (len(data.train), len(data.validation)) == (10, 4)
+    assert data.facts == {"classes": ["even", "odd"], "shape": [2]}
+    inputs, targets = data.train.fetch(np.array([3, 0]), None)
+    assert inputs.tolist() == [[3.0, 3.5], [0.0, 0.5]]
+    assert targets.tolist() == [1, 0]
+
+
+def test_all_columns_as_a_dict_and_a_share_of_the_rows(tmp_path: Path) -> None:
+    _rows(100).save_to_disk(tmp_path / "one")
+    data = _open(tmp_path / "one", validation=0.2)
+    assert data.validation is not None
+    assert len(data.train) + len(data.validation) == 100
+    batches = [split.fetch(np.arange(len(split)), None) for split in (data.train, data.validation)]
+    assert sorted(batches[0]["n"].tolist() + batches[1]["n"].tolist()) == [*range(100)]
+    assert set(batches[0]) == {"x", "n", "label"}
+    assert _open(tmp_path / "one", validation=0).validation is None
+    two, target = _open(tmp_path / "one", inputs=["x", "n"], target="label").train.fetch(np.array([0]), None)
+    assert (set(two), target.shape) == ({"x", "n"}, (1,))
+
+
+def test_pictures_become_bytes(tmp_path: Path) -> None:
+    pictures = [Image.new("RGB", (4, 6), (each, 0, 0)) for each in range(3)]
+    rows = {"image": pictures, "label": [0, 1, 2]}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=3)})
+    datasets.Dataset.from_dict(rows, features).save_to_disk(tmp_path / "pictures")
+    data = _open(tmp_path / "pictures", target="label", validation=0)
+    assert data.facts["shape"] == [3, 6, 4]
+    assert data.train.fetch(np.array([2]), None)[0][0, 0, 0, 0] == 2
+
+
+def test_what_does_not_fit_is_named(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no folder .*absent; set recipe.data.root"):
+        _open(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"empty cannot be opened: "):
+        _open(tmp_path / "empty")
+    with pytest.raises(UsageError, match=r"has no part 'test'; valid: train, validation"):
+        _open(root, held_out="test")
+    with pytest.raises(UsageError, match=r"there is no column 'lable'; did you mean 'label'"):
+        _open(root, target="lable")

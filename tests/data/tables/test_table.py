@@ -1,0 +1,132 @@
+"""Tables: numbers are standardised by training, categories coded by it, and what does not fit is named."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from lockstep.data.asked import Asked
+from lockstep.data.base import DataSet
+from lockstep.data.sources import open_data
+from lockstep.errors import UsageError
+
+TRAIN = "size,colour,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
+VALIDATION = "colour,size,kind,old\nred,3,c,true\npink,12,a,false\n"
+
+
+def _open(root: Path, **options: object) -> DataSet:
+    return open_data(Asked("table", str(root), options=options))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "train.csv").write_text(TRAIN)
+    (tmp_path / "val.csv").write_text(VALIDATION)
+    return tmp_path
+
+
+def _all(data: DataSet) -> list[torch.Tensor]:
+    assert data.validation is not None
+    return [tensor for split in (data.train, data.validation) for tensor in split.fetch(np.arange(len(split)), None)]
+
+
+def test_numbers_and_categories_become_one_tensor(root: Path) -> None:
+    data = _open(root, target="kind")
+    inputs, targets, held_out, truths = _all(data)
+    deviation = float(np.std([1, 2, 3, 6]))
+    assert inputs[:, 0].tolist() == pytest.approx([(each - 3) / deviation for each in (1, 2, 3, 6)])
+    assert inputs[:, 1:4].tolist() == [[0, 0, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0]]  # blue, green, red
+    assert inputs[:, 4:].tolist() == [[0, 1], [1, 0], [0, 1], [1, 0]]
+    assert targets.tolist() == [0, 1, 0, 2]
+    assert held_out[:, 0].tolist() == pytest.approx([0, 9 / deviation])
+    assert held_out[:, 1:4].tolist() == [[0, 0, 1], [0, 0, 0]]  # pink is none of training's
+    assert truths.tolist() == [2, 0]
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+    assert data.facts["classes"] == ["a", "b", "c"]
+    assert data.facts["shape"] == [6]
+    assert data.facts["columns"][1] == {"name": "colour", "values": ["blue", "green", "red"]}
+    assert data.facts["columns"][0] == {"name": "size", "mean": 3.0, "std": deviation}
+
+
+def test_codes_come_beside_the_numbers(root: Path) -> None:
+    inputs, targets = _open(root, target="kind", codes=True).train.fetch(np.array([3, 0]), None)
+    assert inputs["numbers"].shape == (2, 1)
+    assert inputs["categories"].tolist() == [[1, 0], [2, 1]]
+    assert targets.tolist() == [2, 0]
+
+
+def test_floats_are_regression_and_several_targets_too(tmp_path: Path) -> None:
+    table = pyarrow.table({"x": [1, 2, 3], "y": [0.5, 1.5, 2.5], "z": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "points.parquet")
+    data = _open(tmp_path / "points.parquet", target="y", validation=0)
+    assert data.validation is None
+    assert data.facts["outputs"] == 1
+    assert data.train.fetch(np.array([2]), None)[1].tolist() == [[2.5]]
+    data = _open(tmp_path / "points.parquet", target=["y", "z"], validation=0)
+    assert data.train.fetch(np.array([1]), None)[1].tolist() == [[1.5, 2.0]]
+    assert _open(tmp_path / "points.parquet", target="z", validation=0).facts["classes"] == ["1", "2", "3"]
+    assert _open(tmp_path / "points.parquet", target="z", kind="regression", validation=0).facts["outputs"] == 1
+    data = _open(tmp_path / "points.parquet", target="y", validation=0, categories=["x"], ignore=["z"])
+    assert data.facts["columns"] == [{"name": "x", "values": ["1", "2", "3"]}]
+
+
+def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    parts = []
+    for rows in (200, 260):
+        file.write_text("x,y\n" + "".join(f"{each},{each}.5\n" for each in range(rows)))
+        parts.append([set(tensor.flatten().tolist()) for tensor in _all(_open(file, target="y", validation=0.2))[1::2]])
+    (train, held_out), (more, more_held_out) = parts
+    assert 20 <= len(held_out) <= 60
+    assert len(train) + len(held_out) == 200
+    assert train <= more
+    assert held_out <= more_held_out
+
+
+def test_missing_numbers_are_refused_or_the_mean(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("x,y\n1,0\n,1\n3,0\n")
+    with pytest.raises(UsageError, match=r"column 'x' has 1 missing or infinite values, the first in row 1; leave"):
+        _open(file, target="y", validation=0)
+    data = _open(file, target="y", validation=0, missing="mean")
+    assert data.train.fetch(np.arange(3), None)[0].flatten().tolist() == pytest.approx([-1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("x,y\n1,2\n", {}, r"options\.target: missing; it has no default"),
+        ("x,y\n1,2\n", {"target": "z"}, r"there is no column 'z'; valid: x, y$"),
+        ("x,y\n1,2\n", {"target": "y", "ignore": ["x"]}, r"has no column beside y to learn from"),
+        ("x,y\n1,\n1,2.5\n", {"target": "y"}, r"target: 'y' is missing in row 0; leave such rows out"),
+        ("x,y\n1,a\n", {"target": "y", "kind": "regression"}, r"target: 'y' of string is no number; use kind"),
+        ("x,y,z\n1,a,2\n", {"target": ["x", "y"], "kind": "classification"}, r"2 columns cannot be classes; use kind"),
+        ("x,y\n1,2\n", {"target": "y", "validation": 0.5}, r"1 rows have no share of 0\.5"),
+        ("x,y\n", {"target": "y"}, r"has no rows"),
+        ("x,y\n1,2,3\n", {"target": "y"}, r"is no \.csv table: CSV parse error"),
+        ("x,y\n2020-01-01,2\n", {"target": "y"}, r"column 'x' is of date32\[day\], neither numbers nor text; name it"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, text: str, options: dict[str, object], said: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        _open(tmp_path / "t.csv", **{"validation": 0, **options})
+
+
+def test_files_that_are_no_tables_are_named(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.csv cannot be read: No such file"):
+        _open(root / "absent.csv", target="y")
+    with pytest.raises(UsageError, match=r"is neither \.csv nor \.parquet"):
+        _open(root / "absent.xlsx", target="y")
+    (root / "val.csv").write_text("size\n1\n")
+    with pytest.raises(UsageError, match=r"val\.csv lacks the columns colour, old, kind"):
+        _open(root, target="kind")
+    (root / "val.csv").write_text("size,colour,old,kind\n1,red,true,z\n")
+    with pytest.raises(UsageError, match=r"validation has the class 'z', which training has not"):
+        _open(root, target="kind")
+    (root / "train.csv").unlink()
+    with pytest.raises(UsageError, match=r"holds neither train\.csv nor train\.parquet"):
+        _open(root, target="kind")

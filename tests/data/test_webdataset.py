@@ -1,0 +1,158 @@
+"""Archives: any picture is read where it lies, the index is made once, and nothing in a name leads anywhere."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.data.asked import Asked, ImageWords
+from lockstep.data.base import DataSet
+from lockstep.data.images import tar_index
+from lockstep.data.sources import open_data
+from lockstep.errors import TrainingError, UsageError
+
+
+def _png(value: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), (value, 2 * value, 3 * value)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _write(file: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(file, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def _samples(first: int, count: int) -> dict[str, bytes]:
+    numbers = range(first, first + count)
+    return {
+        name: content
+        for each in numbers
+        for name, content in ((f"{each:03}.png", _png(each)), (f"{each:03}.cls", f"{each % 3}\n".encode()))
+    }
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    _write(tmp_path / "train-0.tar", _samples(0, 5))
+    _write(tmp_path / "train-1.tar", _samples(5, 4))
+    _write(tmp_path / "val-0.tar", _samples(9, 3))
+    return tmp_path
+
+
+def _open(root: Path, **options: object) -> DataSet:
+    return open_data(Asked("webdataset", str(root), images=ImageWords(image_size=8), options=options))
+
+
+def test_pictures_of_all_archives_by_number(root: Path) -> None:
+    data = _open(root)
+    assert data.validation is not None
+    assert (len(data.train), len(data.validation)) == (9, 3)
+    assert data.facts["classes"] == ["0", "1", "2"]
+    images, targets = data.train.fetch(np.array([7, 0, 4]), None)
+    assert images[:, :, 0, 0].tolist() == [[each, 2 * each, 3 * each] for each in (7, 0, 4)]
+    assert targets.tolist() == [1, 0, 1]
+    assert data.validation.fetch(np.array([2]), None)[1].tolist() == [2]
+    assert not data.train.in_memory
+
+
+def test_the_index_is_made_once_and_anew_for_another_archive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _open(root)
+    made: list[str] = []
+    look = tar_index._looked_through
+
+    def counted(archive: tarfile.TarFile, file: Path, label: str) -> tar_index.TarIndex:
+        made.append(file.name)
+        return look(archive, file, label)
+
+    monkeypatch.setattr(tar_index, "_looked_through", counted)
+    again = _open(root)
+    assert not made
+    for one, other in zip(first.train.fetch(np.arange(9), 1), again.train.fetch(np.arange(9), 1), strict=True):
+        assert torch.equal(one, other)
+    _write(root / "train-1.tar", _samples(5, 6))
+    assert len(_open(root).train) == 11
+    assert made == ["train-1.tar"]
+    for kept in root.glob(".*.npz"):
+        kept.write_bytes(b"PK\x03\x04 no index")
+    assert len(_open(root).train) == 11
+    assert len(made) == 4
+
+
+def test_an_index_in_a_folder_that_cannot_be_written_is_not_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refused)
+    assert len(_open(root).train) == 9
+    assert not list(root.glob(".train-0.tar.cls.npz"))
+
+
+def test_names_lead_nowhere_and_links_are_passed_over(tmp_path: Path) -> None:
+    members = {"../../evil.png": _png(1), "../../evil.cls": b"0", "/abs/b.png": _png(2), "/abs/b.cls": b"1"}
+    _write(tmp_path / "train.tar", members)
+    with tarfile.open(tmp_path / "train.tar", "a") as archive:
+        link = tarfile.TarInfo("link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    data = _open(tmp_path, validation=0)
+    assert len(data.train) == 2
+    assert data.validation is None
+    assert data.train.fetch(np.array([1]), None)[0][0, :, 0, 0].tolist() == [2, 4, 6]
+    assert {each.name for each in tmp_path.iterdir()} == {"train.tar", ".train.tar.cls.npz"}
+
+
+def test_labels_from_json_and_names_of_classes(tmp_path: Path) -> None:
+    _write(tmp_path / "train.tar", {"a.png": _png(1), "a.json": json.dumps({"kind": 1, "x": 2}).encode()})
+    data = _open(tmp_path, label="kind", classes=["cat", "dog"], validation=0)
+    assert data.facts["classes"] == ["cat", "dog"]
+    assert data.train.fetch(np.array([0]), None)[1].tolist() == [1]
+    with pytest.raises(UsageError, match=r"a has no number|a\.json of .* has no number 'sort'"):
+        _open(tmp_path, label="sort", validation=0)
+    with pytest.raises(UsageError, match=r"classes are numbered 1 to 1, and there are 1; mend options\.classes"):
+        _open(tmp_path, label="kind", classes=1, validation=0)
+
+
+def test_a_share_is_validation_s(root: Path) -> None:
+    (root / "val-0.tar").unlink()
+    data = _open(root, validation=0.5)
+    assert data.validation is not None
+    assert len(data.train) + len(data.validation) == 9
+    seen = [split.fetch(np.arange(len(split)), None)[0][:, 0, 0, 0].tolist() for split in (data.train, data.validation)]
+    assert sorted(seen[0] + seen[1]) == [*range(9)]
+
+
+def test_what_is_wrong_is_named(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"options\.validation: there are val\*\.tar; remove it"):
+        _open(root, validation=0.1)
+    (root / "val-0.tar").unlink()
+    with pytest.raises(UsageError, match=r"options\.validation: missing, and there are no val\*\.tar; 0 is none"):
+        _open(root)
+    with pytest.raises(UsageError, match=r"neither train\*\.tar nor train/\*\.tar in .*absent"):
+        _open(root / "absent")
+    _write(root / "train-2.tar", {"a.png": _png(1)})
+    with pytest.raises(UsageError, match=r"train-2\.tar: a has neither \.cls nor \.json beside it; mend options"):
+        _open(root, validation=0)
+    (root / "train-2.tar").write_bytes(b"\x1f\x8b no tar" * 100)
+    with pytest.raises(UsageError, match=r"train-2\.tar cannot be read as a tar archive"):
+        _open(root, validation=0)
+
+
+def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
+    _write(tmp_path / "train.tar", {"a.png": b"no picture", "a.cls": b"0", **_samples(1, 2)})
+    data = _open(tmp_path, validation=0)
+    with pytest.raises(TrainingError, match=r"train\.tar: a: cannot be read as an image: "):
+        data.train.fetch(np.array([1, 0]), None)
+    with (tmp_path / "train.tar").open("r+b") as file:
+        file.truncate(600)
+    with pytest.raises(TrainingError, match=r"train\.tar: 002: the archive was cut off while it was in use"):
+        data.train.fetch(np.array([2]), None)
