@@ -36,7 +36,7 @@ def recipe(found: Found) -> dict[str, Any]:
 
 def state(found: Found) -> dict[str, Any]:
     """Return the state of a checkpoint, of whatever schema, as one of this schema."""
-    new = {**found, "schema": SCHEMA}
+    new = {"schema": SCHEMA, **found}
     if isinstance(progress := found.get("progress"), dict):
         new["progress"] = _renamed(progress, "top", "figures")
     if isinstance(before := found.get("recipe"), dict):
