@@ -40,6 +40,7 @@ def write(sink: Outside, *events: Event) -> None:
     sink.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*noload")  # mlflow's use of SQLAlchemy, in this process to read it back
 def test_mlflow_has_the_curves_and_the_recipe_in_one_run(open_sink: Any, tmp_path: Path) -> None:
     required("mlflow")
     write(open_sink("mlflow", experiment="mine"), started(), stepped(23), stepped(46), stopped())
