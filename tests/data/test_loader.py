@@ -18,7 +18,8 @@ from torch import Tensor
 from lockstep.core import random
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps
-from lockstep.core.shuffle import Order, OrderName, permutation, shuffle
+from lockstep.core.order_name import OrderName
+from lockstep.core.shuffle import Order, permutation, shuffle
 from lockstep.data.base import AsFetched, DataSet, Split
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.tensors import TensorSplit

@@ -27,9 +27,9 @@ from lockstep.config.base import (
     named,
 )
 from lockstep.core.names import suggestion
+from lockstep.core.order_name import OrderName
 from lockstep.core.precision import Precision, named_elsewhere
 from lockstep.core.rate import Curve
-from lockstep.core.shuffle import OrderName
 
 _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
 

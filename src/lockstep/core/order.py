@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from lockstep.core.shuffle import OrderName
+from lockstep.core.order_name import OrderName
 
 
 def cut(length: int, parts: int) -> list[range]:

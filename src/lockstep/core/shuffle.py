@@ -11,21 +11,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core import random
+from lockstep.core.order_name import OrderName
 from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # samples at positions in an epoch, whatever the shape
-OrderName = Literal["bijection", "argsort"]
 
 FEW: Final = 4096  # samples; on a small rectangle a network is no fair shuffle, and 32 KiB are a small array
-_ROUNDS: Final = (
-    8  # with 4 neighbours in the order are visibly closer than chance allows, with 6 from 1,000 samples on not
-)
+# With 4 neighbours in the order are visibly closer than chance allows, with 6 from 1,000 samples on not.
+_ROUNDS: Final = 8
 
 
 def shuffle(name: OrderName, seed: int, epoch: int, length: int) -> Order:
