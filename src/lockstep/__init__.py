@@ -1,3 +1,40 @@
-"""Lockstep: train a recipe on any placement with the same numbers."""
+"""Lockstep: train a recipe, or a loop of your own, on any placement with the same numbers."""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "join": "run.joined",
+    "verify": "verification.own_loop",
+    "Recipe": "config.recipe",
+    "Placement": "config.placement",
+    "LockstepError": "errors",
+    "UsageError": "errors",
+    "TrainingError": "errors",
+    "PreflightError": "errors",
+    "VerificationError": "errors",
+}
+__all__ = [
+    "LockstepError",
+    "Placement",
+    "PreflightError",
+    "Recipe",
+    "TrainingError",
+    "UsageError",
+    "VerificationError",
+    "join",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what has a public name when it is first asked for: torch takes a second, and commands may not need it."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

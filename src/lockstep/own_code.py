@@ -69,6 +69,20 @@ def place(error: BaseException) -> str:
     return located(*found[-1]) if found else ""
 
 
+def calling() -> str:
+    """Return file and line of the user's code that is calling, as `loop.py:12`, "" where none is."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return located(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+
+def refused(text: str, advice: str, where: str = "") -> OwnCodeError:
+    """Return the error that refuses what the user's code does: at `where`, left out the line that is calling."""
+    where = where or calling()
+    return OwnCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
+
+
 def located(path: str, line: int | None) -> str:
     """Return file and line as messages show them, below the current directory by their shorter name: `nets.py:12`."""
     return f"{_short(path)}:{line}"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lockstep.reporting import wording
 from lockstep.reporting.progress import Progress
-from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Started, Stepped, Stopped, Warned
+from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 
 @final
@@ -44,6 +44,8 @@ class Console:
                 self._line(wording.evaluated(event))
                 if self._progress is not None:
                     self._progress.evaluated(wording.of_task(event.figures, event.fractions))
+            case Logged():
+                self._line(wording.logged(event))
             case Skipped():
                 for line in wording.skipped(event):
                     self._line(line)

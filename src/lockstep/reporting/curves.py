@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.training.events import Evaluated, Event, Stepped
+from lockstep.training.events import Evaluated, Event, Logged, Stepped
 
 
 def curves(event: Event) -> dict[str, float]:
@@ -11,6 +11,8 @@ def curves(event: Event) -> dict[str, float]:
         return _training(event)
     if isinstance(event, Evaluated):
         return _validation(event)
+    if isinstance(event, Logged):
+        return dict(event.figures)
     return {}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from lockstep.core.devices import SLOWLY
 from lockstep.core.text import printable_line
-from lockstep.training.events import Done, Evaluated, Saved, Skipped, Started, Stepped, Stopped
+from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
 
@@ -70,6 +70,11 @@ def of_task(figures: dict[str, float], fractions: Collection[str]) -> str:
 def figure(value: float, is_fraction: bool) -> str:
     """Give a figure of a task."""
     return percent(value) if is_fraction else f"{value:.4g}"
+
+
+def logged(event: Logged) -> str:
+    """Give the figures of a loop of the user's own."""
+    return f"step {event.step}  {of_task(event.figures, ())}"
 
 
 def evaluated(event: Evaluated) -> str:

@@ -121,13 +121,13 @@ class Setup:
         """Return the loader of this process, which stands at `place`; for `beside` see there."""
         recipe, task = self.recipe, self.task
         finish = _finish(recipe, self.data, world.device)
-        weigh = None if task.counts_samples else Weigh(task.weight, partial(_over_ranks, world))
+        weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
             self.data, self.steps, recipe.microbatches, finish, world.device, recipe.seed, place, workers, beside, weigh
         )
 
 
-def _over_ranks(world: World, number: int) -> int:
+def over_ranks(world: World, number: int) -> int:
     return int(world.add_(torch.tensor(number)))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -83,19 +83,37 @@ def claim(loaded: Loaded) -> Claim:
     # Before a folder is made.
     other = None if run.resume in ("auto", "never") else checkpoint.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)
+    return claimed(folder, lambda: finished(loaded), lambda: _beginning(loaded, folder, other, key))
+
+
+def claimed(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
+    """Lock `folder`, made if missing; then `done` says whether all is done, and `begin` where the run begins.
+
+    `begin` returns the checkpoint to go on from, if any, and notes for the user.
+    """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     _refuse_links(folder)
     held = _locked(folder)
     try:
-        if done := finished(loaded):
-            return Claim(folder, held, made, done=done)
+        if words := done():
+            return Claim(folder, held, made, done=words)
         (folder / RESULT).unlink(missing_ok=True)  # a script is not to take it for that of this start
         with _settled(folder, made):
-            checkpoint_path, notes = _beginning(loaded, folder, other, key)
+            checkpoint_path, notes = begin()
     except BaseException:
         held.release()
         raise
     return Claim(folder, held, made, checkpoint_path, notes)
+
+
+def claim_own(folder: Path, key: bytes | None) -> Claim:
+    """Lock the folder of a run whose loop is the user's own; it goes on from its newest checkpoint."""
+
+    def begin() -> tuple[Path | None, list[str]]:
+        newest = checkpoint.newest(folder / checkpoint.FOLDER, key)
+        return (None, []) if newest is None else (newest.path, _warnings(newest))
+
+    return claimed(folder, str, begin)
 
 
 def record(
@@ -106,6 +124,13 @@ def record(
     `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks.
     """
     _write(folder / CONFIG, loading.to_yaml(loaded))
+    record_environment(folder, source, cores, exchange)
+
+
+def record_environment(
+    folder: Path, source: Mapping[str, str], cores: Sequence[str], exchange: Mapping[str, Any]
+) -> None:
+    """Write environment.json; see `record`."""
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
     _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")
 

@@ -129,14 +129,19 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
 
 def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
     """Return what has to be the same on all ranks, as far as it is known before the data is opened."""
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    return {"recipe": comparable(values(recipe)), **placed_with(placement, device, compiled=recipe.compile)}
+
+
+def placed_with(placement: Placement, device: torch.device, compiled: bool) -> dict[str, Any]:
+    """Return what of the placement, and of what is installed, has to be the same on all ranks."""
     return {
-        "recipe": comparable(values(loaded.config.recipe)),
-        "placement.strategy": values(loaded.config.placement)["strategy"],
-        "placement.affinity": loaded.config.placement.affinity,  # with auto, all ranks exchange where they run
-        "placement.backend": loaded.config.placement.backend,
-        "placement.audit_every": loaded.config.placement.audit_every,
+        "placement.strategy": values(placement)["strategy"],
+        "placement.affinity": placement.affinity,  # with auto, all ranks exchange where they run
+        "placement.backend": placement.backend,
+        "placement.audit_every": placement.audit_every,
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
-        "versions of the libraries, CPU or threads": machine.numerics(device, compiled=loaded.config.recipe.compile),
+        "versions of the libraries, CPU or threads": machine.numerics(device, compiled=compiled),
     }
 
 

@@ -48,6 +48,19 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def script_digests() -> dict[str, str]:
+    """Return the same for the script that this process runs; empty where it runs none of the user's."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if not isinstance(file, str) or not is_own(file):
+        return {}
+    try:
+        content = Path(file).read_bytes()
+    except OSError:  # gone since
+        return {}
+    names = [name for name in _imports(content, ModuleSpec("__main__", None)) if _may_be_own(name)]
+    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_DIGITS], **source_digests(names)}
+
+
 def source_changes(before: object, now: Mapping[str, str]) -> str:
     """Name the files that differ: `nets.py, blocks.py (new), old.py (gone)`; "" where none does.
 

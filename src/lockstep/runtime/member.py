@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final, NoReturn
 
@@ -30,7 +30,14 @@ _END_S: Final = 10.0  # in all; a terminal may be gone, or stopped, and a disk f
 def as_rank(
     info: RankInfo, rendezvous: str, timeout_s: float, lost_after_s: float, work: Callable[[Meeting], int]
 ) -> int:
-    """Meet the other ranks, do `work` with them, and return its exit code.
+    """Meet the other ranks, do `work` with them, and return its exit code; see `membership` for errors."""
+    with membership(info, rendezvous, timeout_s, lost_after_s) as meeting:
+        return work(meeting)
+
+
+@contextmanager
+def membership(info: RankInfo, rendezvous: str, timeout_s: float, lost_after_s: float) -> Iterator[Meeting]:
+    """Meet the other ranks and be one of them while the block runs.
 
     An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
     """
@@ -40,7 +47,7 @@ def as_rank(
         meeting.join(rendezvous)
         with heartbeat:
             try:
-                code = work(meeting)
+                yield meeting
             except Exception as error:
                 if lost_peer(error) is None:
                     raise
@@ -48,7 +55,6 @@ def as_rank(
                 unexplained = replace(failure_of(error, meeting.info, meeting.voice), secondary=False)
                 meeting.end(heartbeat.cause() or unexplained)
         meeting.leave()
-        return code
     except PeerFailedError as error:
         meeting.end(replace(error.failure, secondary=True))
     except (Exception, SystemExit) as error:  # the user's code may exit

@@ -6,7 +6,7 @@ import os
 import signal
 from functools import partial
 from types import FrameType
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
@@ -37,9 +37,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.wish = 0
+        self._before: dict[signal.Signals, Any] = {}
         wishes = {signal.Signals[name]: wish for wish, name in WISHES.items()}
         for number in stopping():
-            signal.signal(number, partial(self._heard, wishes[number]))
+            self._before[number] = signal.signal(number, partial(self._heard, wishes[number]))
+
+    def release(self) -> None:
+        """Give the signals back to who had them."""
+        for number, action in self._before.items():
+            signal.signal(number, action)
+        self._before.clear()
 
     def _heard(self, wish: int, _number: int, _frame: FrameType | None) -> None:
         if wish == self.wish == _INTERRUPT:

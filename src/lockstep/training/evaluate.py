@@ -57,13 +57,16 @@ def evaluate(
             for name, each in sums.items():
                 if name not in rows[number]:
                     whole[name] = whole[name] + each if name in whole else each.long()
-    return Totals(_added(world, whole, rows, number_of_batches), time.perf_counter() - began)
+    return Totals(add_over_ranks(world, whole, rows, number_of_batches), time.perf_counter() - began)
 
 
-def _added(
+def add_over_ranks(
     world: World, whole: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], number_of_batches: int
 ) -> dict[str, Tensor]:
-    """Add over the ranks; a rank without a batch learns from the others what there is to add."""
+    """Add `whole` numbers, and `rows` by the numbers of their batches, over the ranks.
+
+    A rank without a batch learns from the others what there is to add.
+    """
     first = next(iter(rows.values()), {})
     own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
     of_whole, of_rows = _agreed(world, own)

@@ -109,6 +109,17 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """Figures that a loop of the user's own gave, by their names."""
+
+    step: int
+    epoch: int
+    samples: int
+    figures: dict[str, float]
+    name: Literal["logged"] = "logged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
     """Files that could not be read as images, each reported once in a start; their samples count as nothing."""
 
@@ -161,4 +172,4 @@ class Done:
     name: Literal["done"] = "done"
 
 
-Event = Started | Warned | Stepped | Evaluated | Skipped | Saved | Stopped | Done
+Event = Started | Warned | Stepped | Evaluated | Logged | Skipped | Saved | Stopped | Done

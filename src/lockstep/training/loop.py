@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
-from lockstep.parallel.engine import Stepping, Update
+from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.runtime.meter import Meter
 from lockstep.runtime.signals import WISHES
 from lockstep.runtime.world import World
@@ -37,7 +37,7 @@ class Plan:
     """What the loop follows: the steps, the rate, and the rhythms of reporting, evaluating and saving."""
 
     steps: Steps
-    rate: Rate
+    rate: Rate | None  # None: whoever does the steps knows it
     monitor: Monitor = LOSS
     weighs: bool = False  # whether a step weighs something else than its samples, whose speed is told too
     clip_norm: float | None = None
@@ -88,6 +88,23 @@ class Stop(Protocol):
 Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
 
 
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A step that is to be done now, with this rank's micro-batches, by whoever iterates over `turns`."""
+
+    step: Step
+    microbatches: Sequence[MicroBatch]
+    progress: Progress
+    lr: float = math.nan
+    sums: Sums | None = None  # None: it is not done
+    update: Update | None = None
+
+    def done(self, lr: float, sums: Sums, update: Update) -> None:
+        """Count the step as done, at this rate, and note what it came to."""
+        self.lr, self.sums, self.update = lr, sums, update
+        self.progress.advance(self.step, update.applied)
+
+
 def train(
     engine: Stepping,
     world: World,
@@ -98,24 +115,44 @@ def train(
     save: Callable[[Progress], Iterable[Saved]],
     stop: Stop,
 ) -> Iterator[Event]:
-    """Train from `progress` to the end of the plan, or to the step boundary at which the ranks agree to stop.
+    """Train by `turns`, whose steps this engine does, at the rate of the plan."""
+    assert plan.rate is not None
+    for each in turns(world, batches, plan, progress, evaluate, save, stop):
+        if not isinstance(each, Turn):
+            yield each
+            continue
+        lr = plan.rate.at(each.step.samples_seen)
+        sums = engine.forward_backward(each.microbatches, each.step)
+        each.done(lr, sums, engine.update(lr, plan.clip_norm))
+
+
+def turns(
+    world: World,
+    batches: Batches,
+    plan: Plan,
+    progress: Progress,
+    evaluate: Callable[[Progress], Evaluated] | None,
+    save: Callable[[Progress], Iterable[Saved]],
+    stop: Stop,
+) -> Iterator[Turn | Event]:
+    """Yield the steps from `progress` to the end of the plan, or to the boundary at which the ranks agree to stop.
 
     `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each gets
-    the same events, and whoever iterates says in the end what was done. `save` gives the saves that are done by then. A
-    loss that is not finite raises TrainingError, at the latest with the next report.
+    the same, and whoever iterates does the steps, and says in the end what was done. `save` gives the saves that are
+    done by then. A loss that is not finite raises TrainingError, at the latest with the next report.
     """
     watch, meter = LossWatch(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        lr = plan.rate.at(step.samples_seen)
-        sums = engine.forward_backward(microbatches, step)
-        update = engine.update(lr, plan.clip_norm)
-        progress.advance(step, update.applied)
-        watch.add(step, lr, sums)
-        meter.add(step.samples, sums.weight)
+        turn = Turn(step, microbatches, progress)
+        yield turn
+        assert turn.sums is not None
+        assert turn.update is not None
+        watch.add(step, turn.lr, turn.sums)
+        meter.add(step.samples, turn.sums.weight)
         last = progress.step == plan.steps.total
         if last or plan.log.falls_on(step):
-            yield _stepped(plan, progress, lr, watch.check(), update, meter)
-        if plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
+            yield _stepped(plan, progress, turn.lr, watch.check(), turn.update, meter)
+        if evaluate is not None and plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
             watch.check()
             evaluated = evaluate(progress)
             progress.judge(evaluated, plan.monitor)

@@ -1,0 +1,235 @@
+"""A rank's life in a run whose loop is the user's own: how it meets the others, where it writes, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn, TypeVar
+
+from lockstep.config.placement import Placement
+from lockstep.config.run import Run as Kept
+from lockstep.core import random
+from lockstep.core.precision import Precision
+from lockstep.core.text import printable, printable_line
+from lockstep.data.items import seed_generators
+from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
+from lockstep.reporting.console import Console
+from lockstep.reporting.jsonl import EVENTS, JsonLines, figures, last_step
+from lockstep.reporting.sink import Sink
+from lockstep.run import folder as run_folder
+from lockstep.run.ambient import Closing, Observe, here
+from lockstep.run.resume import signing_key
+from lockstep.run.session import placed_with, watched
+from lockstep.run.start import launched
+from lockstep.run.user_source import script_digests, source_changes
+from lockstep.runtime import machine
+from lockstep.runtime.failure import failure_of
+from lockstep.runtime.meeting import Meeting
+from lockstep.runtime.member import alone, membership
+from lockstep.runtime.memory import keep_freed_memory
+from lockstep.runtime.precision import fix_kernels
+from lockstep.runtime.signals import EXIT_CODES, Reason
+from lockstep.runtime.switches import check_switches
+from lockstep.runtime.voice import log_name
+from lockstep.runtime.world import World, choose_device, open_world
+from lockstep.training.events import Done, Event, Stopped
+
+R = TypeVar("R", bound=Closing)
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+_NO_FOLDER: Final = "none: the run keeps nothing"
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """What a rank has from `join` on. `checkpoint` is where the run goes on from."""
+
+    meeting: Meeting
+    world: World
+    folder: Path | None
+    checkpoint: Path | None
+    numerics: dict[str, Any]
+    source: dict[str, str]
+    sinks: list[Sink]
+    held: ExitStack
+    strategy: str | dict[str, Any] | None = None
+    observe: Observe | None = None
+
+    @staticmethod
+    def join(seed: int, precision: Precision, threads: int, placement: Placement, kept: Kept) -> Member:
+        """Meet the other ranks and make ready; a mistake ends this process, or is raised where it is the only one."""
+        ambient, held = here(), ExitStack()
+        info = launched() if ambient is None else None
+        if ambient is None and not _interactive():
+            sys.excepthook = _report  # `begun` replaces it, once there is a run
+        if ambient is not None:
+            meeting = ambient.meeting
+            kept = kept.model_copy(update={"dir": kept.dir and str(ambient.folder)})
+        elif info is not None:
+            life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
+            meeting = held.enter_context(life)
+        else:
+            meeting = alone()  # whose errors pass: to the end of the script, a notebook or a test
+        with _ending(held):
+            size, asked = meeting.info.size, placement.processes
+            if ambient is None and asked not in ("auto", size):
+                raise UsageError(
+                    f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
+                    f"torchrun --nproc-per-node={asked}, or lockstep launch"
+                )
+            device = choose_device(placement.device, meeting.info, placement.backend)
+            fix_kernels(threads, precision, device)
+            keep_freed_memory()
+            if device.type == "cuda":
+                check_switches(precision)
+            held.enter_context(watched(meeting, placement, device))
+            source = script_digests()
+            decided = {"seed": seed, "precision": precision, "threads": threads, "your script": source}
+            meeting.compare(decided | placed_with(placement, device, compiled=False))
+            where, path = held.enter_context(_folder(meeting, kept))
+            if where is not None and not _interactive():
+                held.enter_context(meeting.voice.logged(where / run_folder.LOGS / log_name(meeting.info.rank)))
+            world = open_world(meeting, device, placement.backend)
+            held.callback(world.close)
+            numerics = machine.numerics(device)
+            seed_generators(random.key(random.INITIAL, seed))
+        sinks = _sinks(world, where, source) if ambient is None else []
+        for sink in sinks:
+            held.callback(sink.close)
+        strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
+        return Member(meeting, world, where, path, numerics, source, sinks, held, strategy, observe)
+
+    def begun(self, run: R) -> R:
+        """See that the run ends with this process, or with the function that joined it; return it."""
+        ambient = here()
+        if ambient is not None:
+            ambient.joined.append(run)
+            return run
+        left = weakref.ref(run)
+        atexit.register(_at_exit, left)
+        if not _interactive():
+            sys.excepthook = _hook(left)
+        return run
+
+    def write(self, event: Event) -> None:
+        """Write an event to all sinks, and into the folder how the run ended."""
+        now = time.time()
+        try:
+            for sink in self.sinks:
+                sink.write(event, now)
+        except OSError as error:
+            raise TrainingError(f"{self.folder}: event not written: {error.strerror}") from error
+        if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
+            code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else 0
+            run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
+
+    def again(self, step: int) -> int:
+        """Return how many steps were done after `step` before this start, by the log."""
+        return 0 if self.folder is None else max(0, last_step(self.folder / EVENTS) - step)
+
+    def warn(self, numerics: list[str], source: Mapping[str, str] | None, step: int) -> None:
+        """Warn on rank 0 of what has changed since the checkpoint, and may change bits."""
+        changed = source_changes(source, self.source)
+        lines = [f"{line}: the bits of an uninterrupted run are not promised" for line in numerics]
+        if changed:
+            lines.append(
+                f"your source files changed since step {step} was saved: {changed}: it goes on with the new ones"
+            )
+        for line in lines if self.world.rank == 0 else []:
+            print(printable_line(f"warning: {line}"), file=sys.stderr)
+
+    def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
+        """End the script, whose run is saved, for a signal; in a notebook only the loop."""
+        if _interactive():
+            raise KeyboardInterrupt(reason)
+        close()
+        raise SystemExit(EXIT_CODES[reason])
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave; with an error the process ends, unless it is the only one and interactive, or it is our own."""
+        self.held.__exit__(
+            None if error is None else type(error), error, None if error is None else error.__traceback__
+        )
+
+
+@contextmanager
+def _ending(held: ExitStack) -> Iterator[None]:
+    """Undo what was entered where the block fails; of several ranks that ends this process."""
+    try:
+        yield
+    except BaseException as error:
+        held.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+@contextmanager
+def _folder(meeting: Meeting, kept: Kept) -> Iterator[tuple[Path | None, Path | None]]:
+    """Hold the run folder on rank 0 while the block runs; yield it and its newest checkpoint on all. All call it."""
+    if kept.dir is None:
+        yield None, None
+        return
+    with ExitStack() as stack:
+        path = ""
+        if meeting.info.rank == 0:
+            claim = run_folder.claim_own(Path(kept.dir), signing_key(kept))
+            stack.enter_context(claim.held())
+            for note in claim.notes:
+                print(printable(note), file=sys.stderr)
+            path = str(claim.checkpoint or "")
+        path = meeting.tell(path)
+        folder = meeting.tell(kept.dir)
+        yield Path(folder), Path(path) if path else None
+
+
+def _sinks(world: World, folder: Path | None, source: Mapping[str, str]) -> list[Sink]:
+    if world.rank:
+        return []
+    rule = "the loop is the script's own"
+    if folder is None:
+        return [Console(sys.stdout, _NO_FOLDER, rule)]
+    run_folder.record_environment(folder, source, [], {"backend": world.backend})
+    return [JsonLines(folder / EVENTS), Console(sys.stdout, str(folder), rule)]
+
+
+def _interactive() -> bool:
+    """Return whether a person types at this process, as in a notebook: an error must not end it."""
+    return "ps1" in vars(sys)
+
+
+def _at_exit(left: weakref.ref[R]) -> None:
+    run = left()
+    if run is not None:
+        run.close()
+
+
+def _hook(left: weakref.ref[R]) -> Hook:
+    """Return what ends the run with an error of the script, and all ranks, and reports it once and in few words."""
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        run = left()
+        if isinstance(error, KeyboardInterrupt):
+            error = _interrupted()
+        if run is not None:
+            run.close(error)  # of several ranks this one ends here
+        _report(kind, error, trace)
+
+    return end
+
+
+def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """Report the error of a script that is the only rank, and end it."""
+    meeting = alone()
+    meeting.end(failure_of(error, meeting.info, meeting.voice))
+
+
+def _interrupted() -> TrainingError:
+    interrupted = TrainingError("interrupted")
+    interrupted.exit_code = EXIT_INTERRUPTED
+    return interrupted

@@ -1,0 +1,206 @@
+"""A step of a loop of the user's own: its micro-batches, their backwards and the update, and what must not be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lockstep.core.batch import Batch
+from lockstep.own_code import calling, refused
+from lockstep.parallel.local import LocalEngine
+from lockstep.run.own_loss import check_loss
+from lockstep.tasks.base import MicroBatch
+from lockstep.training.loop import Every, Turn
+
+
+@dataclass(eq=False)
+class Gate:
+    """Where the user's code may call the placed model: within a micro-batch, or within `run.each`."""
+
+    open: bool = False
+
+    def check(self, _module: nn.Module, _inputs: Any) -> None:
+        """Raise UsageError where the model is called elsewhere; a hook of its forward."""
+        if not self.open:
+            raise refused(
+                "the placed model is called outside of a micro-batch",
+                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`",
+            )
+
+
+@final
+class OwnStep:
+    """One step: iterate over it for this rank's micro-batches, give each loss to `backward`, then `update` once."""
+
+    def __init__(
+        self, turn: Turn, engine: LocalEngine, gate: Gate, leaves: int, rate: float, look: Callable[[], Look | None]
+    ) -> None:
+        self._turn = turn
+        self._engine = engine
+        self._gate = gate
+        self._rate = rate
+        self._look = look
+        self._current: MicroBatch | None = None
+        self._forward: AbstractContextManager[None] | None = None
+        self._done = 0  # backwards
+        self._where = ""  # the line of the loop over micro-batches, once it was left
+        engine.begin(turn.microbatches, turn.step, leaves)
+
+    @property
+    def number(self) -> int:
+        """The number of this step, from 1."""
+        return self._turn.step.number + 1
+
+    @property
+    def epoch(self) -> int:
+        """The number of this epoch, from 0."""
+        return self._turn.step.epoch
+
+    @property
+    def samples(self) -> int:
+        """The samples of this step, over all ranks."""
+        return self._turn.step.samples
+
+    @property
+    def samples_seen(self) -> int:
+        """The samples of all steps before this one, over all ranks: what a learning rate is a function of."""
+        return self._turn.step.samples_seen
+
+    @property
+    def weight(self) -> int:
+        """What the step's loss is divided by, over all ranks."""
+        return self._turn.step.weight
+
+    @property
+    def updated(self) -> bool:
+        """Whether the step is complete."""
+        return self._turn.sums is not None
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole step, over its weight: 0-dim, float64, the same on every rank. Once it is updated."""
+        if self._turn.sums is None:
+            raise refused(f"step {self.number}: step.loss is known after step.update", "ask for it then")
+        return self._turn.sums.loss
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The norm of the gradient before it was clipped, None where `clip` was not given. Once it is updated."""
+        return None if self._turn.update is None else self._turn.update.norm
+
+    def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
+        """Whether this step is the last of so many epochs, or of so many steps."""
+        if (epochs is None) == (steps is None):
+            raise refused("step.every: give either epochs or steps", "give one of the two")
+        return Every(steps, epochs).falls_on(self._turn.step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield this rank's micro-batches, on its device; what is between one and its backward is its forward."""
+        if self._done or self._current is not None or self._where:
+            raise refused(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
+        try:
+            for number, microbatch in enumerate(self._turn.microbatches):
+                look = self._look() if not number else None
+                self._enter(microbatch)
+                yield microbatch.batch
+                if look is not None:
+                    look.close()
+                if self._current is not None:
+                    raise refused(
+                        f"step {self.number}: no backward for micro-batch {number + 1} of {self._of}",
+                        "call step.backward(loss), not loss.backward(), for each",
+                    )
+        finally:
+            self._where = calling()
+            self._leave()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradient to the step's; `loss` is summed over the micro-batch, 0-dim."""
+        microbatch = self._current
+        if microbatch is None:
+            what = "a second backward for one micro-batch" if self._done else "a backward outside of a micro-batch"
+            raise refused(f"step {self.number}: {what}", "call step.backward once for each, within `for batch in step`")
+        check_loss(self.number, loss)
+        self._leave()
+        self._current = None
+        self._done += 1
+        self._engine.backward(microbatch, loss)
+
+    def update(self, lr: float | None = None, clip: float | None = None) -> None:
+        """Divide the gradient by the step's weight, clip its norm to `clip`, and move the weights at rate `lr`.
+
+        Left out, `lr` is the rate that the optimizer was made with. Groups keep the ratio of their rates.
+        """
+        if self.updated:
+            raise refused(f"step {self.number}: a second step.update", "call it once for each step")
+        if self._done < len(self._turn.microbatches):
+            raise self.unfinished()
+        sums = self._engine.end()
+        rate = self._rate if lr is None else float(lr)
+        self._turn.done(rate, sums, self._engine.update(rate, clip))
+
+    def unfinished(self) -> Exception:
+        """Return the error for a step that was left before its update."""
+        if self._done < len(self._turn.microbatches):
+            return refused(
+                f"step {self.number}: left after {self._done} of its {self._of} micro-batches",
+                "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
+                self._where,
+            )
+        return refused(f"step {self.number}: left without step.update", "call step.update once for each step")
+
+    @property
+    def _of(self) -> int:
+        return len(self._turn.microbatches)
+
+    def _enter(self, microbatch: MicroBatch) -> None:
+        self._forward = self._engine.forward(microbatch, self._turn.step)
+        self._forward.__enter__()
+        self._current, self._gate.open = microbatch, True
+
+    def _leave(self) -> None:
+        forward, self._forward, self._gate.open = self._forward, None, False
+        if forward is not None:
+            forward.__exit__(None, None, None)
+
+
+@final
+class Look:
+    """Looks at all modules that are called until it is closed: what is trained must be in the placed model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = set(model.modules())
+        self._hook = register_module_forward_pre_hook(self._check)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def _check(self, module: nn.Module, _inputs: Any) -> None:
+        if module in self._known:
+            return
+        kind = type(module).__name__
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            self.close()
+            raise refused(
+                f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
+                "make it a part of the model that run.place is given",
+            )
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            self.close()
+            raise refused(
+                f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
+                "make it a part of the model that run.place is given",
+            )
+
+
+def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
+    """Return what of a model must stay as it was placed: its parameters, which are trained, and its buffers' names."""
+    parameters = [(name, id(each), each.requires_grad) for name, each in model.named_parameters()]
+    return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]

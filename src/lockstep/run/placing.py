@@ -1,0 +1,113 @@
+"""The user's own model and optimizer, as an engine takes them; every mistake is found before it does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.own_code import refused
+from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.numerics import MakeOptimizer
+from lockstep.parallel.optimize import check_optimizer, check_rows
+from lockstep.parallel.optimizer_state import Named
+
+
+def check_pair(model: Any, optimizer: Any) -> None:
+    """Raise UsageError where these are no model and an optimizer of just its parameters that has not stepped yet."""
+    if not isinstance(model, nn.Module):
+        raise refused(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise refused(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
+    if optimizer.state:
+        raise refused("run.place: the optimizer has stepped already", "make it anew; a run goes on from its checkpoint")
+    if "lr" not in optimizer.defaults:
+        raise refused(
+            f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [list(each.shape) for each in held if each not in names]
+    if foreign:
+        raise refused(
+            f"run.place: the optimizer has {len(foreign)} parameters that the model has not, such as one of shape "
+            f"{foreign[0]}",
+            "put all that is trained in one module, such as an nn.ModuleDict",
+        )
+    frozen = [names[each] for each in held if not each.requires_grad]
+    missing = [name for each, name in names.items() if each.requires_grad and each not in set(held)]
+    if frozen:
+        raise refused(f"run.place: the optimizer has {frozen[0]}, which wants no gradient", "leave it out")
+    if missing:
+        raise refused(
+            f"run.place: {missing[0]} wants a gradient and is in no group of the optimizer",
+            "add it, or freeze it with requires_grad_(False)",
+        )
+
+
+def check_steps(optimizer: Optimizer, model: nn.Module, strategy: str, cuts_rows: bool) -> None:
+    """Raise UsageError where the optimizer cannot take a plain step, or, with `cuts_rows`, not of rows of a tensor."""
+    dims = {parameter.ndim for parameter in model.parameters() if parameter.requires_grad}
+    for group in optimizer.param_groups:
+        check_optimizer(partial(_tried, optimizer, group), dims)
+        if cuts_rows:
+            check_rows(partial(_tried, optimizer, group), strategy)
+
+
+def over_trained(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
+    """Return what makes this optimizer over the tensors that a strategy trains in place of the model's parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [(group, [names[each] for each in group["params"]]) for group in optimizer.param_groups]
+
+    def make(trained: Sequence[Named], norms: Norms) -> Optimizer:
+        own = dict(trained)
+        return _twin(optimizer, [{**group, "params": [own[name] for name in held]} for group, held in groups])
+
+    return make
+
+
+def hand_over(optimizer: Optimizer) -> None:
+    """Leave the user an optimizer that shows its groups and steps no more: `step.update` does."""
+    optimizer.step = MethodType(_steps, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = MethodType(_zeroes, optimizer)  # type: ignore[method-assign]
+
+
+def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a resumed run has to have alike, ready for JSON; rates are the loop's, and left out."""
+    groups = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]
+    kind = type(optimizer)
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": [_plain(group) for group in groups]}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = int | float | str | None
+    plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {name: value if isinstance(value, kinds) else repr(value) for name, value in plain.items()}
+
+
+def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same kind and settings over other tensors."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
+    twin.__dict__ |= {**attributes, "state": defaultdict(dict), "param_groups": groups}
+    return twin
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
+    return _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
+
+
+def _steps(optimizer: Optimizer, closure: object = None) -> NoReturn:
+    raise refused("optimizer.step() is not this loop's to call", "call step.update(lr=...), once for each step")
+
+
+def _zeroes(optimizer: Optimizer, set_to_none: bool = True) -> NoReturn:
+    raise refused("optimizer.zero_grad() has nothing to do", "leave it out: step.update forgets the gradients")

@@ -1,0 +1,86 @@
+"""Loops such as users write, as functions that a test runs on several ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+SAMPLES = 40  # in batches of 16: the last is short
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.arange(SAMPLES) % 3)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3))
+
+
+def placed(run: Any, strategy: Any = "auto") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    return run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2), strategy)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="sum")
+
+
+def training(folder: str | None = None, epochs: int = 2) -> None:
+    """Train with dropout, BatchNorm, clipping and evaluation."""
+    run = lockstep.join(seed=3, dir=folder)
+    model, _ = placed(run)
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
+        for batch in step:
+            step.backward(loss(model, batch))
+        step.update(lr=1e-2 / (1 + step.samples_seen), clip=1.0)
+        if step.every(epochs=1):
+            total = run.sum(loss(model, batch) for batch in run.each(data()))
+            run.log(loss=total / SAMPLES)
+            if folder:
+                run.save()
+
+
+def tokens() -> None:
+    """Weigh by what is not padding: a text weighs nothing, and in the last step a rank of three has no micro-batch."""
+    texts = [torch.arange(1, 2 + number % 5) % 7 for number in range(12)] + [torch.zeros(3, dtype=torch.long)] * 2
+
+    def padded(items: list[Tensor]) -> dict[str, Tensor]:
+        return {"ids": nn.utils.rnn.pad_sequence(items, batch_first=True)}
+
+    run = lockstep.join(seed=0)
+    model = nn.Sequential(nn.Embedding(8, 5), nn.Linear(5, 8))
+    model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    own = run.steps(
+        texts, batch=4, microbatches=4, steps=5, collate=padded, weight=lambda batch: int((batch["ids"] > 0).sum())
+    )
+    for step in own:
+        for batch in step:
+            logits = model(batch["ids"])
+            step.backward(
+                F.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), ignore_index=0, reduction="sum")
+            )
+        step.update(lr=0.5)
+
+
+def by_rank() -> None:
+    """Do what must not be done: let the loss follow from the rank."""
+    run = lockstep.join(seed=3)
+    model, _ = placed(run)
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=1):
+        for batch in step:
+            step.backward(loss(model, batch) * (1 + (run.rank and step.number > 1)))
+        step.update()
+
+
+def joined(body: Callable[[Any], None], folder: Path | None = None) -> None:
+    """Give `body` a run, and end it, whatever becomes of it."""
+    with lockstep.join(seed=0, dir=folder) as run:
+        body(run)

@@ -1,0 +1,55 @@
+"""lockstep.verify: loops of the user's own on several placements, and what is said of those that depend on them."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.verification.own_loop import script
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "run"))
+
+import loops
+
+HSDP = {"name": "hsdp", "replicate": 2}
+
+
+def test_a_loop_gives_the_same_numbers_on_all_strategies():
+    rows = lockstep.verify(loops.training, processes=(1, 3))
+    assert [row.line for row in rows] == [
+        "single on 1: identical, 6 steps",
+        *(f"{name} on 3: identical, 6 steps" for name in ("ddp", "zero1", "zero2", "zero3")),
+    ]
+
+
+def test_hsdp_and_a_folder_take_part_and_a_pipeline_needs_a_task():
+    rows = lockstep.verify(partial(loops.training, "kept"), processes=(4,), strategies=(HSDP, "pipeline"), steps=3)
+    assert rows[0].line == "hsdp on 4: identical, 3 steps"
+    assert rows[1].verdict == "not possible"
+    assert "strategy pipeline: it cuts the model, so it needs a task" in rows[1].reason
+    assert not Path("kept").exists()
+
+
+def test_weights_are_of_the_whole_step():
+    assert all(
+        row.verdict == "identical" for row in lockstep.verify(loops.tokens, processes=(3,), strategies=("ddp", "zero3"))
+    )
+
+
+def test_the_first_departure_is_named():
+    with pytest.raises(lockstep.VerificationError, match=r"ddp on 2: differs: step 2: the loss is .*, not "):
+        lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))
+
+
+def test_a_function_without_a_run_is_refused():
+    with pytest.raises(lockstep.UsageError, match=r"it joined no run: call lockstep\.join in it"):
+        lockstep.verify(print, processes=(1,))
+
+
+def test_a_script_is_a_function_with_arguments(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import sys, loops\nloops.training(epochs=int(sys.argv[1]))\n")
+    [row] = lockstep.verify(script(file, ["1"]), processes=(2,), strategies=("ddp",))
+    assert row.line == "ddp on 2: identical, 3 steps"
