@@ -7,7 +7,10 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "join": "run.joined",
+    "train": "run.aside",
+    "evaluate": "run.aside",
     "verify": "verification.own_loop",
+    "load": "run.plain",
     "Recipe": "config.recipe",
     "Placement": "config.placement",
     "LockstepError": "errors",
@@ -24,7 +27,10 @@ __all__ = [
     "TrainingError",
     "UsageError",
     "VerificationError",
+    "evaluate",
     "join",
+    "load",
+    "train",
     "verify",
 ]
 

@@ -151,5 +151,5 @@ def test_a_loopback_interface_that_is_down_is_named_at_once(monkeypatch):
 
 def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():
     start = Start(Path("run"), None)
-    sent = partial(training._train, load("digits"), start, None)
+    sent = partial(training._train, load("digits"), start, None, None)
     assert pickle.loads(pickle.dumps(sent)).args[1] == start  # noqa: S301

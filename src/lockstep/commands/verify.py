@@ -28,7 +28,11 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
 
     Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
     shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
+
+    Or compare placements of SCRIPT.py, which calls lockstep.join; what follows are its arguments.
     """
+    if words and words[0].endswith(".py"):
+        raise SystemExit(_script(Path(words[0]), words[1:], everything, steps))
     from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
 
@@ -52,6 +56,20 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
         file.write_text(to_json(found), encoding="utf-8")
     draw(found, Console())
     raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)
+
+
+def _script(path: Path, arguments: tuple[str, ...], everything: bool, steps: int) -> int:
+    """Compare a loop of the user's own, and return the exit code."""
+    from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
+    from lockstep.verification.own_loop import STRATEGIES, checked, script
+
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; name a script that calls lockstep.join, or a recipe")
+    good = True
+    for row in checked(script(path, arguments), (1, 2, 3, 4) if everything else (1, 2), STRATEGIES, steps):
+        click.echo(printable(row.line))
+        good = good and row.good
+    return EXIT_DONE if good else EXIT_VERIFICATION
 
 
 def _progress(text: str) -> None:

@@ -99,3 +99,15 @@ class NoTask:
     def figures(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """See Task."""
         raise AssertionError("the loop has figures of its own")
+
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        raise AssertionError("the loop adds by run.sum")
+
+    def report(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See Task."""
+        raise AssertionError("the loop has figures of its own")
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """See Task."""
+        raise AssertionError("the loop is not known before it runs")

@@ -61,8 +61,11 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
 
 def saved_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     """Return the recipe that the checkpoint `path` was made by."""
+    recipe = saved_state.parsed(path, snapshot.state).recipe
+    if "loop" in recipe:
+        raise UsageError(f"{path}: of a loop of one's own, and no recipe; its script goes on with it")
     try:
-        return Recipe.model_validate(saved_state.parsed(path, snapshot.state).recipe)
+        return Recipe.model_validate(recipe)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SHOWN]]
         raise UsageError("\n".join([f"{path}: its recipe is none of this version:", *lines])) from None

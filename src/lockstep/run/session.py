@@ -81,11 +81,13 @@ class Start:
     done: str = ""
 
 
-def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup | None = None) -> int:
+def run_rank(
+    loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup | None = None, also: Sink | None = None
+) -> int:
     """Train as one of the ranks that have met and return the exit code.
 
     Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder and tells the
-    others where the run begins.
+    others where the run begins. `also` is a sink of rank 0 beside those that the configuration names.
     """
     placement, recipe, info = loaded.config.placement, loaded.config.recipe, meeting.info
     device = choose_device(placement.device, info, placement.backend)
@@ -120,7 +122,7 @@ def run_rank(loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup
         looks = info.rank == 0 and resumed is None and loaded.config.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
         world = open_world(meeting, device, placement.backend)
-        training = _Training(loaded, ready, world, agreed, resumed, (terminal, log), look)
+        training = _Training(loaded, ready, world, agreed, resumed, (terminal, log), look, also)
         meeting.doing = training.doing
         code = training.run(stop)
         world.close()
@@ -207,6 +209,7 @@ class _Training:
         resumed: _Resumed | None,
         streams: tuple[TextIO, TextIO],
         look: Look,
+        also: Sink | None,
     ) -> None:
         self.loaded = loaded
         self.ready = ready
@@ -215,6 +218,7 @@ class _Training:
         self.resumed = resumed
         self.streams = streams  # the terminal, and this rank's log
         self.look = look
+        self.also = also
         self.began = time.perf_counter()
         self.progress = Progress()
         self.phase: Phase = "setting up"
@@ -433,7 +437,7 @@ class _Training:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = _source(self.loaded, self.ready) | source_digests(sinks.own_paths(self.loaded.config.run))
             run_folder.record(self.loaded, folder, source, self.cores, exchange)
-            yield found
+            yield found if self.also is None else [*found, self.also]
 
 
 def _source(loaded: Loaded, ready: Setup) -> dict[str, str]:

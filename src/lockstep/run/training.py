@@ -17,6 +17,7 @@ from lockstep.core.text import printable
 from lockstep.errors import UsageError
 from lockstep.launchers import torchrun
 from lockstep.parent import parent_command
+from lockstep.reporting.sink import Sink
 from lockstep.run import build, sinks
 from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup
@@ -25,8 +26,11 @@ from lockstep.run.start import Work, on_ranks
 from lockstep.runtime.meeting import Meeting
 
 
-def train_here(loaded: Loaded) -> int:
-    """Check everything in this process, then train in it, or start the processes that do; return the exit code."""
+def train_here(loaded: Loaded, also: Sink | None = None) -> int:
+    """Check everything in this process, then train in it, or start the processes that do; return the exit code.
+
+    `also` is a sink beside those that the configuration names; it can be sent to a spawned process.
+    """
     torch.set_num_threads(1)  # see run/start.py
     placement = loaded.config.placement
     with with_places(loaded):
@@ -42,7 +46,7 @@ def train_here(loaded: Loaded) -> int:
     with claim.held():
         for note in claim.notes:
             _say(note)
-        work = partial(_train, loaded, Start(claim.folder, claim.checkpoint, claim.done))
+        work = partial(_train, loaded, Start(claim.folder, claim.checkpoint, claim.done), also)
         reasons: list[str] = []
         code = on_ranks(work, ready, placement, count, claim.folder / run_folder.LOGS, reasons.append)
         if count > 1:
@@ -56,11 +60,11 @@ def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
     with with_places(loaded):
         sinks.check_sinks(loaded.config.run)
         build.check_placement(loaded.config, info.size)
-    return loaded.config.placement, partial(_train, loaded, None, None)
+    return loaded.config.placement, partial(_train, loaded, None, None, None)
 
 
-def _train(loaded: Loaded, start: Start | None, ready: Setup | None, meeting: Meeting) -> int:
-    return run_rank(loaded, meeting, start, ready)
+def _train(loaded: Loaded, start: Start | None, also: Sink | None, ready: Setup | None, meeting: Meeting) -> int:
+    return run_rank(loaded, meeting, start, ready, also)
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:

@@ -1,0 +1,176 @@
+"""Train and evaluate from Python, as in a notebook: in processes aside, which leave this one as it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, final
+
+from lockstep.config.base import values
+from lockstep.config.load import Loaded, load_text
+from lockstep.config.load import load as load_recipe
+from lockstep.config.recipe import Recipe
+from lockstep.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREFLIGHT,
+    EXIT_SAVED,
+    EXIT_USAGE,
+    LockstepError,
+    PreflightError,
+    TrainingError,
+    UsageError,
+)
+from lockstep.run.evaluation import Asked, Found, evaluate_here
+from lockstep.run.training import train_here
+from lockstep.training import events
+from lockstep.training.events import Evaluated, Event
+
+_KINDS: Final = {
+    kind.__dataclass_fields__["name"].default: kind
+    for kind in (
+        events.Started,
+        events.Warned,
+        events.Stepped,
+        events.Evaluated,
+        events.Logged,
+        events.Skipped,
+        events.Saved,
+        events.Stopped,
+        events.Done,
+    )
+}
+_STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events say which
+_END: Final = "end"
+_LOOK_S: Final = 0.5
+
+
+def train(
+    recipe: str | Path | Recipe, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None
+) -> Iterator[Event]:
+    """Train a recipe, the name of a shipped one or a file, in processes aside, and yield what happens, as it happens.
+
+    `overrides` are dotted: {"recipe.epochs": 3, "run.dir": "runs/a"}. A mistake raises UsageError, a failure
+    TrainingError. Where the iteration is left early the run is saved and stopped, and goes on in the same run.dir.
+    """
+    words = _words(overrides, processes)
+    if isinstance(recipe, Recipe):
+        loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, words)
+    else:
+        loaded = load_recipe(str(recipe), words)
+    for message in _messages(partial(_train, loaded)):
+        yield _event(message)
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    processes: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> Evaluated:
+    """Evaluate a run folder or a checkpoint, every validation sample once, in processes aside.
+
+    Code that its recipe names runs only if `overrides` name it too, or with `trust`.
+    """
+    asked = Asked(str(run), tuple(_words(overrides, processes)), trust)
+    [message] = _messages(partial(_evaluate, asked))
+    event = _event(message)
+    assert isinstance(event, Evaluated)
+    return event
+
+
+def _words(overrides: Mapping[str, Any] | None, processes: int | None) -> list[str]:
+    chosen = {} if processes is None else {"placement.processes": processes}
+    return [f"{key}={json.dumps(value)}" for key, value in {**chosen, **(overrides or {})}.items()]
+
+
+def _event(message: Mapping[str, Any]) -> Event:
+    kind: Callable[..., Event] = _KINDS[message["name"]]
+    return kind(**{name: value for name, value in message.items() if name != "name"})
+
+
+def _messages(body: Callable[[Tell], int]) -> Generator[dict[str, Any]]:
+    """Do `body` in a process aside, and yield what it tells; raise what it fails of."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_aside, args=(body, sending))
+    process.start()
+    sending.close()
+    ended = False
+    try:
+        with closing(receiving):
+            while not ended:
+                if not receiving.poll(_LOOK_S):
+                    ended = not process.is_alive() and not receiving.poll(0)
+                    continue
+                message = json.loads(receiving.recv_bytes())
+                if _END not in message:
+                    yield message
+                    continue
+                ended = True
+                _raise(message)
+            if process.exitcode:
+                raise TrainingError(f"the process aside ended with code {process.exitcode}")
+    finally:
+        if not ended:
+            process.terminate()  # the run saves, and stops
+        process.join()
+
+
+def _raise(end: Mapping[str, Any]) -> None:
+    code, text = end[_END], end["text"]
+    if code in _STOPPED:
+        return
+    kinds: dict[int, type[LockstepError]] = {EXIT_USAGE: UsageError, EXIT_PREFLIGHT: PreflightError}
+    raise kinds.get(code, TrainingError)(text)
+
+
+@final
+@dataclass(frozen=True)
+class Tell:
+    """The sink of the process that waits for events: a line of JSON each."""
+
+    connection: Connection
+
+    def write(self, event: Event, time: float) -> None:
+        """See Sink."""
+        self.connection.send_bytes(json.dumps(asdict(event)).encode())
+
+    def close(self) -> None:
+        """See Sink."""
+
+
+def _aside(body: Callable[[Tell], int], connection: Connection) -> None:
+    """Be the process aside: nothing is printed, what there is to say goes to the one that waits."""
+    said = io.StringIO()
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(said):
+        try:
+            code, text = body(Tell(connection)), ""
+        except LockstepError as error:
+            code, text = error.exit_code, str(error)
+        except SystemExit as end:  # a signal came before there were workers
+            code, text = int(end.code or 0), ""
+    connection.send_bytes(json.dumps({_END: code, "text": text or said.getvalue().strip()}).encode())
+    sys.stdout.flush()
+
+
+def _train(loaded: Loaded, tell: Tell) -> int:
+    return train_here(loaded, tell)
+
+
+def _evaluate(asked: Asked, tell: Tell) -> int:
+    return evaluate_here(asked, partial(_told, tell))
+
+
+def _told(tell: Tell, found: Found) -> None:
+    tell.write(found.event, 0.0)

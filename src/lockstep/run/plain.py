@@ -1,0 +1,66 @@
+"""The model of a checkpoint in plain PyTorch, for whoever uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from lockstep.core.shard import local
+from lockstep.errors import UsageError
+from lockstep.models.find import build_model
+from lockstep.models.tuned import tuned
+from lockstep.own_code import OwnCode
+from lockstep.run.resume import saved_recipe
+from lockstep.run.user_code import import_paths
+from lockstep.training import checkpoint, saved_state
+
+
+def load(
+    run: str | Path, *, model: nn.Module | Callable[[], nn.Module] | None = None, trust: bool = False
+) -> nn.Module:
+    """Return the model of a run folder or a checkpoint, on the CPU and in evaluation, with averaged weights if it has.
+
+    `model`, or what it returns, is given the weights. Left out, it is built by the recipe; code that this names runs
+    only with `trust`: who wrote the folder could run anything. A loop of one's own has no recipe, and needs `model`.
+    """
+    found = checkpoint.load(Path(run))
+    if model is None:
+        made = _built(found, trust)
+    elif isinstance(model, nn.Module):
+        made = model
+    else:
+        with OwnCode("model"):
+            made = model()
+    weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
+    _fill(found.path, made, {name: local(held) for name, held in weights.items()})
+    return made.eval()
+
+
+def _built(found: checkpoint.Found, trust: bool) -> nn.Module:
+    state = saved_state.parsed(found.path, found.snapshot.state)
+    if "loop" in state.recipe:
+        raise UsageError(f"{found.path}: of a loop of one's own, which alone knows its model; give model=")
+    recipe = saved_recipe(found.path, found.snapshot)
+    paths = import_paths(recipe)
+    if "model" in paths and not trust:
+        raise UsageError(
+            f"{found.path}: its recipe names code, {paths['model']}, which would run with your rights; give model=, or "
+            f"trust=True where you know who wrote it"
+        )
+    if state.facts is None:
+        raise UsageError(f"{found.path}: it was written by 0.1, which kept nothing of its data; give model=")
+
+    def plain() -> nn.Module:
+        chosen = recipe.model
+        return build_model(name=chosen.name, source=chosen.source, options=chosen.options, facts=state.facts or {})
+
+    return tuned(plain, recipe.model.freeze)
+
+
+def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise UsageError(f"{path}: its weights do not fit {type(model).__name__}: {error}") from error
