@@ -267,7 +267,7 @@ class TestTheDataOfACheckpoint:
         run(*TRAIN, *FOLDER, "recipe.epochs=1")
         for split in ("train", "val"):
             (images / split / "cat").rename(images / split / "zebra")  # sorted, dog comes first now
-        said = "of other classes: class 0 is 'cat', and in the data here 'dog'; give the data it was trained on"
+        said = "of other classes: number 0 is 'cat', and in the data here 'dog'; give the data it was trained on"
         resumed = (*TRAIN, *FOLDER, "recipe.epochs=1", "run.dir=other", "run.resume=run")
         for words in (("eval", "run", "--trust"), resumed):
             assert said in run(*words, code=2).err
