@@ -86,7 +86,7 @@ def test_on_a_terminal_steps_move_and_lines_stay(console: Open) -> None:
     sink.write(evaluated(), 20.0)
     sink.write(stepped(69), 30.0)
     assert "evaluated 360 of 360  top1 98.61 %" in seen(stream)
-    assert "loss 0.4321  top1 98.61 %  top5 100.00 %  lr 0.09511  1,234 samples/s" in seen(stream)
+    assert "loss 0.4321  evaluated top1 98.61 %  top5 100.00 %  lr 0.09511  1,234 samples/s" in seen(stream)
     assert re.search(r"epoch 3/30  step 69/690 .* 4:30 left", seen(stream))
     assert "\x1b[1A" in stream.getvalue()  # the second drawing goes over the first
     sink.close()

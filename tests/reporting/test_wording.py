@@ -47,7 +47,7 @@ def test_figures() -> None:
     assert wording.figures(stepped(), started()) == "loss 0.4321  lr 0.09511  1,234 samples/s"
     scaled = dataclasses.replace(stepped(), loss_scale=65536.0, skipped_steps=1)
     assert wording.figures(scaled, started(), "top1 98.61 %") == (
-        "loss 0.4321  top1 98.61 %  lr 0.09511  1,234 samples/s  loss scale 65536  1 step skipped"
+        "loss 0.4321  evaluated top1 98.61 %  lr 0.09511  1,234 samples/s  loss scale 65536  1 step skipped"
     )
     cpu = dataclasses.replace(stepped(), flops_per_s=4.0118e9)
     assert wording.figures(cpu, started()) == "loss 0.4321  lr 0.09511  1,234 samples/s  4.012 GFLOP/s"

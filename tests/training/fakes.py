@@ -24,7 +24,7 @@ class FakeEngine:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     _number: int = 0
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         self._number = step.number
         self.calls.append(("forward_backward", step.number, [each.index for each in microbatches]))
         loss = self.losses.get(step.number, 1.0)

@@ -58,13 +58,13 @@ class AuditedEngine:
         self._fetch = fetch
         self._digests = Digests()
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         if not self._rota.due(step):
-            return self._engine.forward_backward(microbatches, step)
+            return self._engine.forward_backward(microbatches, step, observe)
         repeated, *own = microbatches
         findings = self._held(self._engine.state()) if self._world.size > 1 else []  # else nobody holds the same
-        sums, computed = self._computed(step, repeated, own)
+        sums, computed = self._computed(step, repeated, own, observe)
         findings += computed
         disputed = self._disputed(findings)
         if disputed:
@@ -96,12 +96,14 @@ class AuditedEngine:
         """See Engine."""
         self._engine.close()
 
-    def _computed(self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch]) -> tuple[Sums, Findings]:
+    def _computed(
+        self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], observe: bool = False
+    ) -> tuple[Sums, Findings]:
         """Do a step, and note what other ranks have results for, causes first."""
         findings = [self._repeated(step, repeated)]
         watched, seen = self._rota.watched(self._world.rank, step), self._noted()
         sums = self._engine.forward_backward(
-            [replace(each, note=seen.note) if each.index == watched else each for each in own], step
+            [replace(each, note=seen.note) if each.index == watched else each for each in own], step, observe
         )
         if digests := seen.values():  # none where this rank has no micro-batch in a short step
             findings.append((_microbatch(watched), digests))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -19,11 +20,13 @@ Predict = Callable[[Inputs], Any]  # gives the model's outputs
 
 class Sums(NamedTuple):
     """The losses of a step, 0-dim: `total` over all its samples, the same on every rank, and `own_losses` over each
-    of this rank's micro-batches, as the task gave them. `weight` is the step's."""
+    of this rank's micro-batches, as the task gave them. `weight` is the step's. `of_task` are the sums of the task
+    over all micro-batches, on the CPU, where they were asked for."""
 
     total: Tensor
     weight: int
     own_losses: Sequence[Tensor]
+    of_task: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def loss(self) -> Tensor:
@@ -56,8 +59,11 @@ class State:
 class Stepping(Protocol):
     """What the loop asks of an engine: a step is one call of each, in this order, on all ranks."""
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
-        """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none."""
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none.
+
+        With `observe`, which all ranks give alike, the sums of the task are added up too.
+        """
         ...
 
     def update(self, lr: float, max_norm: float | None) -> Update:

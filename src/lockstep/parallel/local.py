@@ -45,6 +45,7 @@ from lockstep.parallel.updating import Updates, gradient, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.runtime.canonical import add_
 from lockstep.runtime.lane import Lane
+from lockstep.runtime.named_sums import NamedSums
 from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
@@ -80,6 +81,7 @@ class LocalEngine:
         lay: Lay,
     ) -> None:
         self._task = problem.task
+        self._world = world
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
         self._device = world.device
@@ -109,14 +111,18 @@ class LocalEngine:
         self._shares: dict[tuple[int, torch.dtype], Tensor] = {}  # the last one
         self._now: _Turn
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
+        observed = NamedSums() if observe else None
         self.begin(microbatches, step, min(self._numerics.microbatches, step.samples))
         for microbatch in microbatches:
             with self.forward(microbatch, step):
-                loss = self._loss_of(microbatch)
+                loss = self._loss_of(microbatch, observed)
             self.backward(microbatch, loss)
-        return self.end()
+        sums = self.end()
+        if observed is None:
+            return sums
+        return sums._replace(of_task=observed.total(self._world, self._now.leaves))
 
     def begin(self, microbatches: Sequence[MicroBatch], step: Step, leaves: int) -> None:
         """Start a step of `leaves` micro-batches, of which this rank computes these: `forward`, then `backward`."""
@@ -242,11 +248,16 @@ class LocalEngine:
     def _averaged(self, decay: float) -> Ema:
         return Ema({name: local(held) for name, held in self._layout.state().items()}, decay)
 
-    def _loss_of(self, microbatch: MicroBatch) -> Tensor:
+    def _loss_of(self, microbatch: MicroBatch, observed: NamedSums | None = None) -> Tensor:
         inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
         with self._model_code:
             outputs = call(self._model, inputs)
-        return self._task.loss(self._numerics.given_out(outputs), microbatch.batch)
+        given = self._numerics.given_out(outputs)
+        loss = self._task.loss(given, microbatch.batch)
+        if observed is not None and not microbatch.shadow:
+            with torch.no_grad():
+                observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
+        return loss
 
     def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
         if microbatch.note is not None:

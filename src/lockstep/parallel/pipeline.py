@@ -47,6 +47,7 @@ from lockstep.parallel.pipeline_state import OptimizerNames, check_separable
 from lockstep.parallel.updating import Updates, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.runtime.canonical import CanonicalSum, add_
+from lockstep.runtime.named_sums import NamedSums
 from lockstep.runtime.pipeline import Post, Value, Values
 from lockstep.runtime.precision import autocast
 from lockstep.runtime.world import World
@@ -163,11 +164,13 @@ class PipelineEngine:
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
+        self._observed: NamedSums | None = None  # the task's sums of a step under way, where they are asked for
         self._losses: Counter[Tensor] = Counter(add_)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._own_losses = []
+        self._observed = NamedSums() if observe else None
         leaves = min(self._numerics.microbatches, step.samples)
         pipe = self._pipe
         self._layout.gradients.begin(leaves, microbatches)
@@ -179,7 +182,10 @@ class PipelineEngine:
             stage.observe(leaves, step.samples, self._across)
         self._loss = self._total_loss(leaves)
         self._weight = step.weight
-        return Sums(self._loss, step.weight, self._own_losses)
+        sums = Sums(self._loss, step.weight, self._own_losses)
+        if self._observed is None:
+            return sums
+        return sums._replace(of_task=self._observed.total(self._world, leaves))
 
     def gradients(self) -> dict[str, Held]:
         """See Engine."""
@@ -275,7 +281,11 @@ class PipelineEngine:
                 if not last:
                     return outputs
                 given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
-                return [self._task.loss(given, microbatch.batch)]
+                loss = self._task.loss(given, microbatch.batch)
+                if self._observed is not None and not microbatch.shadow:
+                    with torch.no_grad():
+                        self._observed.add(index, self._task.sums(given, microbatch.batch))
+                return [loss]
 
         outputs = self._stages[number].forward(index, inputs, microbatch.samples, compute)
         if last:

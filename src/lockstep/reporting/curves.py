@@ -18,6 +18,7 @@ def curves(event: Event) -> dict[str, float]:
 
 def _training(event: Stepped) -> dict[str, float]:
     scalars = {"loss/train": event.loss, "lr": event.lr, "samples_per_s": event.samples_per_s}
+    scalars |= {f"{name}/train": value for name, value in event.figures.items()}
     if event.norm is not None:
         scalars["norm"] = event.norm
     if event.loss_scale is not None:

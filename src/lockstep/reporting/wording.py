@@ -42,8 +42,9 @@ def place(event: Stepped, run: Started) -> str:
 
 
 def figures(event: Stepped, run: Started, last: str = "") -> str:
-    """Give a step's figures; `last`, those of the last evaluation, stand after the loss."""
-    words = [f"loss {event.loss:.4f}", last, f"lr {event.lr:.4g}", speed(event, run)]
+    """Give a step's figures; `last`, those of the last evaluation, stand after the task's."""
+    own, evaluated = of_task(event.figures, run.fractions), f"evaluated {last}" if last else ""
+    words = [f"loss {event.loss:.4f}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
     if event.flops_per_s is not None:
         words.append(f"{_flops(event.flops_per_s)}/s")
     if event.mfu is not None:

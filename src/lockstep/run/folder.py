@@ -5,6 +5,7 @@ runs/<recipe>-<model>-<time>/
 ├── environment.json    versions, devices, commit, hashes of the user's source files
 ├── events.jsonl        everything that happened: the source of truth
 ├── skipped.txt         images that could not be read, where data.on_error is skip and there are any
+├── last-evaluation.json  what the task reports in detail: of classification each class's accuracy and the confusions
 ├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
@@ -34,6 +35,7 @@ from lockstep.run.resume import check_recipe, saved_recipe, signing_key
 from lockstep.run.runs import CONFIG, RESULT
 from lockstep.run.submitted import RECORD, SCRIPT
 from lockstep.runtime import machine
+from lockstep.tasks.base import Report
 from lockstep.training import checkpoint, durable
 from lockstep.training.lock import LOCK, Lock, lock
 
@@ -42,8 +44,9 @@ EVENTS = "events.jsonl"
 LOGS = "logs"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
+LAST_EVALUATION = "last-evaluation.json"
 _OF_SINKS: Final = ("steps.csv", "evaluations.csv", "wandb-run.txt", "mlflow-run.txt")
-_FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
+_FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 
@@ -133,6 +136,15 @@ def record_environment(
     """Write environment.json; see `record`."""
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
     _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")
+
+
+def keep_last_evaluation(folder: Path, report: Report) -> None:
+    """Write what a task reports of the last evaluation; TrainingError where the disk does not take it."""
+    path = folder / LAST_EVALUATION
+    try:
+        durable.replace(path, json.dumps(report, indent=1).encode())
+    except OSError as error:
+        raise TrainingError(f"{path}: not written: {error.strerror}") from error
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lockstep.core.batch import Batch, Inputs
 from lockstep.own_code import refused
+from lockstep.runtime.named_sums import add_over_ranks
 from lockstep.runtime.world import World
 from lockstep.tasks.base import LOSS, Monitor
-from lockstep.training.evaluate import add_over_ranks
 
 _ONE: Final = ""  # the name of a value that has none
 

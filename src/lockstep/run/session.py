@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -60,6 +60,7 @@ from lockstep.runtime.signals import EXIT_CODES, StopRequest
 from lockstep.runtime.stall import StallWatch
 from lockstep.runtime.voice import log_name
 from lockstep.runtime.world import World, choose_device, open_world
+from lockstep.tasks.base import Report
 from lockstep.training import checkpoint
 from lockstep.training.agreement import disagreement
 from lockstep.training.evaluate import evaluate
@@ -311,6 +312,7 @@ class _Training:
             steps=self.ready.steps,
             rate=find_rate(config.recipe, self.ready.steps),
             monitor=self.ready.task.monitor,
+            figures=self.ready.task.figures,
             weighs=not self.ready.task.counts_samples,
             clip_norm=config.recipe.clip_norm,
             stop_on_nonfinite=config.recipe.nonfinite == "stop",
@@ -357,7 +359,13 @@ class _Training:
     def _evaluate(self, progress: Progress) -> Evaluated:
         batch = evaluation_batch(self.loaded.config.recipe)
         with self._while("evaluating"):
-            return evaluated(self.engine, self.world, self.ready, self.loader, batch, progress)
+            keep = self._keep if progress.step == self.ready.steps.total else None
+            return evaluated(self.engine, self.world, self.ready, self.loader, batch, progress, keep)
+
+    def _keep(self, report: Report) -> None:
+        """Write what the task reports of the last evaluation, on rank 0."""
+        if report and self.world.rank == 0:
+            run_folder.keep_last_evaluation(self.start.folder, report)
 
     def _save(self, progress: Progress) -> list[Saved]:
         with self._while("saving"):
@@ -455,11 +463,21 @@ def engine_state(snapshot: checkpoint.Snapshot) -> State:
     return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"])
 
 
-def evaluated(engine: Engine, world: World, ready: Setup, loader: Loader, batch: int, progress: Progress) -> Evaluated:
-    """Evaluate exactly and return the event. All ranks call it."""
-    task = ready.task
-    sums, seconds = evaluate(engine, world, task, loader.validation(batch), loader.validation_batches(batch))
+def evaluated(
+    engine: Engine,
+    world: World,
+    ready: Setup,
+    loader: Loader,
+    batch: int,
+    progress: Progress,
+    keep: Callable[[Report], None] | None = None,
+) -> Evaluated:
+    """Evaluate exactly and return the event; `keep` gets what the task reports in detail. All ranks call it."""
+    task, batches = ready.task, loader.validation(batch)
+    sums, seconds = evaluate(engine, world, task, batches, loader.validation_batches(batch), details=keep is not None)
     figures = task.figures(sums)
+    if keep is not None:
+        keep(task.report(sums))
     loss = figures.pop("loss", float(sums["loss"]) / max(int(sums["weight"]), 1))
     return Evaluated(
         step=progress.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
@@ -123,7 +124,8 @@ class OwnTask:
         counts = {"loss": loss.detach().double(), "weight": torch.tensor(weight), "samples": torch.tensor(samples)}
         sums = {**self.sums(filled, batch), **self.details(filled, batch)}
         figures = self.figures({**counts, **sums})
-        self.report({**counts, **sums})
+        with self._code("report"):
+            json.dumps(self.report({**counts, **sums}))
         self._check_monitor(figures)
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:

@@ -84,6 +84,7 @@ class Stepped:
     samples_per_s: float
     peak_bytes: int
     weight_per_s: float | None = None  # where the weight is not the number of samples
+    figures: dict[str, float] = field(default_factory=dict)  # the task's
     loss_scale: float | None = None
     skipped_steps: int = 0
     flops_per_s: float | None = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
@@ -13,7 +16,7 @@ from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.runtime.meter import Meter
 from lockstep.runtime.signals import WISHES
 from lockstep.runtime.world import World
-from lockstep.tasks.base import LOSS, MicroBatch, Monitor
+from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
 from lockstep.training.watch import LossWatch
 
@@ -39,12 +42,17 @@ class Plan:
     steps: Steps
     rate: Rate | None  # None: whoever does the steps knows it
     monitor: Monitor = LOSS
+    figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # of a step that is reported, from its sums
     weighs: bool = False  # whether a step weighs something else than its samples, whose speed is told too
     clip_norm: float | None = None
     stop_on_nonfinite: bool = True
     log: Every = Every(steps=10)
     evaluate: Every | None = Every(epochs=1)  # None where there is nothing to evaluate on
     save: Every = Every(epochs=1)
+
+    def reports(self, step: Step) -> bool:
+        """Whether a step is reported: the last one always is."""
+        return step.number + 1 == self.steps.total or self.log.falls_on(step)
 
 
 @dataclass
@@ -98,6 +106,7 @@ class Turn:
     lr: float = math.nan
     sums: Sums | None = None  # None: it is not done
     update: Update | None = None
+    reported: bool = False  # whether its figures are wanted
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
         """Count the step as done, at this rate, and note what it came to."""
@@ -122,7 +131,8 @@ def train(
             yield each
             continue
         lr = plan.rate.at(each.step.samples_seen)
-        sums = engine.forward_backward(each.microbatches, each.step)
+        observe = each.reported and plan.figures is not None
+        sums = engine.forward_backward(each.microbatches, each.step, observe)
         each.done(lr, sums, engine.update(lr, plan.clip_norm))
 
 
@@ -143,15 +153,17 @@ def turns(
     """
     watch, meter = LossWatch(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        turn = Turn(step, microbatches, progress)
+        turn = Turn(step, microbatches, progress, reported=plan.reports(step))
         yield turn
         assert turn.sums is not None
         assert turn.update is not None
         watch.add(step, turn.lr, turn.sums)
         meter.add(step.samples, turn.sums.weight)
         last = progress.step == plan.steps.total
-        if last or plan.log.falls_on(step):
-            yield _stepped(plan, progress, turn.lr, watch.check(), turn.update, meter)
+        if turn.reported:
+            loss = watch.check()
+            stepped = _stepped(plan, progress, turn.lr, loss, turn.update, meter)
+            yield replace(stepped, figures=_figures(plan, step, turn.sums))
         if evaluate is not None and plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
             watch.check()
             evaluated = evaluate(progress)
@@ -166,6 +178,15 @@ def turns(
         if wish and not last:
             yield Stopped(step=progress.step, epoch=progress.epoch, samples=progress.samples, reason=WISHES[wish])
             return
+
+
+def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
+    """Return the task's figures of a step, as the model was before it; its loss is reported beside them."""
+    if plan.figures is None:
+        return {}
+    counts = {"weight": torch.tensor(sums.weight), "samples": torch.tensor(step.samples)}
+    figures = plan.figures({"loss": sums.total.double().cpu(), **counts, **sums.of_task})
+    return {name: figure for name, figure in figures.items() if name != LOSS.name}
 
 
 def _stepped(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:

@@ -155,12 +155,12 @@ class _Contestant:
             with closing(self._loader.training(number)) as batches:  # type: ignore[type-var]
                 yield next(batches)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step) -> Sums:
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Stepping."""
         seen = StepSeen(step.number)
         seen.data = {str(each.index): trace.digest(tensors_of(each.batch)) for each in microbatches}
         began = time.perf_counter()
-        sums = self._engine.forward_backward(microbatches, step)
+        sums = self._engine.forward_backward(microbatches, step, observe)
         seen.loss = float(sums.total)  # waits for the device
         self._seconds += time.perf_counter() - began
         seen.own_losses = _own_losses(sums, microbatches)
