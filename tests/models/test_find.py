@@ -135,3 +135,11 @@ def test_ours_import_neither_timm_nor_torchvision() -> None:
         "assert not {'timm', 'torchvision'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_of_tokens_gets_the_sizes_of_the_data_and_options_win() -> None:
+    facts = {"vocabulary": 7, "context": 5}
+    model = build_model(name="gpt", options={"layers": 1}, facts=facts)
+    assert (model.embedding.tokens.num_embeddings, model.embedding.positions.num_embeddings) == (7, 5)
+    longer = build_model(name="gpt", options={"layers": 1, "context": 9}, facts=facts)
+    assert longer.embedding.positions.num_embeddings == 9

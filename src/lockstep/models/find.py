@@ -41,7 +41,7 @@ def build_model(
     facts: Mapping[str, Any],
 ) -> nn.Module:
     """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample,
-    `vocabulary`, the number of tokens, each where it has them.
+    `vocabulary`, the number of tokens, and `context`, how many a sample has, each where it has them.
 
     `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path, and a folder with a
     config.json a model of transformers, which else are found by their source alone. `options` go to the model's
@@ -136,8 +136,7 @@ def _from_data(place: Place, name: str, factory: Factory, facts: Mapping[str, An
     images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
     sizes = {"num_classes": len(facts["classes"])} if "classes" in facts else {}
-    if "vocabulary" in facts:
-        sizes["vocabulary"] = facts["vocabulary"]
+    sizes |= {name: facts[name] for name in ("vocabulary", "context") if name in facts}
     match place:
         case "timm":
             return sizes | ({"in_chans": shape[0]} if other_channels else {})
