@@ -23,7 +23,8 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.runtime.world import World
-from lockstep.tasks.base import LOSS, MicroBatch, Monitor, Problem, scores
+from lockstep.tasks.base import LOSS, MicroBatch, Monitor, Problem
+from lockstep.tasks.batches import predictions
 
 WORDS, LENGTH = 19, 6
 PADDED = -100
@@ -48,7 +49,7 @@ class NextToken:
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         targets = batch["next"].masked_fill(batch["mask"] == 0, PADDED)
-        return F.cross_entropy(scores(outputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return F.cross_entropy(predictions(outputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
     def sums(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}

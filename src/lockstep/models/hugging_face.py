@@ -21,6 +21,7 @@ Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 _ATTENTION: Final = ("sdpa", "eager")
 _OURS: Final = ("attn_implementation", "revision")  # options that are no fields of a config
 _GENERAL: Final = ("num_labels", "id2label", "label2id", "tie_word_embeddings")
+_POSITIONS: Final = "max_position_embeddings"
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -131,6 +132,9 @@ def _from_data(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "vocabulary" in facts:
         found["vocab_size"] = facts["vocabulary"]
+    positions = getattr(config, _POSITIONS, None)  # most types have them by this name, or answer to it
+    if positions is not None and facts.get("context", 0) > positions:
+        found[_POSITIONS] = facts["context"]
     if "classes" in facts:
         found["num_labels"] = len(facts["classes"])
     shape: Sequence[int] = facts.get("shape") or ()

@@ -106,6 +106,11 @@ class TracedLine:
         self._used = [self._used_by(node) for node in self.body]
         self._unfit: frozenset[str] = frozenset()  # what is neither a tensor nor a whole number
         self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
+        if any(node.target is getattr for node in self._given):  # which may be None, and no trace tells
+            raise UntraceableError(
+                "strategy pipeline: the model cannot be cut: its outputs are attributes of what a module gives; let "
+                "its forward return tensors, or use another strategy"
+            )
 
     @property
     def length(self) -> int:

@@ -224,7 +224,7 @@ class _Probe:
         model.eval()
         torch.manual_seed(self._ready.recipe.seed)
         with autocast(self._look.precision, self._world.device):
-            return [trace.digest([self._given_out(model, batch)]) for batch in batches][-1]
+            return [trace.digest(tensors_of(self._given_out(model, batch))) for batch in batches][-1]
 
     def _fresh(self) -> nn.Module:
         """Build the model; Python's and NumPy's generators are then in one state too."""
