@@ -72,7 +72,7 @@ def evaluate_here(asked: Asked, tell: Tell) -> int:
     # No step is shared here, so there may be more processes than micro-batches.
     name, chosen = find_strategy(loaded.config.placement, count)
     check_strategy(name, chosen, count, max(count, loaded.config.recipe.microbatches))
-    ready = build.setup(loaded.config.recipe)
+    ready = _setup(loaded)
     checked_state(found.path, found.snapshot, ready)
     build.check_cut(ready, loaded.config, count)
     for problem in found.problems:
@@ -130,6 +130,16 @@ def _key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
+def _setup(loaded: Loaded) -> Setup:
+    ready = build.setup(loaded.config.recipe)
+    if ready.data.validation is None:
+        raise UsageError(
+            f"data set {loaded.config.recipe.data.name}: it has no validation part, so there is nothing to evaluate; "
+            f"give it one"
+        )
+    return ready
+
+
 def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, meeting: Meeting) -> int:
     found, loaded = opened(asked, ready[0] if ready else None)
     recipe, placement = loaded.config.recipe, loaded.config.placement
@@ -141,7 +151,7 @@ def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, meeting: Meetin
     with watched(meeting, placement, device):
         facts = started_with(loaded, device)
         meeting.compare(facts | {"weights": checkpoint.weights_sha256(found.snapshot.model)})
-        setup = ready[1] if ready else build.setup(recipe)
+        setup = ready[1] if ready else _setup(loaded)
         state = checked_state(found.path, found.snapshot, setup)
         meeting.compare(build.setup_facts(setup))
         event = _evaluate(loaded, found, state, setup, meeting, device)

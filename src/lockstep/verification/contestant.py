@@ -206,6 +206,8 @@ class _Contestant:
         return []
 
     def _evaluate(self) -> dict[str, Any]:
+        if self._ready.data.validation is None:
+            return {}
         batch = build.evaluation_batch(self._ready.recipe)
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         sums, _ = evaluate(self._engine, self._world, self._ready.task, batches, number)
