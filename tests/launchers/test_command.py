@@ -204,3 +204,11 @@ def test_hosts_that_may_go_and_come_are_checked(job, problem):
     with pytest.raises(UsageError, match=problem):
         checked(job)
     assert checked(replace(JOB, fewest=2, nodes=3)).meets_by == "c10d"
+
+
+def test_a_script_is_started_by_python_itself() -> None:
+    words = ("python", "loop.py", "--lr", "1")
+    job = Job(words=words, python="py", processes_per_node=2)
+    assert torchrun.command(job)[-3:] == ["loop.py", "--lr", "1"]
+    assert openmpi.command(job)[-4:] == ["py", "loop.py", "--lr", "1"]
+    assert local.command(job) == ["py", "-m", "lockstep", "launch", "--processes-per-node=2", "--", *words]

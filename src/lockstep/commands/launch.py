@@ -28,7 +28,11 @@ RESTARTS: Final = 10
 
 @click.command("launch")
 @click.option(
-    "--on", type=click.Choice(["local", "torchrun", "slurm", "openmpi", "ssh"]), required=True, help="Who starts it."
+    "--on",
+    type=click.Choice(["local", "torchrun", "slurm", "openmpi", "ssh"]),
+    default="local",
+    show_default=True,
+    help="Who starts it.",
 )
 @click.option(
     "--nodes",
@@ -82,7 +86,7 @@ def command(
     dry_run: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Start `lockstep COMMAND`, such as train RECIPE, by a launcher, in the foreground.
+    """Start `lockstep COMMAND`, such as train RECIPE, or `python SCRIPT`, by a launcher, in the foreground.
 
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
@@ -113,6 +117,10 @@ def command(
     secret = _secret(on, job)
     job = replace(job, signed=bool(secret))
     lines = _lines(on, job)
+    if on == "local" and job.is_script and not dry_run:
+        from lockstep.run.script import start_script
+
+        raise SystemExit(start_script(job.words[1], job.words[2:], job.processes))
     if dry_run:
         for line in lines.values():
             click.echo(shlex.join(line))

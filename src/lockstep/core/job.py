@@ -103,15 +103,25 @@ class Job:
         return self.nodes * self.processes_per_node
 
     @property
+    def is_script(self) -> bool:
+        """Whether its words are `python SCRIPT ...`, a script of the user's own."""
+        return self.words[:1] == ("python",)
+
+    @property
+    def module(self) -> list[str]:
+        """What Python is to run, and its arguments."""
+        return [*self.words[1:]] if self.is_script else ["-m", "lockstep", *self.words]
+
+    @property
     def program(self) -> list[str]:
         """The command that one process runs."""
-        return [self.python, "-m", "lockstep", *self.words]
+        return [self.python, *self.module]
 
 
 def checked(job: Job) -> Job:
     """Return the job, or raise UsageError where it says two things at once."""
     problems = []
-    if not job.words:
+    if not job.words or job.words == ("python",):
         problems.append("nothing to start; say what after --, such as -- train digits")
     if job.fewest is not None and job.fewest > job.nodes:
         problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")

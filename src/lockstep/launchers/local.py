@@ -12,6 +12,9 @@ def command(job: Job) -> list[str]:
         raise UsageError("--on local: starts processes on this host alone; use ssh, slurm or openmpi for several")
     if job.options:
         raise UsageError(f"--on local: no launcher to give {' '.join(job.options)} to")
+    if job.is_script:
+        lead = [job.python, "-m", "lockstep", "launch", f"--processes-per-node={job.processes}", "--"]
+        return [*lead, *job.words]
     if not job.trains:
         raise UsageError(f"--on local: starts train and eval; run lockstep {' '.join(job.words)} as it is")
     return [*job.program, f"placement.processes={job.processes}"]

@@ -90,7 +90,7 @@ def command(job: Job) -> list[str]:
         line.append(f"--max-restarts={job.restarts}")
     fixed = job.nodes > 1 and job.fewest is None and job.trains
     told = [f"placement.processes={job.processes}"] if fixed else []
-    return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, "-m", "lockstep", *job.words, *told]
+    return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *told]
 
 
 def _meeting(job: Job) -> list[str]:

@@ -237,8 +237,9 @@ class Run:
         if self._ended:
             return
         self._ended = True
-        if error is None and self._step is not None and not self._step.updated:
-            error = self._step.unfinished()
+        if self._step is not None and not self._step.updated:
+            self._step.leave()
+            error = error or self._step.unfinished()
         if error is None:
             self._phase = "ending"
             for saved in self._saver.wait() if self._saver else []:

@@ -71,7 +71,8 @@ class Member:
             sys.excepthook = _report  # `begun` replaces it, once there is a run
         if ambient is not None:
             meeting = ambient.meeting
-            kept = kept.model_copy(update={"dir": kept.dir and str(ambient.folder)})
+            if ambient.folder is not None:
+                kept = kept.model_copy(update={"dir": kept.dir and str(ambient.folder)})
         elif info is not None:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
             meeting = held.enter_context(life)
@@ -100,7 +101,8 @@ class Member:
             held.callback(world.close)
             numerics = machine.numerics(device)
             seed_generators(random.key(random.INITIAL, seed))
-        sinks = _sinks(world, where, source) if ambient is None else []
+        watched_by = ambient and ambient.observe  # who compares placements reads nothing
+        sinks = [] if watched_by else _sinks(world, where, source)
         for sink in sinks:
             held.callback(sink.close)
         strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)

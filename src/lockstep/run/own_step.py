@@ -48,6 +48,7 @@ class OwnStep:
         self._look = look
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
+        self._looking: Look | None = None
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left
         engine.begin(turn.microbatches, turn.step, leaves)
@@ -106,11 +107,9 @@ class OwnStep:
             raise refused(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
         try:
             for number, microbatch in enumerate(self._turn.microbatches):
-                look = self._look() if not number else None
+                self._looking = self._look() if not number else None
                 self._enter(microbatch)
                 yield microbatch.batch
-                if look is not None:
-                    look.close()
                 if self._current is not None:
                     raise refused(
                         f"step {self.number}: no backward for micro-batch {number + 1} of {self._of}",
@@ -118,7 +117,7 @@ class OwnStep:
                     )
         finally:
             self._where = calling()
-            self._leave()
+            self.leave()
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradient to the step's; `loss` is summed over the micro-batch, 0-dim."""
@@ -127,7 +126,7 @@ class OwnStep:
             what = "a second backward for one micro-batch" if self._done else "a backward outside of a micro-batch"
             raise refused(f"step {self.number}: {what}", "call step.backward once for each, within `for batch in step`")
         check_loss(self.number, loss)
-        self._leave()
+        self.leave()
         self._current = None
         self._done += 1
         self._engine.backward(microbatch, loss)
@@ -155,6 +154,14 @@ class OwnStep:
             )
         return refused(f"step {self.number}: left without step.update", "call step.update once for each step")
 
+    def leave(self) -> None:
+        """Leave the forward of a micro-batch, if one is under way: its precision, and what looks at it."""
+        forward, self._forward, self._gate.open = self._forward, None, False
+        if forward is not None:
+            forward.__exit__(None, None, None)
+        if self._looking is not None:
+            self._looking.close()
+
     @property
     def _of(self) -> int:
         return len(self._turn.microbatches)
@@ -163,11 +170,6 @@ class OwnStep:
         self._forward = self._engine.forward(microbatch, self._turn.step)
         self._forward.__enter__()
         self._current, self._gate.open = microbatch, True
-
-    def _leave(self) -> None:
-        forward, self._forward, self._gate.open = self._forward, None, False
-        if forward is not None:
-            forward.__exit__(None, None, None)
 
 
 @final

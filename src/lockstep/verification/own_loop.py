@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Final, Literal
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
 from lockstep.run.ambient import AMBIENT, Ambient
+from lockstep.run.script import run_script
 from lockstep.run.start import in_workers
 from lockstep.runtime.meeting import Meeting
 
@@ -106,13 +106,7 @@ def checked(
 
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     """Return a script as a function."""
-    return partial(_run_script, str(path), [str(path), *arguments])
-
-
-def _run_script(path: str, argv: list[str]) -> None:
-    sys.argv = argv
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    runpy.run_path(path, run_name="__main__")
+    return partial(run_script, str(path), [str(path), *arguments])
 
 
 def _ran(

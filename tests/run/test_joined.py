@@ -1,0 +1,232 @@
+"""The own loop on one rank: what it gives, what it goes on with, and what it refuses with the user's line."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import loops
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.run.ambient import AMBIENT, Ambient
+from lockstep.runtime.member import alone
+
+
+@pytest.fixture(autouse=True)
+def _settings_left_as_found() -> Iterator[None]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@contextmanager
+def joined(folder: Path | None = None) -> Iterator[Any]:
+    """Join as a function does that Lockstep started, which leaves hooks of the interpreter alone."""
+    token = AMBIENT.set(Ambient(alone(), folder=folder))
+    run = lockstep.join(seed=0, dir=folder)
+    try:
+        yield run
+        run.close()
+    except BaseException as error:
+        run.close(error)
+        raise
+    finally:
+        AMBIENT.reset(token)
+
+
+def steps(run: Any, model: nn.Module, epochs: int = 1, before: int = 0) -> list[int]:
+    done = []
+    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=epochs):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+        step.update(clip=1.0)
+        done.append(step.number)
+        if len(done) == before:
+            run.save()
+            break
+    return done
+
+
+def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
+    with joined() as run:
+        model, _ = loops.placed(run)
+        assert steps(run, model, epochs=2) == [1, 2, 3, 4, 5, 6]
+        whole = run.fingerprint()
+    with joined(tmp_path / "run") as run:
+        assert steps(run, loops.placed(run)[0], epochs=2, before=4) == [1, 2, 3, 4]
+    with joined(tmp_path / "run") as run:
+        model, _ = loops.placed(run)
+        assert run.step == 4
+        assert steps(run, model, epochs=2) == [5, 6]
+        assert run.fingerprint() == whole
+    with joined(tmp_path / "run") as run:
+        assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
+
+
+def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
+    with joined(tmp_path / "run") as run:
+        steps(run, loops.placed(run)[0])
+    model = loops.net()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = pytest.raises(lockstep.UsageError, match=r"of another loop.*\n  optimizer: ")
+    with refused, joined(tmp_path / "run") as run:
+        run.place(model, other)
+
+
+def test_the_gradient_is_that_of_the_mean_over_the_whole_batch():
+    inputs, targets = loops.data().tensors
+    model = nn.Linear(6, 3)
+    expected = nn.Linear(6, 3)
+    expected.load_state_dict(model.state_dict())
+    F.cross_entropy(expected(inputs), targets).backward()
+    with joined() as run:
+        before = model.weight.detach().clone()
+        model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for step in run.steps(loops.data(), batch=40, microbatches=3, steps=1):
+            for batch in step:
+                step.backward(loops.loss(model, batch))
+            step.update(lr=0.5)
+        assert expected.weight.grad is not None
+        torch.testing.assert_close(model.weight.detach(), before - 0.5 * expected.weight.grad)
+        assert step.loss.item() == pytest.approx(F.cross_entropy(expected(inputs), targets).item(), abs=1e-6)
+
+
+def test_sums_are_of_every_sample_once():
+    with joined() as run:
+        model, _ = loops.placed(run)
+        right = run.sum({"n": len(batch[1]), "half": 0.5} for batch in run.each(loops.data(), batch=7))
+        assert right == {"n": 40, "half": 3.0}
+        assert model.training
+
+
+Body = Callable[[Any, nn.Module, torch.optim.Optimizer], None]
+
+
+def without_backward(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for batch in step:
+            loops.loss(model, batch).backward()
+
+
+def twice(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+            step.backward(torch.zeros((), requires_grad=True) * 1)
+
+
+def left_early(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+            break
+        step.update()
+
+
+def without_update(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+
+
+def mean(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for inputs, targets in step:
+            step.backward(F.cross_entropy(model(inputs), targets))
+
+
+def mean_of_losses(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for inputs, targets in step:
+            step.backward(F.cross_entropy(model(inputs), targets, reduction="none").mean())
+
+
+def optimizer_step(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+        optimizer.step()
+
+
+def outside(run: Any, model: nn.Module, _: object) -> None:
+    model(torch.zeros(2, 6))
+
+
+def changed(run: Any, model: nn.Module, _: object) -> None:
+    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    for step in own(run):
+        step.update()
+
+
+def batchnorm_outside(run: Any, model: nn.Module, _: object) -> None:
+    norm = nn.BatchNorm1d(3)
+    for step in own(run):
+        for inputs, targets in step:
+            step.backward(F.cross_entropy(norm(model(inputs)), targets, reduction="sum"))
+
+
+def head_outside(run: Any, model: nn.Module, _: object) -> None:
+    head = nn.Linear(3, 3)
+    for step in own(run):
+        for inputs, targets in step:
+            step.backward(F.cross_entropy(head(model(inputs)), targets, reduction="sum"))
+
+
+def scheduler(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+        step.update()
+        optimizer.param_groups[0]["lr"] = 0.5
+
+
+def saved_within(run: Any, model: nn.Module, _: object) -> None:
+    for _step in own(run):
+        run.fingerprint()
+
+
+def own(run: Any) -> Iterator[Any]:
+    steps: Iterator[Any] = run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (without_backward, "step 1: no backward for micro-batch 1 of 4"),
+        (twice, "step 1: a second backward for one micro-batch"),
+        (left_early, "step 1: left after 1 of its 4 micro-batches"),
+        (without_update, "step 1: left without step.update"),
+        (mean, "step 1: the loss is a mean"),
+        (mean_of_losses, "step 1: the loss is a mean"),
+        (optimizer_step, "optimizer.step() is not this loop's to call"),
+        (outside, "the placed model is called outside of a micro-batch"),
+        (changed, "the model was changed after run.place"),
+        (batchnorm_outside, "a BatchNorm1d outside the placed model"),
+        (head_outside, "a Linear outside the placed model has parameters that want a gradient"),
+        (scheduler, "step 1: the optimizer's rate was changed"),
+        (saved_within, "run.fingerprint: within step 1"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused_with_its_line(body: Body, text: str) -> None:
+    line = r".* \(.*test_joined\.py:\d+\); "
+    with pytest.raises(lockstep.UsageError, match=re.escape(text) + line), joined() as run:
+        body(run, *loops.placed(run))
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    model = loops.net()
+    with joined() as run:
+        some = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
+        with pytest.raises(lockstep.UsageError, match=r"0\.weight wants a gradient and is in no group"):
+            run.place(model, some)
+        others = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
+        with pytest.raises(lockstep.UsageError, match="has 1 parameters that the model has not"):
+            run.place(model, others)
+        with pytest.raises(lockstep.UsageError, match="cannot take a plain step"):
+            run.place(model, torch.optim.LBFGS(model.parameters()))

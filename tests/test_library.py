@@ -1,0 +1,57 @@
+"""The public names: which, that they come without torch, and that each one's example in the docs runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+DOCS = Path(__file__).parent.parent / "docs" / "own-loop.md"
+NAMES = [
+    "LockstepError",
+    "Placement",
+    "PreflightError",
+    "Recipe",
+    "TrainingError",
+    "UsageError",
+    "VerificationError",
+    "evaluate",
+    "join",
+    "load",
+    "train",
+    "verify",
+]
+
+
+def test_the_public_names_are_these_twelve():
+    assert sorted(lockstep.__all__) == NAMES
+    assert all(getattr(lockstep, name).__doc__ for name in NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        lockstep.trian  # noqa: B018
+
+
+def test_importing_takes_no_torch():
+    code = "import sys, lockstep; lockstep.UsageError; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_each_name_has_an_example():
+    assert [name for name in NAMES if not any(f"lockstep.{name}" in each for each in examples())] == []
+
+
+@pytest.mark.parametrize("number", range(len(examples())))
+def test_the_examples_of_the_docs_run(number: int, tmp_path: Path) -> None:
+    """Each by itself, in the order of the page, in one folder of which the first has left a run."""
+    scripts = [examples()[0], examples()[number]] if number else [examples()[0]]
+    for name, text in zip(("loop", "example"), scripts, strict=False):
+        file = tmp_path / f"{name}.py"
+        file.write_text(text, encoding="utf-8")
+        done = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
