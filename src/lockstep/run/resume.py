@@ -85,7 +85,7 @@ def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
     state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
     check_facts(ready, state.facts, path)
-    may_skip = recipe.nonfinite == "skip" or recipe.precision == "fp16"
+    may_skip = recipe.nonfinite == "skip" or recipe.precision == "fp16" or not ready.task.counts_samples
     problems = [
         *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
         *_forms_problems("model", _forms(snapshot.model), ready.tensors),

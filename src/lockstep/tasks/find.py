@@ -86,8 +86,9 @@ def _followed(facts: Facts, example: Batch) -> tuple[str, str]:
     if "outputs" in facts or _floats(example):
         return "regression", ": the targets are floats, and the data has no classes"
     raise UsageError(
-        f"recipe.task: auto, but the data has neither classes nor a vocabulary, and its targets are no floats; say "
-        f"which it is: {', '.join(NAMES)} or package.module:Class"
+        f"recipe.task: auto, but the data has neither classes nor a vocabulary, and its targets are no floats; say how "
+        f"many classes there are with recipe.data.options.classes, or which task it is: {', '.join(NAMES)} or "
+        f"package.module:Class"
     )
 
 
