@@ -125,8 +125,6 @@ class PipelineEngine:
         }
         self._loans = Loans(self._model, owner, borrower)
         if numerics.dtype is not None:
-            self._loans.convert(self._stages, numerics.dtype)
-        if numerics.dtype is not None:
             widen_batchnorm(self._model)
         if numerics.compile:
             compile_blocks(self._model, world.device)
@@ -152,6 +150,8 @@ class PipelineEngine:
             self._replica,
             numerics.dtype,
         )
+        if numerics.dtype is not None:
+            self._loans.convert(self._stages, numerics.dtype)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)

@@ -76,6 +76,8 @@ class StageLayout:
         self._world = world
         self._model = model
         self._all = trained_parameters(model)
+        # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
+        self._absent = {name: absent(tensor) for name, tensor in model.state_dict().items()}
         whole = sharers.size == 1
         self._own: Layout = (
             WholeLayout(Weights(part, dtype), sums) if whole else RowLayout(part, sums, sharers, False, dtype)
@@ -91,10 +93,7 @@ class StageLayout:
     def state(self) -> dict[str, Held]:
         """See Layout."""
         own = self._own.state()
-        return {
-            name: self._told(own[name]) if name in own else absent(tensor)
-            for name, tensor in self._model.state_dict().items()
-        }
+        return {name: self._told(own[name]) if name in own else elsewhere for name, elsewhere in self._absent.items()}
 
     def own_state(self) -> dict[str, Held]:
         """Return what of the state is on this rank."""
