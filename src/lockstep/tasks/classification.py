@@ -158,9 +158,10 @@ def confusion(truth: Tensor, guess: Tensor, classes: int) -> Tensor:
 
 
 def skipped_samples(batch: Batch) -> Tensor:
-    """Return which samples of a batch count as nothing: bool of shape [n]; none of a mixture of classes."""
+    """Return which samples of a batch count as nothing: bool of shape [n]; none where a target is no single number."""
     targets = targets_of(batch)
-    return torch.zeros(len(targets), dtype=torch.bool) if targets.is_floating_point() else targets == SKIPPED
+    whole = targets.ndim == 1 and not targets.is_floating_point()
+    return targets == SKIPPED if whole else torch.zeros(len(targets), dtype=torch.bool)
 
 
 def find_loss(name: str) -> Loss | None:
