@@ -14,6 +14,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Threads = Annotated[int, Field(ge=1, le=1024)]  # more than any machine has use for
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -115,9 +115,12 @@ def differences(run: Recipe, now: Recipe) -> list[str]:
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without those that say where the data lies, which may change between starts."""
+    """Return a recipe's values without those that say where data and first weights lie, which may move."""
     data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
-    return {**recipe, "data": data}
+    model = dict(recipe["model"])
+    if "weights" in model:
+        model["weights"] = {key: value for key, value in model["weights"].items() if key != "path"}
+    return {**recipe, "data": data, "model": model}
 
 
 def _find(source: str) -> tuple[FilePath, str]:

@@ -15,12 +15,14 @@ OVERRIDE: Final = Place("override")
 # Keys whose bare value stands for a mapping with one key: overriding a second key must not lose the first.
 SHORTHAND: Final[dict[Path, str]] = {
     ("recipe", "model"): "name",
+    ("recipe", "model", "weights"): "path",
     ("recipe", "data"): "name",
     ("recipe", "optimizer"): "name",
     ("recipe", "optimizer", "lr"): "value",
     ("recipe", "schedule"): "name",
     ("recipe", "loss"): "name",
     ("placement", "strategy"): "name",
+    ("run", "start_from"): "run",
 }
 
 

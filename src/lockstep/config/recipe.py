@@ -22,6 +22,7 @@ from lockstep.config.base import (
     PositiveFloats,
     PositiveInt,
     Section,
+    Sha256,
     Threads,
     listed,
     named,
@@ -34,12 +35,44 @@ from lockstep.core.rate import Curve
 _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
 
 
+def _path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Weights(Section):
+    """First weights from a file, a folder as transformers saves it, or a run of ours, instead of the seed.
+
+    What they are decides the numbers; where they lie does not, and is left out where recipes are compared.
+    """
+
+    path: Location | None = None
+    sha256: Sha256 | None = None  # of the tensors; a run writes it down, and a given one is compared
+    fresh: Patterns = ()  # parameters that stay as they are initialised, such as those of a new head
+    prefix: Name | None = None  # of the names to take; the model's are without it
+    ema: bool = False  # of a run of ours: the averaged weights
+
+
+class Lora(Section):
+    """Low-rank adapters by peft: they are trained, and the model's own parameters are not."""
+
+    target_modules: Annotated[
+        Patterns, Field(min_length=1, description="the end of a module's name, or a list of them")
+    ]
+    r: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rslora: bool = False
+    train: Patterns = ()  # parameters that are trained too, such as those of a new head
+
+
 class Model(Section):
     """A network by name: ours, timm's, torchvision's or transformers', or `package.module:function`."""
 
     name: Name
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
     pretrained: bool = False
+    weights: Annotated[Weights | None, BeforeValidator(_path), Field(description="a path, or a mapping of keys")] = None
+    lora: Lora | None = None
     freeze: Patterns = ()  # parameters that are not trained, by their names
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -200,6 +233,14 @@ class LossScale(Section):
     growth_interval: PositiveInt = 2000
 
 
+class Start(Section):
+    """What `run.start_from` found in another run, and this one begins from; written down, not typed."""
+
+    weights_sha256: Sha256
+    optimizer_sha256: Sha256 | None = None
+    updates: NaturalInt | None = None  # that the optimizer had done by then
+
+
 def default_microbatches(batch: int) -> int:
     """Follow from the batch alone, so that no machine and no number of processes decides what is computed."""
     return min(_MICROBATCHES, batch)
@@ -236,6 +277,7 @@ class Recipe(Section):
     compile: bool = False
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
+    start: Start | None = None
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     threads: Threads = 1  # of each process: on CPU their number changes the bits
 

@@ -15,7 +15,7 @@ from lockstep.core import schemas
 from lockstep.core.text import printable_line
 
 _LARGEST: Final = 1 << 18  # bytes
-_WHERE: Final = ("data.root", "data.download")  # where data lies makes no other run
+_WHERE: Final = ("data.root", "data.download", "model.weights.path")  # where things lie makes no other run
 
 
 def recorded_recipe(file: Path) -> dict[str, str]:

@@ -25,6 +25,17 @@ class Every(Section):
         return self
 
 
+def _run(value: Any) -> Any:
+    return {"run": value} if isinstance(value, str) else value
+
+
+class StartFrom(Section):
+    """Another run: its newest checkpoint, or one of its checkpoints; with `optimizer`, its optimizer's state too."""
+
+    run: Location
+    optimizer: bool = False
+
+
 def _known(name: str) -> str:
     if name in SINKS or ":" in name:
         return name
@@ -56,6 +67,9 @@ class Run(Section):
 
     dir: Location | None = None
     resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
+    start_from: Annotated[
+        StartFrom | None, BeforeValidator(_run), Field(description="a run or a checkpoint, or a mapping of keys")
+    ] = None
     save_every: Every = Every(epochs=1)
     evaluate_every: Every = Every(epochs=1)
     key_file: str | None = None  # signs checkpoints, and refuses those that it has not signed

@@ -28,8 +28,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise UsageError(f"{_KEY}: {', '.join(patterns)} leaves nothing to train; freeze less")
     for path, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _is_frozen(layer, path, frozen, patterns):
-            layer.train = partial(_stay, layer)  # type: ignore[method-assign, assignment]
-            layer.train()
+            keep_in_evaluation(layer)
+
+
+def keep_in_evaluation(layer: nn.Module) -> None:
+    """Let a layer stay in evaluation, whatever its model is told."""
+    layer.train = partial(_stay, layer)  # type: ignore[method-assign, assignment]
+    layer.train()
 
 
 def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: Sequence[str]) -> bool:

@@ -58,8 +58,10 @@ def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str,
             near = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
             raise UsageError(f"{place}: no name begins with {prefix!r}{near}; there are {shortened([*tensors])}")
         return found
-    wrapper = next((each for each in _WRAPPERS if all(name.startswith(each) for name in tensors)), "")
-    return renamed(tensors, place, wrapper) if wrapper and tensors else dict(tensors)
+    found = dict(tensors)
+    while wrapper := next((each for each in _WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
+        found = {name.removeprefix(wrapper): each for name, each in found.items()}
+    return found
 
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:

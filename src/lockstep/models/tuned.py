@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from lockstep.models.adapters import Lora, adapt
 from lockstep.models.freezing import freeze
 
 Build = Callable[[], nn.Module]
 
 
-def tuned(build: Build, frozen: Sequence[str]) -> nn.Module:
-    """Build a model, and let what fits the patterns `frozen` not be trained."""
+class FirstWeights(Protocol):
+    """Weights that a model begins with instead of its own."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether they are those of a model with adapters."""
+        ...
+
+    def into(self, model: nn.Module) -> object:
+        """Copy them into a model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is done to a model once it is built: adapters are put in, and what fits a pattern of `frozen` is frozen."""
+
+    lora: Lora | None = None
+    frozen: Sequence[str] = ()
+
+
+def tuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn.Module:
+    """Build a model, give it other first weights where there are some, and tune it.
+
+    Weights of a model with adapters are for one that has them; others come before, since adapters rename what they
+    are put beside.
+    """
     model = build()
-    if frozen:
-        freeze(model, frozen)
+    adapted = tuning.lora is not None and first is not None and first.adapted
+    if first is not None and not adapted:
+        first.into(model)
+    if tuning.lora is not None:
+        adapt(model, tuning.lora)
+    if first is not None and adapted:
+        first.into(model)
+    if tuning.frozen:
+        freeze(model, tuning.frozen)
     return model
 
 

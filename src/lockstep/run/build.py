@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -32,9 +32,10 @@ from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
 from lockstep.models.check import Form, check_dtype, check_model
 from lockstep.models.find import build_model
+from lockstep.models.fitting import Fit
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
-from lockstep.models.tuned import tuned
+from lockstep.models.tuned import Tuning, on_meta, tuned
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.layerwise import Norms
@@ -44,6 +45,8 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
+from lockstep.run.adapters import lora_of
+from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
 from lockstep.run.strategy import check_strategy, find_strategy
@@ -83,6 +86,8 @@ class Setup:
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
     source: Mapping[str, str]  # hashes of the user's own source files
     said: str = ""  # which task it is, and why
+    first: First | None = None  # the first weights, where the seed does not give them
+    taken: Fit | None = None  # what of the model these are
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
@@ -131,9 +136,10 @@ def over_ranks(world: World, number: int) -> int:
     return int(world.add_(torch.tensor(number)))
 
 
-def setup(recipe: Recipe) -> Setup:
+def setup(recipe: Recipe, first: First | None = None) -> Setup:
     """Open the data, check model, loss and optimizer against it, and return all of it.
 
+    `first` are the first weights, where the seed does not give them (run/first_weights.py).
     Every mistake raises UsageError here, before any process group.
     """
     if recipe.compile:
@@ -151,7 +157,8 @@ def setup(recipe: Recipe) -> Setup:
         options=recipe.model.options,
         facts=data.facts,
     )
-    build = partial(tuned, plain, recipe.model.freeze)
+    tuning = Tuning(None if recipe.model.lora is None else lora_of(recipe.model.lora), recipe.model.freeze)
+    build = partial(tuned, plain, tuning)
     dtype = computing_dtype(recipe.precision)
     summary = check_model(
         build,
@@ -170,7 +177,8 @@ def setup(recipe: Recipe) -> Setup:
     if ":" in recipe.optimizer.name:
         check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
-    whole = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), recipe.model.freeze)
+    taken = None if first is None else first.into(on_meta(build if first.adapted else plain))
+    whole = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first)
     problem = Problem(
         task,
         partial(initialise, whole, recipe.seed),
@@ -178,6 +186,8 @@ def setup(recipe: Recipe) -> Setup:
         mapped(lambda tensor: tensor.to("meta"), task.inputs(_repeated(example, 2))),
     )
     warnings = tuple(_few_samples(recipe, steps)) if summary.batchnorm else ()
+    if first is not None and taken is not None and (taken.fresh or taken.left_over):
+        warnings = (*warnings, f"first weights from {first.place}: {taken}")
     return Setup(
         recipe=recipe,
         data=data,
@@ -193,6 +203,8 @@ def setup(recipe: Recipe) -> Setup:
         flops=summary.flops,
         warnings=warnings,
         source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
+        first=first,
+        taken=taken,
         said=said,
     )
 
@@ -213,12 +225,21 @@ def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
     task.check(outputs, _repeated(example, samples))
 
 
-def start(ready: Setup, placement: Placement, world: World) -> tuple[str, Engine, Loader]:
-    """Start the engine that a placement asks for; return its strategy's name, the engine and this rank's loader."""
+def start(ready: Setup, placement: Placement, world: World, resumes: bool = False) -> tuple[str, Engine, Loader]:
+    """Start the engine that a placement asks for; return its strategy's name, the engine and this rank's loader.
+
+    One that `resumes` will be given all weights: it needs none before.
+    """
     name, chosen = find_strategy(placement, world.size)
     _check_compile(ready.recipe, name, chosen.compiles)
     every = 0 if chosen.recomputes else _recomputed(placement)
-    engine = chosen.start(ready.problem, ready.optimizer, world, ready.numerics(placement.offload_activations, every))
+    problem = replace(ready.problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
+    engine = chosen.start(
+        problem if resumes else ready.problem,
+        ready.optimizer,
+        world,
+        ready.numerics(placement.offload_activations, every),
+    )
     places = [chosen.place(rank, world.size) for rank in range(world.size)]
     if placement.audit_every is None:
         return name, engine, ready.loader(world, places[world.rank], placement.workers)

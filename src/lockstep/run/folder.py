@@ -120,11 +120,17 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
 
 
 def record(
-    loaded: Loaded, folder: Path, source: Mapping[str, str], cores: Sequence[str], exchange: Mapping[str, Any]
+    loaded: Loaded,
+    folder: Path,
+    source: Mapping[str, str],
+    cores: Sequence[str],
+    exchange: Mapping[str, Any],
+    first_weights: Mapping[str, Any],
 ) -> None:
     """Write config.yaml and environment.json.
 
-    `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks.
+    `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks, and
+    `first_weights` what they were, if not the seed's.
     """
     _write(folder / CONFIG, loading.to_yaml(loaded))
     record_environment(folder, source, cores, exchange)
@@ -135,6 +141,7 @@ def record_environment(
 ) -> None:
     """Write environment.json; see `record`."""
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
+    placed |= {"first weights": dict(first_weights)} if first_weights else {}
     _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")
 
 

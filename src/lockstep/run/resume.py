@@ -25,6 +25,7 @@ from lockstep.config.run import Run
 from lockstep.core.shard import local
 from lockstep.errors import UsageError
 from lockstep.models.check import Form
+from lockstep.parallel.engine import State
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.updating import keep_ratios
@@ -47,7 +48,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     """Raise UsageError with the differing keys where the run at `place` has another recipe; data may have moved."""
     if comparable(values(before)) == comparable(values(now)):
         return
-    moved = ("data.root: ", "data.download: ")
+    moved = ("data.root: ", "data.download: ", "model.weights.path: ")
     lines = [line for line in loading.differences(before, now) if not line.startswith(moved)]
     if before.order != now.order and "order" not in now.model_fields_set:
         lines.append(f"recipe.order is not set; recipe.order={before.order} resumes this run")
@@ -75,7 +76,9 @@ def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state from which the run `ready` goes on. UsageError where the checkpoint cannot be of that run."""
     check_recipe(path, saved_recipe(path, snapshot), ready.recipe)
     state = evaluated(path, snapshot, ready)
-    updates = state.progress.step - state.progress.skipped_steps
+    start = ready.recipe.start
+    before = start.updates or 0 if start is not None else 0
+    updates = before + state.progress.step - state.progress.skipped_steps
     problems = [*_optimizer_problems(snapshot.optimizer, state, ready, updates), *_loss_scale_problems(state, ready)]
     _refuse(path, problems)
     return state
@@ -93,6 +96,67 @@ def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     ]
     _refuse(path, problems)
     return state
+
+
+def check_first(ready: Setup) -> None:
+    """Raise UsageError where the run cannot begin from the checkpoint that gives its first weights."""
+    first = ready.first
+    if first is None or first.found is None or first.state is None:
+        return
+    if first.classes is not None:
+        check_facts(ready, {"classes": first.classes}, first.found.path)
+    if first.optimizer:
+        problems = list(_carried_problems(first.found.snapshot, first.state, ready))
+        if problems:
+            advice = "take its weights alone, with run.start_from.optimizer=false"
+            text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
+            raise UsageError("\n".join([text, *problems[:_SHOWN]]))
+
+
+def check_at_hand(ready: Setup) -> None:
+    """Raise UsageError where a run that begins needs first weights which are gone."""
+    recipe = ready.recipe
+    if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
+        raise UsageError(
+            "first weights: they are not where they were when the run first started, and it saved no checkpoint; put "
+            "them back, or choose another run.dir"
+        )
+
+
+def carried_on(ready: Setup, now: State) -> State:
+    """Return the state of a run that begins with all of another's: `now` is what this one has before.
+
+    The numbers of the optimizer's groups that count are the other's; rates, decay and the like are the recipe's.
+    """
+    first = ready.first
+    assert first is not None
+    assert first.found is not None
+    assert first.state is not None
+    snapshot, state = first.found.snapshot, first.state
+    _, fresh = _trial(ready, steps=0)
+    _, moved = _trial(ready, steps=1)
+    groups = [
+        {name: own.get(name, value) if not _same(value, last.get(name)) else value for name, value in before.items()}
+        for own, before, last in zip(state.groups, fresh["groups"], moved["groups"], strict=True)
+    ]
+    scale = state.loss_scale if state.loss_scale.keys() == now.scalars["loss_scale"].keys() else None
+    return State(
+        model=dict(snapshot.model),
+        optimizer=dict(snapshot.optimizer),
+        ema=None if snapshot.ema is None or now.ema is None else dict(snapshot.ema),
+        scalars={
+            "optimizer": {"slots": dict(state.slots), "groups": groups},
+            "loss_scale": now.scalars["loss_scale"] if scale is None else dict(scale),
+        },
+    )
+
+
+def _carried_problems(snapshot: Snapshot, state: SavedState, ready: Setup) -> Iterator[str]:
+    expected, after = _trial(ready, steps=1)
+    yield from _forms_problems("optimizer", _forms(snapshot.optimizer), _forms(expected))
+    yield from _differing("optimizer", {*state.slots}, {*after["slots"]})
+    if len(state.groups) != len(after["groups"]):
+        yield f"optimizer: {len(state.groups)} groups of parameters, in this run {len(after['groups'])}"
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> None:

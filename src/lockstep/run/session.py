@@ -44,8 +44,9 @@ from lockstep.run.build import (
     setup_facts,
 )
 from lockstep.run.build import start as start_engine
+from lockstep.run.first_weights import described, opened
+from lockstep.run.resume import carried_on, check_at_hand, check_first, signing_key
 from lockstep.run.resume import resumed as checked_state
-from lockstep.run.resume import signing_key
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_changes, source_digests
 from lockstep.runtime import flight, machine
@@ -90,6 +91,10 @@ def run_rank(
     Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder and tells the
     others where the run begins. `also` is a sink of rank 0 beside those that the configuration names.
     """
+    first = None
+    if ready is None:
+        with with_places(loaded):
+            loaded, first = opened(loaded)  # what they are is compared between the ranks
     placement, recipe, info = loaded.config.placement, loaded.config.recipe, meeting.info
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
@@ -111,7 +116,8 @@ def run_rank(
         log.write(place)
         if ready is None:
             with with_places(loaded):
-                ready = setup(recipe)
+                ready = setup(recipe, first)
+                check_first(ready)
                 check_cut(ready, loaded.config, info.size)
                 if start is None:  # else the process that started this one did
                     check_kernels(ready, placement)
@@ -120,6 +126,8 @@ def run_rank(
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
             meeting.compare(setup_facts(ready) | {"your source files": _source(loaded, ready)})
         resumed = _read(meeting, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
+        if resumed is None:
+            check_at_hand(ready)
         looks = info.rank == 0 and resumed is None and loaded.config.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
         world = open_world(meeting, device, placement.backend)
@@ -233,7 +241,7 @@ class _Training:
             streams[1].write(f"cores {cores}\n")
         self.engine: Engine
         self.loader: Loader
-        self.strategy_name, self.engine, self.loader = start_engine(ready, placement, world)
+        self.strategy_name, self.engine, self.loader = start_engine(ready, placement, world, resumed is not None)
         run = loaded.config.run
         self.saver = Saver(
             world, start.folder / checkpoint.FOLDER, run.keep, run.save_async, ready.buffers, signing_key(run)
@@ -252,6 +260,8 @@ class _Training:
         """Train, write what happens to the sinks, and return the exit code."""
         if self.resumed is not None:
             self._resume(self.resumed)
+        elif self.ready.first is not None and self.ready.first.optimizer:
+            self.engine.load(carried_on(self.ready, self.engine.state()))
         code = EXIT_DONE
         with self._sinks() as found:
             for event in self._events(stop):
@@ -444,7 +454,8 @@ class _Training:
         with sinks.opened(self.loaded, folder, *self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = _source(self.loaded, self.ready) | source_digests(sinks.own_paths(self.loaded.config.run))
-            run_folder.record(self.loaded, folder, source, self.cores, exchange)
+            first = described(self.loaded.config.recipe, self.ready.first, self.ready.taken)
+            run_folder.record(self.loaded, folder, source, self.cores, exchange, first)
             yield found if self.also is None else [*found, self.also]
 
 

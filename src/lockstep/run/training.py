@@ -21,6 +21,8 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import build, sinks
 from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup
+from lockstep.run.first_weights import opened
+from lockstep.run.resume import check_first
 from lockstep.run.session import Start, run_rank
 from lockstep.run.start import Work, on_ranks
 from lockstep.runtime.meeting import Meeting
@@ -34,10 +36,12 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     torch.set_num_threads(1)  # see run/start.py
     placement = loaded.config.placement
     with with_places(loaded):
+        loaded, first = opened(loaded)
         count = build.processes(loaded.config)
         sinks.check_sinks(loaded.config.run)
         build.check_placement(loaded.config, count)
-        ready = build.setup(loaded.config.recipe)
+        ready = build.setup(loaded.config.recipe, first)
+        check_first(ready)
         build.check_cut(ready, loaded.config, count)
         build.check_kernels(ready, placement)
     for warning in ready.warnings:

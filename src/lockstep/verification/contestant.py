@@ -31,6 +31,7 @@ from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layout import gathered
 from lockstep.run import build
 from lockstep.run.build import Setup
+from lockstep.run.first_weights import opened
 from lockstep.run.schedule import find_rate
 from lockstep.run.session import engine_state
 from lockstep.runtime.meeting import Meeting
@@ -70,7 +71,8 @@ class Job:
 
 def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
-    ready = build.setup(loaded.config.recipe)
+    loaded, first = opened(loaded)
+    ready = build.setup(loaded.config.recipe, first)
     whole = ready.data.validation
     if whole is None:
         return ready

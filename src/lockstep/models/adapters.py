@@ -1,0 +1,94 @@
+"""Low-rank adapters by peft: the model's own weights stay, and small matrices beside some layers are trained.
+
+Hu et al. 2021, "LoRA: Low-rank adaptation of large language models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from lockstep.core.patterns import selected
+from lockstep.errors import UsageError
+from lockstep.models.freezing import keep_in_evaluation
+
+_KEY: Final = "recipe.model.lora"
+_ADAPTER: Final = "default"  # peft's name of the only one
+_PARTS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What adapters there are: of rank `r`, beside the modules that end in one of the names, as peft reads them.
+
+    What an adapter adds is scaled by `alpha / r`, or with `rslora` by `alpha / sqrt(r)`. `train` are patterns of
+    parameters that are trained too, such as those of a new head.
+    """
+
+    modules: Sequence[str]
+    r: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rslora: bool = False
+    train: Sequence[str] = ()
+
+
+def adapt(model: nn.Module, lora: Lora) -> None:
+    """Put adapters into a model, whose own parameters are then not trained, but for those that fit `lora.train`.
+
+    They draw from torch's generator, and add nothing at first. BatchNorm layers none of whose parameters is trained
+    stay in evaluation. UsageError where peft is not installed, or finds no module.
+    """
+    peft = _peft()
+    try:
+        peft.inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if lora.train:
+        for name in selected(f"{_KEY}.train", lora.train, list(parameters)):
+            parameters[name].requires_grad_(True)
+    layers = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    for layer in layers:
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
+            keep_in_evaluation(layer)
+
+
+def has_adapters(names: Mapping[str, Tensor]) -> bool:
+    """Whether tensors are those of a model with adapters."""
+    return any(part in name for name in names for part in _PARTS)
+
+
+def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
+    """Return peft's own configuration of the adapters."""
+    # peft takes a list for the ends of names, and one text for an expression, or for its word all-linear.
+    modules = "all-linear" if list(lora.modules) == ["all-linear"] else list(lora.modules)
+    return _peft().LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=modules,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        modules_to_save=list(modules_to_save) or None,
+    )
+
+
+def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
+    """Return the adapters of a model's state, and the modules that were trained beside them, by the names of peft's
+    files."""
+    adapters = {
+        name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters({name: each})
+    }
+    beside = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
+    return {f"base_model.model.{name}": each for name, each in {**adapters, **beside}.items()}
+
+
+def _peft() -> Any:
+    try:
+        return import_module("peft")  # here, because it takes seconds
+    except ImportError as error:
+        raise UsageError(f"{_KEY}: peft is not installed; pip install 'lockstep-train[lora]'") from error

@@ -1,0 +1,203 @@
+"""Where a run's first weights come from, if not from its seed: a file, or another run.
+
+What they are belongs to the recipe, as a SHA-256 of the tensors; where they lie does not, and a run that resumes needs
+them no more. Nothing of a file or of another's run folder is run: only tensors and JSON are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from lockstep.config import load as loading
+from lockstep.config.load import Loaded
+from lockstep.config.recipe import Recipe, Start, Weights
+from lockstep.config.run import Run, StartFrom
+from lockstep.core.shard import local
+from lockstep.errors import ConfigError, TrainingError, UsageError
+from lockstep.models.adapters import has_adapters
+from lockstep.models.fitting import Fit, fit
+from lockstep.models.statefiles import read_tensors, renamed
+from lockstep.run.runs import CONFIG
+from lockstep.training import checkpoint, saved_state
+from lockstep.training.checkpoint import Found
+from lockstep.training.saved_state import SavedState
+from lockstep.training.signing import read_key
+
+_WEIGHTS: Final = "recipe.model.weights"
+_START: Final = "run.start_from"
+
+
+@dataclass(frozen=True)
+class First:
+    """First weights, by the names of the model; what fits a pattern of `fresh` is left as it is initialised.
+
+    `found` is the checkpoint that they are of, where they are a run's; its state is carried on if `optimizer` is true.
+    """
+
+    place: str
+    tensors: Mapping[str, Tensor]
+    fresh: Sequence[str] = ()
+    found: Found | None = None
+    optimizer: bool = False
+
+    def into(self, model: nn.Module) -> Fit:
+        """Copy them into a model; UsageError where they do not fit."""
+        return fit(model, self.tensors, self.place, self.fresh)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether they are those of a model with adapters (models/adapters.py)."""
+        return has_adapters(self.tensors)
+
+    @property
+    def state(self) -> SavedState | None:
+        """What else the checkpoint says."""
+        return None if self.found is None else saved_state.parsed(self.found.path, self.found.snapshot.state)
+
+    @property
+    def classes(self) -> Any:
+        """The classes that the last layer was trained for, where that is known and it is taken over."""
+        facts = self.state.facts if self.state is not None and not self.fresh else None
+        return (facts or {}).get("classes")
+
+
+def opened(loaded: Loaded) -> tuple[Loaded, First | None]:
+    """Return the first weights that a configuration names, and it with what they are written into its recipe.
+
+    None where there are none, or where they are gone and the run folder holds a run that began from them.
+    UsageError where they cannot be read, or are not those that the recipe says.
+    """
+    recipe, run = loaded.config.recipe, loaded.config.run
+    weights, start_from = recipe.model.weights, run.start_from
+    if weights is not None and (start_from is not None or recipe.model.pretrained):
+        other = _START if start_from is not None else "recipe.model.pretrained"
+        raise UsageError(f"{_WEIGHTS}: {other} gives first weights too; keep one of the two")
+    before = _recorded(run) if weights or start_from or recipe.start else None
+    if weights is not None:
+        return _from_file(loaded, weights, before)
+    if start_from is not None:
+        return _from_run(loaded, start_from, before)
+    if recipe.start is not None and (before is None or before.start != recipe.start):
+        raise UsageError(
+            f"recipe.start: it says which weights the run began from, not where they are; name that run in {_START}"
+        )
+    return loaded, None
+
+
+def described(recipe: Recipe, first: First | None, taken: Fit | None) -> dict[str, Any]:
+    """Return what a run folder says of first weights: empty where the seed gave them."""
+    weights, start = recipe.model.weights, recipe.start
+    sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
+    if sha256 is None:
+        return {}
+    if first is None or taken is None:
+        return {"sha256": sha256}
+    return {"sha256": sha256, "from": first.place, "as initialised": [*taken.fresh], "not used": [*taken.left_over]}
+
+
+def _from_file(loaded: Loaded, weights: Weights, before: Recipe | None) -> tuple[Loaded, First | None]:
+    known = before.model.weights if before is not None else None
+    if weights.path is None or not Path(weights.path).exists():
+        if known is not None and known.sha256 is not None and weights.path in (None, known.path):
+            return _said(loaded, weights=weights.model_copy(update={"sha256": known.sha256})), None
+        if weights.path is None:
+            raise UsageError(f"{_WEIGHTS}.path: missing; give a file of tensors, a folder with one, or a run")
+    path = Path(weights.path)
+    found = _checkpoint(path, loaded.config.run) if _is_run(path) else None
+    if found is None and weights.ema:
+        raise UsageError(f"{_WEIGHTS}.ema: {path} is no run of ours; leave it out")
+    tensors = read_tensors(path) if found is None else _of_run(found, weights.ema)
+    sha256 = _sha256(tensors, path)
+    if weights.sha256 not in (None, sha256):
+        raise UsageError(
+            f"{_WEIGHTS}: the tensors of {path} have SHA-256 {sha256}, not {weights.sha256}; give those, or leave "
+            f"sha256 out"
+        )
+    named = renamed(tensors, str(path), weights.prefix or "")
+    said = _said(loaded, weights=weights.model_copy(update={"sha256": sha256}))
+    return said, First(str(path), named, weights.fresh, found)
+
+
+def _from_run(loaded: Loaded, asked: StartFrom, before: Recipe | None) -> tuple[Loaded, First | None]:
+    path, recipe = Path(asked.run), loaded.config.recipe
+    if not path.exists() and before is not None and before.start is not None:
+        return _said(loaded, start=before.start), None
+    found = _checkpoint(path, loaded.config.run)
+    start = _start(found, asked.optimizer)
+    if recipe.start not in (None, start):
+        raise UsageError(
+            f"{_START}: {found.path} has weights of SHA-256 {start.weights_sha256}"
+            f"{' and its optimizer' if asked.optimizer else ''}, which is not what recipe.start says; name another "
+            f"checkpoint, or leave recipe.start out"
+        )
+    first = First(str(found.path), _of_run(found, ema=False), found=found, optimizer=asked.optimizer)
+    return _said(loaded, start=start), first
+
+
+def _start(found: Found, optimizer: bool) -> Start:
+    snapshot = found.snapshot
+    weights = checkpoint.weights_sha256(snapshot.model)
+    if not optimizer:
+        return Start(weights_sha256=weights)
+    state = saved_state.parsed(found.path, snapshot.state)
+    before = state.recipe.get("start") or {}
+    updates = state.progress.step - state.progress.skipped_steps + int(before.get("updates") or 0)
+    parts = [checkpoint.weights_sha256(snapshot.optimizer), checkpoint.weights_sha256(snapshot.ema or {})]
+    digest = hashlib.sha256(json.dumps([*parts, snapshot.state["engine"]], sort_keys=True).encode()).hexdigest()
+    return Start(weights_sha256=weights, optimizer_sha256=digest, updates=updates)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / checkpoint.FOLDER).is_dir() or (path / checkpoint.MANIFEST).is_file()
+
+
+def _checkpoint(path: Path, run: Run) -> Found:
+    key = read_key(Path(run.key_file)) if run.key_file is not None else None
+    try:
+        return checkpoint.load(path, key=key)
+    except TrainingError as error:  # it is of another run: this one has not begun
+        raise UsageError(str(error)) from error
+
+
+def _of_run(found: Found, ema: bool) -> dict[str, Tensor]:
+    snapshot = found.snapshot
+    if ema and snapshot.ema is None:
+        raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")
+    held = snapshot.ema if ema and snapshot.ema is not None else snapshot.model
+    return {name: local(each) for name, each in held.items()}
+
+
+def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:
+    try:
+        return checkpoint.weights_sha256(tensors)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{path}: cannot be used: {error}; save it in a common dtype") from error
+
+
+def _recorded(run: Run) -> Recipe | None:
+    """Return the recipe of the run that is to be resumed, None where there is none that can be read."""
+    if run.dir is None or run.resume == "never":
+        return None
+    try:
+        return loading.recorded(Path(run.dir) / CONFIG)
+    except ConfigError:  # what else is wrong with it, whoever claims the folder says
+        return None
+
+
+def _said(loaded: Loaded, weights: Weights | None = None, start: Start | None = None) -> Loaded:
+    """Return the configuration with what first weights are in its recipe."""
+    config = loaded.config
+    model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})
+    recipe = config.recipe.model_copy(update={"model": model} if start is None else {"start": start})
+    origins = {f"recipe.start.{name}": "run.start_from" for name in Start.model_fields}
+    origins |= {"recipe.model.weights.sha256": "its tensors"}
+    return replace(
+        loaded, config=config.model_copy(update={"recipe": recipe}), origins={**origins, **dict(loaded.origins)}
+    )
