@@ -47,9 +47,9 @@ def test_what_is_named_stays_as_initialised() -> None:
     model, tensors = Net(classes=2), state(old__head=torch.zeros(1))
     before = model.head.weight.clone()
     found = fit(model, tensors, "file", ["head.*"])
-    assert (found.fresh, found.left_over) == (("head.weight", "head.bias"), ("head.weight", "head.bias", "old.head"))
+    assert (found.fresh, found.left_over) == (("head.weight", "head.bias"), ("head.bias", "head.weight", "old.head"))
     assert torch.equal(model.head.weight, before)
-    assert str(found).endswith("as initialised: head.weight, head.bias; not used: head.weight, head.bias, old.head")
+    assert str(found).endswith("as initialised: head.weight, head.bias; not used: head.bias, head.weight, old.head")
 
 
 def test_counters_may_be_missing_and_floats_are_converted() -> None:

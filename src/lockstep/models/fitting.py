@@ -56,7 +56,7 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], place: str, fresh: Sequ
         if not wanted[name].is_meta:
             wanted[name].copy_(tensors[name])
     fresh_names = [name for name, each in own.items() if not any(each is own[other] for other in taken)]
-    return Fit(tuple(taken), tuple(fresh_names), tuple(name for name in tensors if name not in wanted))
+    return Fit(tuple(taken), tuple(fresh_names), tuple(sorted(tensors.keys() - wanted.keys())))
 
 
 def _missing(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:

@@ -33,7 +33,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def keep_in_evaluation(layer: nn.Module) -> None:
     """Let a layer stay in evaluation, whatever its model is told."""
-    layer.train = partial(_stay, layer)  # type: ignore[method-assign, assignment]
+    layer.train = partial(_stay, layer)  # type: ignore[method-assign]
     layer.train()
 
 

@@ -133,11 +133,15 @@ def record(
     `first_weights` what they were, if not the seed's.
     """
     _write(folder / CONFIG, loading.to_yaml(loaded))
-    record_environment(folder, source, cores, exchange)
+    record_environment(folder, source, cores, exchange, first_weights)
 
 
 def record_environment(
-    folder: Path, source: Mapping[str, str], cores: Sequence[str], exchange: Mapping[str, Any]
+    folder: Path,
+    source: Mapping[str, str],
+    cores: Sequence[str],
+    exchange: Mapping[str, Any],
+    first_weights: Mapping[str, Any] | None = None,
 ) -> None:
     """Write environment.json; see `record`."""
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
