@@ -8,6 +8,7 @@ import torch
 from conftest import DIGITS
 from test_start_from import PLACED, SHORT, a  # noqa: F401 - a fixture
 
+import lockstep
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, adapt
 from lockstep.models.digits_convnet import digits_convnet
@@ -32,6 +33,7 @@ def test_one_hash_and_pefts_files(run, a) -> None:  # noqa: F811
     ours = digits_convnet()
     adapt(ours, Lora(["convolutions.0", "5.convolutions.3"], r=4, dropout=0.1, train=["9.*"]))
     ours.load_state_dict(trained)
+    assert all(torch.equal(each, trained[name]) for name, each in lockstep.load("alone").state_dict().items())
     export_adapters("alone", "adapter")
     theirs = digits_convnet()
     theirs.load_state_dict(before)

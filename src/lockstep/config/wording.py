@@ -111,7 +111,9 @@ def _limits(found: ErrorDetails) -> dict[str, Any]:
 def _unknown(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid = str(path[-1]), list(section.model_fields) if section else []
-    if elsewhere := [key for key in _keys() if key[-1] == name]:
+    # A model's own options, such as dropout, rather than what some section below it has of that name.
+    below = path[:-1] if "options" in valid else ()
+    if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
         place = dotted(min(elsewhere, key=len))
         return f"unknown key; did you mean '{place}'? Valid: {', '.join(valid)}"
     if "options" in valid and not nearest(name, valid):

@@ -14,12 +14,18 @@ from lockstep.core.patterns import matches
 from lockstep.core.shard import local
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, has_adapters, peft_config, peft_names
+from lockstep.models.tuned import Tuning
 from lockstep.training import checkpoint, saved_state
 
 
 def lora_of(given: config.Lora) -> Lora:
     """Return what the recipe says of adapters."""
     return Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
+
+
+def tuning_of(given: config.Model) -> Tuning:
+    """Return what the recipe says is done to a model once it is built."""
+    return Tuning(None if given.lora is None else lora_of(given.lora), given.freeze)
 
 
 def export_adapters(run: str | Path, folder: str | Path) -> None:

@@ -35,7 +35,7 @@ from lockstep.models.find import build_model
 from lockstep.models.fitting import Fit
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
-from lockstep.models.tuned import Tuning, on_meta, tuned
+from lockstep.models.tuned import on_meta, tuned
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.layerwise import Norms
@@ -45,7 +45,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.pipeline_state import check_separable
 from lockstep.parallel.weights import computing_in
-from lockstep.run.adapters import lora_of
+from lockstep.run.adapters import tuning_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
@@ -157,7 +157,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         options=recipe.model.options,
         facts=data.facts,
     )
-    tuning = Tuning(None if recipe.model.lora is None else lora_of(recipe.model.lora), recipe.model.freeze)
+    tuning = tuning_of(recipe.model)
     build = partial(tuned, plain, tuning)
     dtype = computing_dtype(recipe.precision)
     summary = check_model(

@@ -12,6 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.tuned import tuned
 from lockstep.own_code import OwnCode
+from lockstep.run.adapters import tuning_of
 from lockstep.run.resume import saved_recipe
 from lockstep.run.user_code import import_paths
 from lockstep.training import checkpoint, saved_state
@@ -56,7 +57,7 @@ def _built(found: checkpoint.Found, trust: bool) -> nn.Module:
         chosen = recipe.model
         return build_model(name=chosen.name, source=chosen.source, options=chosen.options, facts=state.facts or {})
 
-    return tuned(plain, recipe.model.freeze)
+    return tuned(plain, tuning_of(recipe.model))
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:
