@@ -278,6 +278,12 @@ def test_options_have_names() -> None:
     assert taken == ["log"]  # whose names are those of the user's figures
 
 
+def test_no_two_tests_have_one_file_name() -> None:
+    """pytest imports them by that name alone, and collects none of the second."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
 def test_functions_are_short() -> None:
     lengths = [
         (node.end_lineno or 0) - node.lineno + 1

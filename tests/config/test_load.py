@@ -136,7 +136,9 @@ def test_every_shipped_recipe_is_valid(name):
 
 def test_the_shipped_recipes_are_those_promised():
     nets = "resnet18 resnet50 botnet50 densenet121 efficientnet_b0 regnetx_160 regnety_160 regnety_320"
-    assert set(shipped()) == {"digits", "cifar10-resnet18", "mnist1d"} | {f"imagenet-{net}" for net in nets.split()}
+    assert set(shipped()) == {"digits", "cifar10-resnet18", "mnist1d", "shakespeare-gpt"} | {
+        f"imagenet-{net}" for net in nets.split()
+    }
 
 
 def test_origins_tell_file_override_and_default(recipe):
