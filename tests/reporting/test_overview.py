@@ -31,7 +31,7 @@ def test_each_run_is_a_line_of_words_and_figures() -> None:
         "64",
         "10:30",
         "0.5000",
-        "98.61 %",
+        "top1 98.61 %",
         "40 s ago",
         "12 RUNNING",
     )
@@ -52,10 +52,10 @@ def test_columns_in_which_nothing_stands_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("columns", "left_out"),
     [
-        ("120", ""),
-        ("101", "epoch, top1"),
-        ("90", "epoch, top1, samples/s"),
-        ("60", "epoch, top1, samples/s, loss, last"),
+        ("122", ""),
+        ("101", "epoch, figure"),
+        ("90", "epoch, figure, samples/s"),
+        ("60", "epoch, figure, samples/s, loss, last"),
     ],
 )
 def test_a_terminal_gets_colours_and_what_it_has_room_for(
@@ -70,7 +70,7 @@ def test_a_terminal_gets_colours_and_what_it_has_room_for(
     assert rows[2:] == ([said] if left_out else [])
     plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([head, *rows[:2]])).splitlines()
     assert columns == "60" or max(map(len, plain)) <= int(columns)
-    assert not {"epoch", "top1", "samples/s", "loss", "last"} & set(plain[0].split()) & set(left_out.split(", "))
+    assert not {"epoch", "figure", "samples/s", "loss", "last"} & set(plain[0].split()) & set(left_out.split(", "))
 
 
 def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> None:

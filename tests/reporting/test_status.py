@@ -29,12 +29,13 @@ def test_before_the_first_report_there_is_a_length_and_no_speed() -> None:
         0,
         30,
     )
-    assert (found.samples_per_s, found.left_s, found.loss, found.top1) == (None, None, None, None)
+    assert (found.samples_per_s, found.left_s, found.loss, found.figure) == (None, None, None, None)
 
 
 def test_figures_are_the_last_ones() -> None:
     found = status(log((100.0, started()), (110.0, stepped(23)), (111.0, evaluated()), (120.0, stepped(46, loss=0.25))))
-    assert (found.last, found.step, found.epoch, found.loss, found.top1) == ("step", 46, 2, 0.25, 355 / 360)
+    assert (found.last, found.step, found.epoch, found.loss) == ("step", 46, 2, 0.25)
+    assert found.figure == ("top1", 355 / 360, True)
 
 
 def test_an_epoch_begins_with_its_first_step() -> None:

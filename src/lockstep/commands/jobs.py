@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -128,7 +128,9 @@ def _run(found: _Found, queue: Mapping[int, tuple[str, str]] | None) -> Run:
 
 
 def _as_json(found: _Found, run: Run, keys: Collection[str]) -> dict[str, object]:
-    figures = asdict(run.status)
+    figure = run.status.figure
+    figures = asdict(replace(run.status, figure=None)) | ({} if figure is None else {figure.name: figure.value})
+    del figures["figure"]
     if run.status.loss is not None and not abs(run.status.loss) < float("inf"):
         figures["loss"] = str(run.status.loss)  # as in the log: JSON has no NaN and no infinity
     job = found.submitted.job if found.submitted else None

@@ -47,7 +47,7 @@ def state(found: Found) -> dict[str, Any]:
 def event(found: Found) -> dict[str, Any]:
     """Return an event, of whatever schema, as one of this schema."""
     if found.get("event") == "started" and "schema" not in found:
-        return {"unit": "samples", "fractions": ["top1", "top5"], **found}
+        return {"unit": "samples", "fractions": ["top1", "top5"], "monitor": "top1", **found}
     return _renamed(found, "images_per_s", "samples_per_s")
 
 

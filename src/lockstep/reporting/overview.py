@@ -12,12 +12,12 @@ from rich.text import Text
 
 from lockstep.core.text import printable_line
 from lockstep.reporting import wording
-from lockstep.reporting.status import State, Status
+from lockstep.reporting.status import Figure, State, Status
 
 _STYLES: Final = {"running": "green", "died": "red", "unreadable": "red", "queued": "yellow", "saved": "cyan"}
-_HEADINGS: Final = ("run", "state", "step", "epoch", "samples/s", "left", "loss", "top1", "last", "job")
-_NUMBERS: Final = ("step", "epoch", "samples/s", "left", "loss", "top1")
-_LEFT_OUT: Final = ("epoch", "top1", "samples/s", "loss", "last")  # one after the other, where a terminal is narrow
+_HEADINGS: Final = ("run", "state", "step", "epoch", "samples/s", "left", "loss", "figure", "last", "job")
+_NUMBERS: Final = ("step", "epoch", "samples/s", "left", "loss", "figure")
+_LEFT_OUT: Final = ("epoch", "figure", "samples/s", "loss", "last")  # one after the other, where a terminal is narrow
 _GAP: Final = "  "
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
 _WIDEST: Final = 24  # of such a column
@@ -83,10 +83,14 @@ def cells(run: Run, now: float) -> tuple[str, ...]:
         "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
         wording.duration(status.left_s) if going and status.left_s is not None else "",
         "" if status.loss is None else f"{status.loss:.4f}",
-        "" if status.top1 is None else wording.percent(status.top1),
+        "" if status.figure is None else _figure(status.figure),
         "" if status.time is None else ago(now - status.time),
         run.job,
     )
+
+
+def _figure(figure: Figure) -> str:
+    return f"{figure.name} {wording.figure(figure.value, figure.is_fraction)}"
 
 
 def ago(seconds: float) -> str:

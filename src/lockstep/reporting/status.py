@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 State = Literal["queued", "running", "saved", "done", "died", "unreadable"]
 
@@ -14,6 +14,14 @@ _REPORTS: Final = 20  # of steps, over which speed is measured: an evaluation no
 _LARGEST: Final = 1e15  # no figure of an event is; larger ones are no floats, or times that no calendar has
 _WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
+
+
+class Figure(NamedTuple):
+    """A figure of an evaluation, and whether it is a share of one."""
+
+    name: str
+    value: float
+    is_fraction: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,7 @@ class Status:
     samples_per_s: float | None = None
     left_s: float | None = None
     loss: float | None = None
-    top1: float | None = None
+    figure: Figure | None = None
 
 
 @dataclass(slots=True)
@@ -44,7 +52,7 @@ class _Seen:
 
     started: Mapping[str, Any] = field(default_factory=dict)
     loss: float | None = None
-    top1: float | None = None
+    figure: Figure | None = None
     reports: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REPORTS + 1))
 
 
@@ -71,7 +79,7 @@ def status(events: Iterable[Mapping[str, Any]]) -> Status:
         samples_per_s=samples_per_s,
         left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
         loss=seen.loss,
-        top1=seen.top1,
+        figure=seen.figure,
     )
 
 
@@ -100,7 +108,16 @@ def _take(seen: _Seen, event: Mapping[str, Any]) -> None:
             seen.loss = _loss(event["loss"])
             seen.reports.append(_report(event))
         case "evaluated":
-            seen.top1 = _number(event, "top1")
+            seen.figure = _monitored(event, seen.started)
+
+
+def _monitored(event: Mapping[str, Any], started: Mapping[str, Any]) -> Figure | None:
+    """Return the figure of an evaluation that says which is the best; None where that is its loss."""
+    name = _text(started, "monitor")
+    if name is None or name == "loss" or event.get(name) is None:
+        return None
+    fractions = started.get("fractions")
+    return Figure(name, _loss(event[name]), isinstance(fractions, list) and name in fractions)
 
 
 def _report(event: Mapping[str, Any]) -> tuple[float, int, int]:
