@@ -153,6 +153,7 @@ def test_a_run_folder_holds_what_was_resolved_and_what_it_ran_on(run):
         "events.jsonl",
         "checkpoints",
         "tensorboard",
+        "last-evaluation.json",
         "lock",
         "logs",
         "result.json",

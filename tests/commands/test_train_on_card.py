@@ -25,7 +25,11 @@ MAY_WAIT = {
     "check": "a report",
     "_stepped": "a report",
     "read": "a report",
+    "_figures": "a report",
     "evaluate": "an evaluation",
+    "_laid": "a report or an evaluation: the task's whole numbers",
+    "add_over_ranks": "a report or an evaluation: what is not whole",
+    "details": "an evaluation: the confusion matrix",
     "raw": "a save",
 }
 

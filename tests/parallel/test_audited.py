@@ -145,10 +145,10 @@ def sum_of_gradients(engine: Any) -> None:
 def inputs(engine: Any) -> None:
     loss_of = engine._loss_of
 
-    def faulty(microbatch: Any) -> Any:
+    def faulty(microbatch: Any, *given: Any) -> Any:
         changed = microbatch.batch[0].clone()
         flip(changed)
-        return loss_of(replace(microbatch, batch=(changed, microbatch.batch[1])))
+        return loss_of(replace(microbatch, batch=(changed, microbatch.batch[1])), *given)
 
     engine._loss_of = faulty
 

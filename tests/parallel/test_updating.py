@@ -40,7 +40,7 @@ def moved(by: Updates, layout: WholeLayout, lr: float) -> dict[str, float]:
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}
     for _, parameter in layout.trained:
         parameter.grad = torch.ones_like(parameter)
-    by.update(lr, None, torch.zeros(()))
+    by.update(lr, None, torch.zeros(()), 1)
     return {name: float((before[name] - p.detach()).mean()) for name, p in layout.trained}
 
 
