@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random as python_random
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch, mapped
 from lockstep.data.base import Split
 from lockstep.data.collate import checked, stacked
+from lockstep.data.items import seed_generators
 from lockstep.own_code import OwnCode
 from lockstep.tasks.classification import check_targets
 
@@ -50,13 +49,13 @@ class ImportedSplit:
         return batch
 
     def _sample(self, index: int, draw: int | None) -> Any:
-        _seed(random.key(random.SAMPLE, draw or 0, index))
+        seed_generators(random.key(random.SAMPLE, draw or 0, index))
         with OwnCode(f"{self._label} sample {index}"):
             return self.dataset[index]
 
     def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
-        _seed(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
+        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
         label = f"{self._label}: collate of samples {_shown(numbers)}"
         with OwnCode(label):
             return checked(label, self._collate(samples), len(samples))
@@ -96,17 +95,6 @@ def _pair(batch: Batch) -> Batch:
 
 def _shown(numbers: list[int]) -> str:
     return f"{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"
-
-
-def _seed(key: int) -> None:
-    """Seed what transforms draw from, so that a sample's draws do not depend on who loads it or what was before.
-
-    Nothing is restored: the engine seeds torch's generators before each forward, and nothing else of Lockstep draws
-    from these. torch.manual_seed is not used, because it queues a call for CUDA at each use until CUDA starts.
-    """
-    python_random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
-    torch.default_generator.manual_seed(random.torch_seed(key))
 
 
 def _length(label: str, dataset: Any) -> int:
