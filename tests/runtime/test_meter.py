@@ -1,4 +1,4 @@
-"""Speed is samples over seconds since the last look; memory is the most that was held."""
+"""Speed is samples, and what they weigh, over seconds since the last look; memory is the most that was held."""
 
 import resource
 import time
@@ -25,28 +25,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_samples_over_seconds_since_the_last_read(clock: Clock) -> None:
+def test_samples_and_weight_over_seconds_since_the_last_read(clock: Clock) -> None:
     meter = Meter(torch.device("cpu"))
-    meter.add(30)
-    meter.add(10)
+    meter.add(30, 3000)
+    meter.add(10, 200)
     clock.now += 4.0
-    assert meter.read() == 10.0
-    meter.add(6)
+    assert meter.read() == (10.0, 800.0)
+    meter.add(6, 6)
     clock.now += 2.0
-    assert meter.read() == 3.0
+    assert meter.read() == (3.0, 3.0)
 
 
 def test_what_is_not_training_is_left_out(clock: Clock) -> None:
     meter = Meter(torch.device("cpu"))
     clock.now += 50.0
     meter.restart()
-    meter.add(8)
+    meter.add(8, 16)
     clock.now += 2.0
-    assert meter.read() == 4.0
+    assert meter.read() == (4.0, 8.0)
 
 
 def test_nothing_trained_is_no_speed(clock: Clock) -> None:
-    assert Meter(torch.device("cpu")).read() == 0.0  # no time has passed either
+    assert Meter(torch.device("cpu")).read() == (0.0, 0.0)  # no time has passed either
 
 
 def test_peak_memory_is_in_bytes() -> None:
