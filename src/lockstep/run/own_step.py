@@ -50,7 +50,7 @@ class OwnStep:
         self._forward: AbstractContextManager[None] | None = None
         self._looking: Look | None = None
         self._done = 0  # backwards
-        self._where = ""  # the line of the loop over micro-batches, once it was left
+        self._where = ""  # the line of the loop over micro-batches, once it was left too early
         engine.begin(turn.microbatches, turn.step, leaves)
 
     @property
@@ -116,7 +116,8 @@ class OwnStep:
                         "call step.backward(loss), not loss.backward(), for each",
                     )
         finally:
-            self._where = calling()
+            if self._done < len(self._turn.microbatches):
+                self._where = calling()
             self.leave()
 
     def backward(self, loss: Tensor) -> None:
