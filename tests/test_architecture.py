@@ -1,6 +1,7 @@
 """The shape of the code: who may import whom, what is forbidden everywhere, and how long functions are."""
 
 import ast
+import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -49,6 +50,25 @@ WITHOUT_TORCH = [
     "launchers",
     "training/events",
 ]
+# Where it is known what is learned from what, as few places as can be: the rest knows batches, weights and figures.
+ROOMS = {
+    "tasks": "what is learned",
+    "models": "what learns it",
+    "data/images": "samples that are images",
+    "data/text": "samples that are text",
+    "data/tables/table": "its option `kind` says what a column is to become",
+    "data/sources": "the names of data sets, which users type",
+    "data/asked": "keys of a recipe, as the sources of data get them",
+    "config/recipe": "keys of a recipe, which users type",
+    "config/naming": "the same keys, of which some go with a name",
+    "core/schemas": "what files of older versions call things",
+    "runtime/kernels": "torch's operations, by their names and by what they are called for",
+}
+# `class` and `label` alone are Python's and a message's, and cannot be told apart; what goes with them is enough.
+WORDS_OF_TASKS = re.compile(
+    r"(?<![a-z])(images?|pictures?|pixels?|crops?|classes|classif[a-z]*|labels|label_smoothing|num_class|class_weights?"
+    r"|top_?[k15]|accurac(?:y|ies)|perplexit(?:y|ies)|segmentation|tokens?(?!_hex)|tokenizers?|vocabular(?:y|ies))(?![a-z])"
+)
 FORBIDDEN_WORDS = ["manager", "helper", "util", "misc", "handler"]
 
 
@@ -223,6 +243,33 @@ def test_names_say_what_a_thing_is() -> None:
     for module in MODULES:
         names = {module.lower(), *(name.lower() for name in _defined(module))}
         assert not [(name, word) for name in names for word in FORBIDDEN_WORDS if word in name], module
+
+
+def test_what_is_learned_is_known_in_few_rooms() -> None:
+    """Names, strings and comments; where the rest speaks of images, classes or tokens it works for one task only."""
+    found = {module: words for module in MODULES if (words := _words_of_tasks(MODULES[module].read_text("utf-8")))}
+    strangers = {m: words for m, words in found.items() if not any(_within(m, room) for room in ROOMS)}
+    assert not strangers
+    assert not [room for room in ROOMS if not any(_within(module, room) for module in found)]  # none too many
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ImageFinish(topk=1)", ["image", "topk"]),
+        ("facts.get('classes')  # of N_TOKENS", ["classes", "tokens"]),
+        ("from lockstep.data.images import base  # see data/images/base.py", []),
+        ("class Label: ClassVar; secrets.token_hex(8); stoken", []),
+    ],
+)
+def test_words_of_tasks_are_found(text: str, words: list[str]) -> None:
+    assert _words_of_tasks(text) == words
+
+
+def _words_of_tasks(text: str) -> list[str]:
+    """Return the words of tasks in a source, but for the names of our own modules."""
+    text = re.sub(r"\blockstep(\.\w+)+|(\w+/)+\w+\.py\b", "", text)
+    return WORDS_OF_TASKS.findall(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower())
 
 
 def test_our_code_is_not_inherited() -> None:

@@ -4,7 +4,7 @@ LockstepError
 ├── UsageError            2  what the user typed: a recipe, an override, a folder, a device
 │   ├── ConfigError       2  every problem of a configuration at once, each with its place
 │   └── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
-├── TrainingError         1  what went wrong while training: a loss that is not finite, a corrupt image
+├── TrainingError         1  what went wrong while training: a loss that is not finite, a corrupt file
 ├── VerificationError     3  two runs that should agree do not
 └── PreflightError        4  the machine cannot do what the placement asks of it
 """

@@ -15,9 +15,9 @@ from timm.layers import EvoNorm2dB0
 from torch import nn
 
 from lockstep.config.load import load
-from lockstep.data.images.facts import facts
 from lockstep.models.find import build_model
 from lockstep.run.build import Setup, setup
+from lockstep.tasks.facts import facts
 from lockstep.verification import causes
 from lockstep.verification import first_look as looking
 from lockstep.verification.first_look import first_look, is_known, is_plain

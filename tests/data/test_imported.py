@@ -12,8 +12,8 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.data.base import DataSet
-from lockstep.data.collate import tensor
 from lockstep.data.images.digits import digits
+from lockstep.data.images.leaves import tensor
 from lockstep.data.imported import imported
 from lockstep.errors import OwnCodeError, UsageError
 

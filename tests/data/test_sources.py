@@ -8,7 +8,8 @@ from PIL import Image
 
 from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
-from lockstep.data.sizes import KNOWN, SYNTHETIC, training_samples
+from lockstep.data.images.words import SYNTHETIC
+from lockstep.data.sizes import KNOWN, training_samples
 from lockstep.data.sources import MODULES, open_data
 from lockstep.errors import UsageError
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.data.images.facts import facts
 from lockstep.errors import UsageError
 from lockstep.models.find import OURS, build_model
+from lockstep.tasks.facts import facts
 
 
 class Plain(nn.Linear):

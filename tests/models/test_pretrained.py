@@ -12,10 +12,10 @@ from torch import nn
 from torchvision import models
 from torchvision.models import WeightsEnum
 
-from lockstep.data.images.facts import facts
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.pretrained import fetching
+from lockstep.tasks.facts import facts
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
 def data(words: tuple[str, ...]) -> None:
     """Read every sample of RECIPE's data once, on all cores, and name those that cannot be read.
 
-    A file that is cut off or is no picture is found. A bit that flipped inside a picture mostly decodes without an
+    A file that is cut off, or of another kind, is found. A bit that flipped inside a file mostly decodes without an
     error: against that only hashes help, taken when the files were known to be good.
     """
     from lockstep.config.load import load, split

@@ -12,7 +12,6 @@ _LONGEST_NAME: Final = 255  # bytes
 
 PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
-Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Threads = Annotated[int, Field(ge=1, le=1024)]  # more than any machine has use for

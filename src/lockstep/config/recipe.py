@@ -17,7 +17,6 @@ from lockstep.config.base import (
     NaturalInt,
     Paths,
     Patterns,
-    Pixels,
     PositiveFloat,
     PositiveFloats,
     PositiveInt,
@@ -31,6 +30,8 @@ from lockstep.core.names import suggestion
 from lockstep.core.order_name import OrderName
 from lockstep.core.precision import Precision, named_elsewhere
 from lockstep.core.rate import Curve
+
+Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
 _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
 

@@ -31,7 +31,7 @@ def like(batch: Batch, tensors: list[Tensor]) -> Batch:
 
 
 def with_paths(batch: Batch) -> list[tuple[str, Any]]:
-    """Return each leaf of a batch, tensor or not, and where it stands: `['image']`, `[0]`, "" for the batch itself."""
+    """Return each leaf of a batch, tensor or not, and where it stands: `['input']`, `[0]`, "" for the batch itself."""
     leaves, _ = pytree.tree_flatten_with_path(batch)
     return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 

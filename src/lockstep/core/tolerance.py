@@ -1,8 +1,8 @@
 """How far two correct computations of the same sums may lie apart: the measure for strategies that are only close.
 
 A sum of n terms, rounded at each addition by at most the unit roundoff u, is off by at most gamma_n = n u / (1 - n u)
-times the sum of the terms' magnitudes, in whatever order it is added (Higham 2002, Accuracy and Stability of Numerical
-Algorithms, 2nd ed., lemma 3.1 and section 4.2). That is the worst case. Roundings are not all of one sign: with mean
+times the sum of the terms' magnitudes, in whatever order it is added (Higham 2002, ISBN 978-0-89871-521-7, lemma
+3.1 and section 4.2). That is the worst case. Roundings are not all of one sign: with mean
 zero and independent ones the bound grows with the root of n (Higham and Mary 2019, A New Approach to Probabilistic
 Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
 """

@@ -31,3 +31,18 @@ class Asked:
     images: ImageWords = ImageWords()
     options: Mapping[str, Any] = field(default_factory=dict)
     collate: str | None = None  # the import path of a function
+
+
+def asked_by(data: Mapping[str, Any]) -> Asked:
+    """Return what a recipe's section `data`, as plain values, asks for; keys that are left out are not among them."""
+    images = {name: data[name] for name in ("image_size", "resize_size", "exif") if name in data}
+    low, high = data["augment"]["resized_crop_scale"]
+    return Asked(
+        name=data["name"],
+        root=data["root"],
+        download=data["download"],
+        on_error=data["on_error"],
+        images=ImageWords(**images, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high)),
+        options=data["options"],
+        collate=data.get("collate"),
+    )

@@ -37,8 +37,8 @@ class Split(Protocol):
 class DataSet:
     """Both splits and what task and model must know of them; without a validation split nothing is evaluated.
 
-    `facts` are ready for JSON, such as `classes`, a list of names, `shape`, that of a sample as the model sees it, or
-    `vocabulary`, a size; a checkpoint keeps them. `files` give the file of a training and of a validation sample by its
+    `facts` are ready for JSON, such as `shape`, that of a sample as the model sees it, and those that a task asks for
+    (tasks/find.py); a checkpoint keeps them. `files` give the file of a training and of a validation sample by its
     number, for data of which samples may be skipped, and `skipped` says which of a batch were: bool of shape [n].
     """
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from lockstep.core.batch import Batch, like, mapped, mapped_with_paths, tensors_of, with_paths
+from lockstep.core.kinds import shown
+from lockstep.data.images.leaves import tensor, usable
 from lockstep.errors import UsageError
 
 
 def stacked(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
     """Return samples of one structure as a batch of it, each leaf stacked along a new dim 0.
 
-    A leaf is a picture, an array, a tensor, a number or a list of numbers. `numbers` are the samples' in the data set
+    A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the data set
     `label`. Raises UsageError that says which sample has what.
     """
     trees = [_tensors(f"{label} sample {number}", each) for number, each in zip(numbers, samples, strict=True)]
@@ -49,7 +49,7 @@ def checked(label: str, answer: Any, samples: int) -> Batch:
             raise UsageError(
                 f"{where} has shape {list(leaf.shape)} for {samples} samples; samples run along dim 0 of each tensor"
             )
-    return mapped(_usable, batch)
+    return mapped(usable, batch)
 
 
 def _tensors(label: str, sample: Any) -> Batch:
@@ -62,7 +62,7 @@ def _tensors(label: str, sample: Any) -> Batch:
             where = _name(path, sample)
             raise UsageError(f"{label}: its {where} is {error}, or name a function in recipe.data.collate") from error
         is_scalar_count = found.ndim == 0 and not found.is_floating_point() and found.dtype != torch.bool
-        return found.long() if is_scalar_count else found  # numbers of classes come in any width
+        return found.long() if is_scalar_count else found  # a target that is a number comes in any width
 
     return mapped_with_paths(leaf, _plain(sample))
 
@@ -104,47 +104,3 @@ def _name(path: str, sample: Any) -> str:
 
 def _listed(leaves: Mapping[str, Any]) -> str:
     return ", ".join(path or "one value" for path in leaves) or "nothing"
-
-
-def tensor(value: Any) -> Tensor:
-    """Return a picture, an array, a tensor or a number as a tensor.
-
-    Pictures, and byte arrays of [height, width] or [height, width, 1, 3 or 4], become bytes of [channels, height,
-    width]. Tensors stay. Doubles of NumPy and of Python, which are rarely meant, become floats of torch's default
-    dtype. Raises TypeError for anything else.
-    """
-    if isinstance(value, Tensor):
-        return _usable(value)
-    if isinstance(value, Image.Image):
-        plain = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
-        value = np.array(value.convert(plain) if plain != value.mode else value)
-    if not isinstance(value, np.ndarray | np.generic | int | float):
-        raise TypeError(f"{shown(value)}; expected a picture, an array, a tensor or a number")
-    array = np.array(value)  # a copy, because torch warns of read-only memory that it would share
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"an array of {array.dtype}; expected numbers")
-    found = torch.from_numpy(_channels_first(array))
-    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
-
-
-def shown(value: Any) -> str:
-    """Return what errors call a value: its kind."""
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, str):
-        return "text"
-    return "None" if value is None else f"an object of type {type(value).__name__}"
-
-
-def _usable(value: Tensor) -> Tensor:
-    if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
-        raise TypeError(f"a tensor of {value.dtype}, {value.layout}, on {value.device}; expected numbers on the CPU")
-    return value.detach()
-
-
-def _channels_first(array: NDArray[Any]) -> NDArray[Any]:
-    if array.dtype == np.uint8 and array.ndim == 2:
-        return array[None]
-    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] in (1, 3, 4):
-        return np.ascontiguousarray(array.transpose(2, 0, 1))
-    return array

@@ -1,4 +1,4 @@
-"""MNIST-1D: signals of 40 values in ten classes, made here by the package of those who thought of it.
+"""MNIST-1D: signals of 40 values, each one of ten digits, made here by the package of those who thought of it.
 
 Greydanus and Kobak 2024, "Scaling Down Deep Learning with MNIST-1D", arXiv 2011.14439.
 """
@@ -18,6 +18,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.errors import UsageError
+from lockstep.tasks.facts import facts
 
 Options = NoOptions
 
@@ -26,7 +27,7 @@ def open_data(asked: Asked, options: NoOptions) -> DataSet:
     """Return 4,000 training and 1,000 validation signals, float32 of [40], as the package makes them by default."""
     made = _made()
     train, validation = (_split(made, part) for part in ("", "_test"))
-    return DataSet(train, validation, {"classes": [str(digit) for digit in range(10)], "shape": [40]})
+    return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))
 
 
 def _made() -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from lockstep.data.base import Split
 from lockstep.data.collate import checked, stacked
 from lockstep.data.items import seed_generators
 from lockstep.own_code import OwnCode
-from lockstep.tasks.classification import check_targets
+from lockstep.tasks.facts import check_pair
 
 Collate = Callable[[list[Any]], Any]
 
@@ -26,10 +26,10 @@ class ImportedSplit:
 
     in_memory: bool = False
 
-    def __init__(self, label: str, dataset: Any, classes: Sequence[str], collate: Collate | None) -> None:
+    def __init__(self, label: str, dataset: Any, names: Sequence[str], collate: Collate | None) -> None:
         self._label = label
         self.dataset = dataset
-        self._classes = len(classes)
+        self._names = names
         self._collate = collate
         self._length = _length(label, dataset)  # as it is now: all that is planned follows from it
 
@@ -45,7 +45,7 @@ class ImportedSplit:
         batch = _pair(
             stacked(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
         )
-        self._check_classes(batch, numbers)
+        check_pair(self._label, batch, numbers, self._names)
         return batch
 
     def _sample(self, index: int, draw: int | None) -> Any:
@@ -59,12 +59,6 @@ class ImportedSplit:
         label = f"{self._label}: collate of samples {_shown(numbers)}"
         with OwnCode(label):
             return checked(label, self._collate(samples), len(samples))
-
-    def _check_classes(self, batch: Batch, numbers: list[int]) -> None:
-        """Look at the targets of a pair where there are classes, and they are not those of pixels."""
-        targets = batch[1] if self._classes and isinstance(batch, tuple) and len(batch) == 2 else None
-        if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
-            check_targets(self._label, targets, numbers, self._classes)
 
 
 @final

@@ -13,21 +13,21 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from lockstep.data.base import DataSet
 
-MODULES: Final[Mapping[str, str]] = {  # below lockstep.data
-    "digits": "images.digits",
-    "cifar10": "images.torchvision_sets",
-    "cifar100": "images.torchvision_sets",
-    "mnist": "images.torchvision_sets",
-    "fashion_mnist": "images.torchvision_sets",
-    "folder": "images.folder",
-    "synthetic": "images.synthetic",
-    "text": "text.files",
-    "shakespeare": "text.shakespeare",
-    "tokens": "text.tokens",
-    "table": "tables.table",
-    "datasets": "tables.datasets_on_disk",
-    "webdataset": "images.webdataset",
-    "mnist1d": "mnist1d",
+MODULES: Final[Mapping[str, str]] = {
+    "digits": "lockstep.data.images.digits",
+    "cifar10": "lockstep.data.images.torchvision_sets",
+    "cifar100": "lockstep.data.images.torchvision_sets",
+    "mnist": "lockstep.data.images.torchvision_sets",
+    "fashion_mnist": "lockstep.data.images.torchvision_sets",
+    "folder": "lockstep.data.images.folder",
+    "synthetic": "lockstep.data.images.synthetic",
+    "text": "lockstep.data.text.files",
+    "shakespeare": "lockstep.data.text.shakespeare",
+    "tokens": "lockstep.data.text.tokens",
+    "table": "lockstep.data.tables.table",
+    "datasets": "lockstep.data.tables.datasets_on_disk",
+    "webdataset": "lockstep.data.images.webdataset",
+    "mnist1d": "lockstep.data.mnist1d",
 }
 _COLLATING: Final = "datasets"
 _OWN: Final = "package.module:function"
@@ -55,7 +55,7 @@ def open_data(asked: Asked) -> DataSet:
         return imported(asked.name, asked.options, asked.collate)
     if asked.name not in MODULES:
         raise UsageError(f"data set {asked.name}: no such data set{choices(asked.name, (*MODULES, _OWN))}")
-    source = cast(Source, import_module(f"lockstep.data.{MODULES[asked.name]}"))
+    source = cast(Source, import_module(MODULES[asked.name]))
     strange = [f"collate: {asked.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
     collate = strange if asked.collate and asked.name != _COLLATING else []
     _refuse(asked.name, [*collate, *words.misfits(asked), *refused(source.Options, asked.options)])

@@ -129,7 +129,7 @@ def _users(model: nn.Module, cut: Cut) -> dict[int, list[int]]:
 
 
 def _lendable(model: nn.Module, line: Line) -> set[int]:
-    """Return what may be used on both sides of a cut: weights that look up tokens once, and are used once more.
+    """Return what may be used on both sides of a cut: a table whose rows are looked up once, and which is used again.
 
     Of such a weight two gradients are added for a micro-batch, in whatever order: a sum of two has the same bits in
     both. That of the look-up is the last one, however often the other place uses it.

@@ -1,4 +1,4 @@
-"""Weights that two stages of a pipeline use: the one that looks tokens up owns them, the one that scores borrows them.
+"""Weights that two stages of a pipeline use: the one that looks rows of them up owns them, the other borrows them.
 
 The owner trains them. For each micro-batch it is sent the borrower's gradient, and adds its own to it as autograd does
 in one process, before the sum over micro-batches. After each change the borrower is sent the new values.

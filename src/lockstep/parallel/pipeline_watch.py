@@ -198,5 +198,5 @@ def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _ones(tensor: Tensor) -> Tensor:
-    """Return real values for an example: tokens that every vocabulary has, and masks that leave nothing out."""
+    """Return real values for an example: row numbers that every table has, and masks that leave nothing out."""
     return torch.ones(tensor.shape, dtype=tensor.dtype)

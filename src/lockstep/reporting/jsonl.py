@@ -62,8 +62,8 @@ class JsonLines:
 def figures(event: Event, time: float) -> dict[str, Any]:
     """Return the event as a flat mapping that is strict JSON; `started` carries schema and units.
 
-    `figures` and `best` become top1 and best_top1, say. JSON has no NaN and no infinity: they
-    become the strings "NaN", "Infinity" and "-Infinity", which Python's float() reads.
+    Each of `figures` becomes a field of its own name, and each of `best` one of best_<name>. JSON has no NaN and no
+    infinity: they become the strings "NaN", "Infinity" and "-Infinity", which Python's float() reads.
     """
     flat: dict[str, Any] = {"event": event.name, "time": time}
     for field in fields(event):

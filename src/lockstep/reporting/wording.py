@@ -87,7 +87,7 @@ def evaluated(event: Evaluated) -> str:
 
 def skipped(event: Skipped) -> list[str]:
     """Name the files that were skipped."""
-    return [f"skipped {printable_line(file)}: cannot be read as an image" for file in event.files]
+    return [f"skipped {printable_line(file)}: cannot be read" for file in event.files]
 
 
 def saved(event: Saved) -> str:

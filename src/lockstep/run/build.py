@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config import plan as planning
+from lockstep.config.base import values
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
@@ -24,9 +25,9 @@ from lockstep.core.devices import SHARING, resolved_backend
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, Steps
 from lockstep.core.rota import Rota
-from lockstep.data.asked import Asked, ImageWords
+from lockstep.data.asked import asked_by
 from lockstep.data.base import AsFetched, DataSet, Finish, Request, Split
-from lockstep.data.images.finish import ImageFinish
+from lockstep.data.images.finish import finish
 from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
@@ -58,7 +59,7 @@ from lockstep.runtime.switches import check_switches
 from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem, Task
 from lockstep.tasks.batches import targets_if_any
-from lockstep.tasks.find import Wanted, find_task
+from lockstep.tasks.find import find_task, wanted
 from lockstep.tasks.measured import measured
 
 _FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
@@ -125,10 +126,19 @@ class Setup:
     ) -> Loader:
         """Return the loader of this process, which stands at `place`; for `beside` see there."""
         recipe, task = self.recipe, self.task
-        finish = _finish(recipe, self.data, world.device)
+        change = _finish(recipe, self.data, world.device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
-            self.data, self.steps, recipe.microbatches, finish, world.device, recipe.seed, place, workers, beside, weigh
+            self.data,
+            self.steps,
+            recipe.microbatches,
+            change,
+            world.device,
+            recipe.seed,
+            place,
+            workers,
+            beside,
+            weigh,
         )
 
 
@@ -148,7 +158,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     steps = planning.steps(recipe, len(data.train))
     example, evaluation = _examples(recipe, data)
     name = f"model {recipe.model.name}"
-    task, said = find_task(_wanted(recipe, name), data.facts, example)
+    task, said = find_task(wanted(values(recipe), name), data.facts, example)
     task = measured(task, recipe.metrics)
     plain = partial(
         build_model,
@@ -206,18 +216,6 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         first=first,
         taken=taken,
         said=said,
-    )
-
-
-def _wanted(recipe: Recipe, model: str) -> Wanted:
-    """Return what a recipe says of its task; loss and topk, which have keys of their own, are classification's."""
-    return Wanted(
-        name=recipe.task.name,
-        options=recipe.task.model_extra or {},
-        loss=recipe.loss.name,
-        label_smoothing=recipe.loss.label_smoothing,
-        topk=recipe.topk,
-        model=model,
     )
 
 
@@ -352,10 +350,7 @@ def evaluation_batch(recipe: Recipe) -> int:
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
     """Open the data that a recipe names; UsageError where it is not there or does not fit what is asked."""
-    data, augment = recipe.data, recipe.data.augment
-    scale = augment.resized_crop_scale[0], augment.resized_crop_scale[1]
-    images = ImageWords(data.image_size, data.resize_size, augment.resized_crop, scale, data.exif)
-    return open_data(Asked(data.name, data.root, data.download, data.on_error, images, data.options, data.collate))
+    return open_data(asked_by(values(recipe.data)))
 
 
 def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | None, Sequence[float] | None]:
@@ -364,28 +359,8 @@ def _normalisation(recipe: Recipe, data: DataSet) -> tuple[Sequence[float] | Non
 
 
 def _finish(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
-    """Return what is done to batches: nothing, unless the recipe or the data asks for what is done to images."""
-    mean, std = _normalisation(recipe, data)
-    augment, mix = recipe.data.augment, recipe.mix
-    if not (mean or std or augment.crop_padding or augment.flip or mix.mixup or mix.cutmix):
-        return AsFetched()
-    classes = data.facts.get("classes")
-    if (mix.mixup or mix.cutmix) and (classes is None or data.facts.get("pixels")):
-        raise UsageError("recipe.mix: there are no labels of whole samples to mix; leave mixup and cutmix out")
-    finish = ImageFinish(
-        device=device,
-        classes=len(classes or ()),
-        seed=recipe.seed,
-        mean=mean,
-        std=std,
-        crop_padding=augment.crop_padding,
-        flip=augment.flip,
-        mixup=mix.mixup,
-        cutmix=mix.cutmix,
-        mix_probability=mix.probability,
-    )
-    finish.check(tuple(data.facts.get("shape", ())))
-    return finish
+    """Return what is done to batches: nothing, unless the recipe or the data asks for it."""
+    return finish(values(recipe), data.facts, device) or AsFetched()
 
 
 def _examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
@@ -393,7 +368,7 @@ def _examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
     Data of the user's own is looked at here: what cannot be learned from raises UsageError.
     """
-    finish = _finish(recipe, data, torch.device("cpu"))
+    change = _finish(recipe, data, torch.device("cpu"))
     request, fetched = _few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
@@ -401,7 +376,7 @@ def _examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
             f"leave mixup and cutmix out"
         )
     _, validation = _few(data.train if data.validation is None else data.validation)
-    return finish.for_training(finish.prepared(fetched, request), 0, 0), finish.for_evaluation(validation)
+    return change.for_training(change.prepared(fetched, request), 0, 0), change.for_evaluation(validation)
 
 
 def _few(split: Split) -> tuple[Request, Batch]:
@@ -493,7 +468,7 @@ def seen_by_model(ready: Setup) -> dict[str, Any]:
 
 
 def check_facts(ready: Setup, learned: Mapping[str, Any] | None, place: Path) -> None:
-    """Raise UsageError where a checkpoint's model learned from data with other facts, such as classes in another order.
+    """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
 
     Whatever else the data now says of itself, or no longer says, is no difference.
     """

@@ -25,6 +25,7 @@ from lockstep.models.adapters import has_adapters
 from lockstep.models.fitting import Fit, fit
 from lockstep.models.statefiles import read_tensors, renamed
 from lockstep.run.runs import CONFIG
+from lockstep.tasks.facts import DECIDE_OUTPUTS
 from lockstep.training import checkpoint, saved_state
 from lockstep.training.checkpoint import Found
 from lockstep.training.saved_state import SavedState
@@ -62,10 +63,10 @@ class First:
         return None if self.found is None else saved_state.parsed(self.found.path, self.found.snapshot.state)
 
     @property
-    def classes(self) -> Any:
-        """The classes that the last layer was trained for, where that is known and it is taken over."""
+    def decisive(self) -> Mapping[str, Any]:
+        """The facts that the last layer was trained for, where they are known and it is taken over."""
         facts = self.state.facts if self.state is not None and not self.fresh else None
-        return (facts or {}).get("classes")
+        return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
 
 
 def opened(loaded: Loaded) -> tuple[Loaded, First | None]:

@@ -4,8 +4,8 @@ runs/<recipe>-<model>-<time>/
 ├── config.yaml         the resolved configuration, with where each value came from
 ├── environment.json    versions, devices, commit, hashes of the user's source files
 ├── events.jsonl        everything that happened: the source of truth
-├── skipped.txt         images that could not be read, where data.on_error is skip and there are any
-├── last-evaluation.json  what the task reports in detail: of classification each class's accuracy and the confusions
+├── skipped.txt         files that could not be read, where data.on_error is skip and there are any
+├── last-evaluation.json  what the task reports in detail of the last evaluation
 ├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed

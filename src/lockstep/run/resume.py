@@ -103,8 +103,7 @@ def check_first(ready: Setup) -> None:
     first = ready.first
     if first is None or first.found is None or first.state is None:
         return
-    if first.classes is not None:
-        check_facts(ready, {"classes": first.classes}, first.found.path)
+    check_facts(ready, first.decisive, first.found.path)
     if first.optimizer:
         problems = list(_carried_problems(first.found.snapshot, first.state, ready))
         if problems:

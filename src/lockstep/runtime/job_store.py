@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST: Final = 128 * 1024  # bytes of a value
-LONGEST_FACTS: Final = 4 * 1024 * 1024  # of what is compared: the names of ten thousands of classes; torch sends 8 MiB
+LONGEST_FACTS: Final = 4 * 1024 * 1024  # of what is compared: the names of ten thousands of things; torch sends 8 MiB
 _UNSIGNED: Final = "-"
 _SAME_SECRET: Final = "give all ranks the same LOCKSTEP_JOB_SECRET, or none"
 

@@ -350,7 +350,7 @@ def _begun(value: Any) -> tuple[str, ...]:
 
 
 def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with a hash in the place of one that is too long to send, such as a million names of classes."""
+    """Return facts with a hash in the place of one that is too long to send, such as a million names."""
     said = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
     most = LONGEST_FACTS // (2 * max(len(facts), 1))
     return {

@@ -42,6 +42,22 @@ class Wanted:
     model: str = "model"
 
 
+def wanted(recipe: Mapping[str, Any], model: str) -> Wanted:
+    """Return what a recipe, as plain values, says of its task; some of classification's words have keys of their own.
+
+    `model` is what errors call the model.
+    """
+    options = dict(recipe["task"])
+    return Wanted(
+        name=options.pop("name"),
+        options=options,
+        loss=recipe["loss"]["name"],
+        label_smoothing=recipe["loss"]["label_smoothing"],
+        topk=recipe["topk"],
+        model=model,
+    )
+
+
 class Found(NamedTuple):
     """A task, and one line that says which it is and why."""
 

@@ -100,7 +100,7 @@ class Evaluated:
     epoch: int
     samples: int
     loss: float
-    figures: dict[str, float]  # {"top1": 0.98, "top5": 1.0}
+    figures: dict[str, float]  # by their names, such as {"r2": 0.98}
     evaluated: int
     of: int
     seconds: float
@@ -122,7 +122,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """Files that could not be read as images, each reported once in a start; their samples count as nothing."""
+    """Files that could not be read, each reported once in a start; their samples count as nothing."""
 
     step: int
     epoch: int

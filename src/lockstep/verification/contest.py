@@ -327,7 +327,7 @@ class _Contest:
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
 
     def _positions(self) -> int:
-        """Return how often a weight takes part in the forward of a sample, at most: at each position of an image."""
+        """Return how often a weight takes part in the forward of a sample, at most: at each position of it."""
         return max(
             [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
         )

@@ -10,9 +10,9 @@ import torch
 
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
-from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
+from lockstep.tasks.facts import facts
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
 _MEAN: Final = 0.3061  # of the training part, as is the next

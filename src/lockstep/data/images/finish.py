@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lockstep.core.batch import Batch
 from lockstep.data.base import Request
 from lockstep.data.images.augment import DRAWS, augmenting_key, constants, mix, normalise, places_of, taken
 from lockstep.errors import UsageError
+from lockstep.tasks.facts import whole_samples
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,32 @@ class ImageFinish:
         if self.mean is None or self.std is None:
             return None
         return constants(self.mean, self.std, self.device)
+
+
+def finish(recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> ImageFinish | None:
+    """Return what a recipe, as plain values, asks to be done to data with these facts; None for nothing.
+
+    UsageError where it cannot be done to such samples.
+    """
+    augment, mixing = recipe["data"]["augment"], recipe["mix"]
+    mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))
+    mixes = mixing["mixup"] or mixing["cutmix"]
+    if not (mean or std or augment["crop_padding"] or augment["flip"] or mixes):
+        return None
+    classes = whole_samples(facts)
+    if mixes and classes is None:
+        raise UsageError("recipe.mix: there are no labels of whole samples to mix; leave mixup and cutmix out")
+    made = ImageFinish(
+        device=device,
+        classes=classes or 0,
+        seed=recipe["seed"],
+        mean=mean,
+        std=std,
+        crop_padding=augment["crop_padding"],
+        flip=augment["flip"],
+        mixup=mixing["mixup"],
+        cutmix=mixing["cutmix"],
+        mix_probability=mixing["probability"],
+    )
+    made.check(tuple(facts.get("shape", ())))
+    return made

@@ -17,10 +17,10 @@ from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
 from lockstep.data.images.decoding import decode
-from lockstep.data.images.facts import facts
 from lockstep.data.images.words import FILES_SIZE
 from lockstep.errors import TrainingError
 from lockstep.tasks.classification import SKIPPED, skipped_samples
+from lockstep.tasks.facts import facts
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from lockstep.data.images.listing import IMAGE_SUFFIXES, hidden, images
 from lockstep.data.shares import in_share
-from lockstep.data.sizes import IMAGE_SUFFIXES, hidden, images
 from lockstep.errors import UsageError
 
 _SHOWN: Final = 5

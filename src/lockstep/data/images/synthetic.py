@@ -13,11 +13,10 @@ from PIL import Image
 from lockstep.core import random
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
-from lockstep.data.images.facts import facts
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.images.words import SYNTHETIC_SIZE
+from lockstep.data.images.words import SYNTHETIC, SYNTHETIC_SIZE
 from lockstep.data.options import Count
-from lockstep.data.sizes import SYNTHETIC
+from lockstep.tasks.facts import facts
 
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)

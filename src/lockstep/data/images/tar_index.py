@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import plainfile
-from lockstep.data.sizes import IMAGE_SUFFIXES
+from lockstep.data.images.listing import IMAGE_SUFFIXES
 from lockstep.errors import UsageError
 
 _VERSION: Final = 1

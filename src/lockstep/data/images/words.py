@@ -9,6 +9,12 @@ from lockstep.data.asked import Asked, ImageWords
 
 FILES_SIZE: Final = 224  # of images that come as files, where a recipe gives none
 SYNTHETIC_SIZE: Final = 32
+SYNTHETIC: Final[Mapping[str, int]] = {  # the options of `synthetic`, with their defaults
+    "samples": 4096,
+    "validation_samples": 1024,
+    "classes": 10,
+    "channels": 3,
+}
 _NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
 _OF_FILES: Final = ("folder", "webdataset")
 

@@ -47,9 +47,9 @@ def open_data(asked: Asked, options: Options) -> DataSet:
         validation = _columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
         raise UsageError(f"data set datasets: {asked.root} has {len(train):,} rows, of which training gets none")
-    classes = getattr(train.features.get(options.target), "names", None)
+    names = getattr(train.features.get(options.target), "names", None)
     label = f"data set {asked.name}"
-    return mapped_style(label, _columns(train, numbers, options), validation, classes, collate_of(asked.collate))
+    return mapped_style(label, _columns(train, numbers, options), validation, names, collate_of(asked.collate))
 
 
 @final

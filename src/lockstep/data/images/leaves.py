@@ -1,0 +1,49 @@
+"""One value of a user's sample as a tensor: a picture, an array, a tensor or a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from lockstep.core.kinds import shown
+
+
+def tensor(value: Any) -> Tensor:
+    """Return a picture, an array, a tensor or a number as a tensor.
+
+    Pictures, and byte arrays of [height, width] or [height, width, 1, 3 or 4], become bytes of [channels, height,
+    width]. Tensors stay. Doubles of NumPy and of Python, which are rarely meant, become floats of torch's default
+    dtype. Raises TypeError for anything else.
+    """
+    if isinstance(value, Tensor):
+        return usable(value)
+    if isinstance(value, Image.Image):
+        plain = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
+        value = np.array(value.convert(plain) if plain != value.mode else value)
+    if not isinstance(value, np.ndarray | np.generic | int | float):
+        raise TypeError(f"{shown(value)}; expected a picture, an array, a tensor or a number")
+    array = np.array(value)  # a copy, because torch warns of read-only memory that it would share
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"an array of {array.dtype}; expected numbers")
+    found = torch.from_numpy(_channels_first(array))
+    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+
+
+def usable(value: Tensor) -> Tensor:
+    """Return a tensor without its history; TypeError for one that is not of plain numbers on the CPU."""
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
+        raise TypeError(f"a tensor of {value.dtype}, {value.layout}, on {value.device}; expected numbers on the CPU")
+    return value.detach()
+
+
+def _channels_first(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype == np.uint8 and array.ndim == 2:
+        return array[None]
+    if array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] in (1, 3, 4):
+        return np.ascontiguousarray(array.transpose(2, 0, 1))
+    return array
