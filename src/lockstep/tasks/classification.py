@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Classification:
     model_name: str = "model"
     classes: tuple[str, ...] = ()
     class_weights: tuple[float, ...] = ()
+    counts_samples: ClassVar[bool] = True
+    unit: ClassVar[str] = "samples"
     _placed: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,16 +58,6 @@ class Classification:
             )
         if any(not 0 <= weight < math.inf for weight in self.class_weights):
             raise UsageError(f"recipe.task.weights: {list(self.class_weights)}; none may be negative")
-
-    @property
-    def counts_samples(self) -> bool:
-        """See Task."""
-        return True
-
-    @property
-    def unit(self) -> str:
-        """See Task."""
-        return "samples"
 
     @property
     def fractions(self) -> tuple[str, ...]:

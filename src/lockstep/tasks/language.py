@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -48,26 +48,10 @@ class Language:
     ignore: int = -100
     vocabulary: int | None = None
     model_name: str = "model"
-
-    @property
-    def counts_samples(self) -> bool:
-        """See Task."""
-        return False
-
-    @property
-    def unit(self) -> str:
-        """See Task."""
-        return "tokens"
-
-    @property
-    def fractions(self) -> tuple[str, ...]:
-        """See Task."""
-        return ()
-
-    @property
-    def monitor(self) -> Monitor:
-        """See Task."""
-        return LOSS
+    counts_samples: ClassVar[bool] = False
+    unit: ClassVar[str] = "tokens"
+    fractions: ClassVar[tuple[str, ...]] = ()
+    monitor: ClassVar[Monitor] = LOSS
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""

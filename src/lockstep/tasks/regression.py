@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -34,26 +34,10 @@ class Regression:
     delta: float = 1.0
     own_loss: Loss | None = None
     model_name: str = "model"
-
-    @property
-    def counts_samples(self) -> bool:
-        """See Task."""
-        return True
-
-    @property
-    def unit(self) -> str:
-        """See Task."""
-        return "samples"
-
-    @property
-    def fractions(self) -> tuple[str, ...]:
-        """See Task: none, since R2 may be negative."""
-        return ()
-
-    @property
-    def monitor(self) -> Monitor:
-        """See Task."""
-        return LOSS
+    counts_samples: ClassVar[bool] = True
+    unit: ClassVar[str] = "samples"
+    fractions: ClassVar[tuple[str, ...]] = ()  # R2 may be negative
+    monitor: ClassVar[Monitor] = LOSS
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
@@ -33,26 +33,10 @@ class Segmentation:
     ignore: int = 255
     auxiliary: float = 0.5
     model_name: str = "model"
-
-    @property
-    def counts_samples(self) -> bool:
-        """See Task."""
-        return False
-
-    @property
-    def unit(self) -> str:
-        """See Task."""
-        return "pixels"
-
-    @property
-    def fractions(self) -> tuple[str, ...]:
-        """See Task."""
-        return ("miou", "pixel_accuracy")
-
-    @property
-    def monitor(self) -> Monitor:
-        """See Task."""
-        return Monitor("miou", higher=True)
+    counts_samples: ClassVar[bool] = False
+    unit: ClassVar[str] = "pixels"
+    fractions: ClassVar[tuple[str, ...]] = ("miou", "pixel_accuracy")
+    monitor: ClassVar[Monitor] = Monitor("miou", higher=True)
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
