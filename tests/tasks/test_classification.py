@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import SKIPPED, Classification, check_loss, check_targets, find_loss
+from lockstep.tasks.classification import SKIPPED, Classification, check_loss, check_targets, confusion, find_loss
 
 
 def _task(**changes: object) -> Classification:
@@ -232,6 +232,28 @@ def test_report_golden() -> None:
         "accuracy": {"a": 0.5, "b": 1.0, "c": None},
         "confusion": [[1, 1, 0], [0, 1, 0], [0, 0, 0]],
     }
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([0, 0, 1, SKIPPED]), torch.rand(4, 3)])
+def test_nothing_of_an_evaluation_waits_for_its_values(targets: Tensor) -> None:
+    """Meta tensors have none; a device would have to be waited for where Python needs one."""
+    found, truth = torch.empty(4, 3, device="meta"), targets.to("meta")
+    task = _task(classes=("a", "b", "c"))
+    shapes = {name: each.shape for name, each in task.details(found, (found, truth)).items()}
+    assert shapes == {"confusion": (3, 3)}
+    assert {each.device.type for each in task.sums(found, (found, truth)).values()} == {"meta"}
+
+
+@given(st.integers(1, 6), st.integers(0, 50), st.integers(0, 9))
+def test_confusions_are_those_counted_one_by_one(classes: int, samples: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    truth, guess = torch.randint(classes, (2, samples), generator=generator)
+    counted = torch.rand(samples, generator=generator) < 0.7
+    expected = torch.zeros(classes, classes, dtype=torch.int64)
+    for one, other in zip(truth[counted].tolist(), guess[counted].tolist(), strict=True):
+        expected[one, other] += 1
+    found = confusion(torch.where(counted, truth, SKIPPED), guess, classes, counted)
+    assert torch.equal(found, expected)
 
 
 def test_a_batch_may_have_names(outputs: Tensor) -> None:

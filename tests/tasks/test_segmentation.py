@@ -39,6 +39,11 @@ def test_overlaps_golden() -> None:
     assert report["iou"] == {"sky": 0.8, "sea": 0.5, "ship": None}
 
 
+def test_confusions_need_no_values() -> None:
+    """Meta tensors have none; a device would have to be waited for where Python needs one."""
+    assert TASK.sums(OUTPUTS.to("meta"), (None, TARGETS.to("meta")))["confusion"].shape == (3, 3)
+
+
 def test_nothing_to_count_is_legal() -> None:
     batch = (None, torch.full_like(TARGETS, 255))
     assert (TASK.weight(batch), TASK.loss(OUTPUTS, batch).item()) == (0, 0.0)

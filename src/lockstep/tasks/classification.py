@@ -111,7 +111,7 @@ class Classification:
         """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
         truth, counted = _truth(targets_of(batch))
         found = predictions(outputs, self.model_name)
-        return {"confusion": confusion(truth[counted], found.argmax(1)[counted], found.shape[1])}
+        return {"confusion": confusion(truth, found.argmax(1), found.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """Return how often the first guess was right of each class, None where it has no sample, and the confusions."""
@@ -144,9 +144,15 @@ class Classification:
         return self._placed[outputs.device, dtype]
 
 
-def confusion(truth: Tensor, guess: Tensor, classes: int) -> Tensor:
-    """Return how often each class was taken for each: int64 of shape [classes, classes], a row for each truth."""
-    return torch.bincount(truth.flatten() * classes + guess.flatten(), minlength=classes**2).reshape(classes, classes)
+def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
+    """Return how often each class was taken for each: int64 of shape [classes, classes], a row for each truth.
+
+    Whatever is not `counted` goes to a cell of its own, which is left out: to pick out the others, or to ask for the
+    largest as bincount does, a device would have to be waited for.
+    """
+    cells = torch.where(counted, truth * classes + guess, classes**2).flatten()
+    sums = torch.zeros(classes**2 + 1, dtype=torch.int64, device=truth.device)
+    return sums.scatter_add_(0, cells, torch.ones_like(cells))[:-1].reshape(classes, classes)
 
 
 def skipped_samples(batch: Batch) -> Tensor:

@@ -57,8 +57,7 @@ class Segmentation:
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
         targets, found = self._targets(batch), predictions(outputs, self.model_name)
-        counted = targets != NOTHING
-        return {"confusion": confusion(targets[counted], found.argmax(1)[counted], found.shape[1])}
+        return {"confusion": confusion(targets, found.argmax(1), found.shape[1], targets != NOTHING)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the mean, over the classes that occur, of intersection over union, and the share of pixels right."""
