@@ -34,6 +34,10 @@ def taken(outputs: Tensor, batch: Any) -> dict[str, int]:
     return {"top1": 1}
 
 
+def reserved(outputs: Tensor, batch: Any) -> dict[str, int]:
+    return {"lr": 1}
+
+
 def broken(outputs: Tensor, batch: Any) -> dict[str, int]:
     raise KeyError("label")
 
@@ -71,6 +75,7 @@ def test_without_metrics_the_task_is_itself(task: Any) -> None:
         ("mean", r"absolute of two samples is 1\.25, and one by one they add up to 2\.5; return a sum"),
         ("nothing", "it returned NoneType; return a mapping of names to sums"),
         ("vector", r"each has shape \(2,\); return 0-dim sums"),
+        ("reserved", "lr is what each evaluation is written with already; give it another name"),
         ("broken", r"KeyError: 'label' \(.*test_measured\.py:\d+\); mend it there"),
     ],
 )

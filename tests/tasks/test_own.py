@@ -86,6 +86,10 @@ def returning(member: str, value: Any) -> Any:
         (returning("sums", {"wrong": 1}), "sums gives wrong of type int; give tensors"),
         (returning("sums", [1]), "sums returned list; return a mapping"),
         (returning("figures", {"wrong": "many"}), "task a:B: figures: ValueError: could not convert"),
+        (
+            returning("figures", {"wrong": 1.0, "lr": 1.0}),
+            "figures gives lr, which each step .* another name",
+        ),
         (returning("figures", {"right": 1.0}), "monitor is wrong, but figures gives right"),
     ],
 )

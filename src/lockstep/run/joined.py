@@ -21,6 +21,7 @@ from lockstep.config.run import Run as Kept
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
+from lockstep.core.reserved import OF_ALL, first_taken
 from lockstep.core.shard import local
 from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.items import Collate, Items
@@ -211,8 +212,8 @@ class Run:
     def log(self, **figures: float | Tensor) -> None:
         """Write figures, with the step they are of, to the terminal and the run folder."""
         plain = {name: float(value) for name, value in figures.items()}
-        if taken := {"step", "epoch", "samples", "time", "event"} & plain.keys():
-            raise refused(f"run.log: {min(taken)} is written beside the figures", "choose another name")
+        if taken := first_taken(plain, OF_ALL):
+            raise refused(f"run.log: {taken} is written beside the figures", "choose another name")
         at = self._progress
         self._member.write(Logged(step=at.step, epoch=at.epoch, samples=at.samples, figures=plain))
 

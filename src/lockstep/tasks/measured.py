@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.batch import Batch, Inputs, length, mapped
+from lockstep.core.reserved import OF_TRAINING, first_taken
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
@@ -145,6 +146,11 @@ def _summed(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, 
         if not isinstance(found, Mapping):
             raise UsageError(f"metric {path}: it returned {type(found).__name__}; return a mapping of names to sums")
         sums = {str(name): torch.as_tensor(value) for name, value in found.items()}
+    if (taken := first_taken(sums, OF_TRAINING)) is not None:
+        raise UsageError(
+            f"metric {path}: {taken} is what each evaluation is written with already; give it another name "
+            f"({_CONTRACT})"
+        )
     for name, value in sums.items():
         if value.ndim or value.is_complex() or "/" in name:
             raise UsageError(f"metric {path}: {name} has shape {tuple(value.shape)}; return 0-dim sums by plain names")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.batch import Batch, Inputs, length, mapped, tensors_of
+from lockstep.core.reserved import OF_TRAINING, first_taken
 from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
@@ -95,6 +96,11 @@ class OwnTask:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
         given = self._mapping("figures", sums)
+        if (taken := first_taken(map(str, given), OF_TRAINING)) is not None:
+            raise UsageError(
+                f"{self._name}: figures gives {taken}, which each step or evaluation is written with already; give it "
+                f"another name"
+            )
         with self._code("figures"):
             return {str(name): float(value) for name, value in given.items()}
 

@@ -1,0 +1,21 @@
+"""Names that figures cannot have: all fields of the events that figures are written into, and no others."""
+
+from dataclasses import fields
+
+import pytest
+
+from lockstep.core.reserved import OF_ALL, OF_TRAINING, first_taken
+from lockstep.training.events import Done, Evaluated, Logged, Stepped
+
+WRITTEN_OTHERWISE = {"name", "figures", "best"}  # as `event`, and under the names of the figures
+
+
+@pytest.mark.parametrize(("events", "reserved"), [((Logged,), OF_ALL), ((Stepped, Evaluated, Done), OF_TRAINING)])
+def test_fields_of_events_are_reserved(events: tuple[type, ...], reserved: frozenset[str]) -> None:
+    own = {field.name for event in events for field in fields(event)} | {"event", "time"}
+    assert reserved == own - WRITTEN_OTHERWISE - {"loss"}
+
+
+def test_the_first_that_is_taken_is_named() -> None:
+    assert first_taken({"top1": 1.0, "lr": 0.1, "step": 2.0}, OF_TRAINING) == "lr"
+    assert first_taken(["top1", "lr"], OF_ALL) is None
