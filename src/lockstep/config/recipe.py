@@ -83,7 +83,7 @@ class Augment(Section):
 
     crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zeros on each side before a crop back to size
     flip: bool = False  # left to right, with probability 1/2
-    resized_crop: bool = False  # `folder`: area in resized_crop_scale, aspect in [3/4, 4/3]
+    resized_crop: bool = False  # of files: area in resized_crop_scale, aspect in [3/4, 4/3]
     resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
 
 
@@ -93,12 +93,12 @@ class Data(Section):
     name: Name
     root: Location = "data"
     download: bool = True
-    image_size: Pixels | None = None  # `folder` and `synthetic`: height and width that the model sees
-    resize_size: Pixels | None = None  # `folder`: the short side before validation's centre crop
+    image_size: Pixels | None = None  # of files and `synthetic`: height and width that the model sees
+    resize_size: Pixels | None = None  # of files: the short side before validation's centre crop
     augment: Augment = Augment()
     mean: Floats | None = None  # for each channel, of values in [0, 1]; left out: the data set's own
     std: PositiveFloats | None = None
-    exif: bool = True  # `folder`: turn images upright as their EXIF orientation says
+    exif: bool = True  # of files: turn images upright as their EXIF orientation says
     on_error: Literal["raise", "skip"] = "raise"
     collate: Name | None = None  # `package.module:function` of a list of samples: their batch, as tensors
     options: dict[str, Any] = Field(default_factory=dict)
