@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from component import require, require_etcd, require_hosts, require_slurm
 from waiting import until
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
-sys.path += [str(SCRIPTS), str(SCRIPTS.parent / "tests" / "launchers")]
+sys.path.append(str(SCRIPTS))
 
 import faults  # noqa: E402
-from component import require, require_etcd, require_hosts, require_slurm  # noqa: E402
 
 # How soon a user may expect to hear of it, in seconds; generous, as other tests may run beside. Others say nothing.
 HEARD_S = {"worker-killed": 10, "rank-by-hand-killed": 15, "link-cut": 30, "host-killed": 30, "out-of-memory": 60}

@@ -8,7 +8,7 @@ from pathlib import Path
 import ours
 import pytest
 import worlds
-from optional import require
+from component import require_package
 from safetensors.torch import load_file
 from small_run import PROCESSES, RECIPES, TOLERANCE, furthest, wrong
 
@@ -19,7 +19,7 @@ LIMIT_S = 240.0  # of 15 on two free cores: each process imports DeepSpeed for s
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Let DeepSpeed train everything, once, and return the folder with what it came to."""
-    require("deepspeed")
+    require_package("deepspeed")
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, str(PROGRAM), str(folder)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}

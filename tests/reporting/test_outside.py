@@ -4,11 +4,11 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from component import require_package
 from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
 
 from lockstep.errors import TrainingError, UsageError
@@ -17,13 +17,6 @@ from lockstep.reporting.outside import Outside
 from lockstep.training.events import Event
 
 RECIPE = {"recipe.seed": 0, "recipe.data.mean": [0.5, 0.5], "recipe.optimizer.lr.value": 0.1}
-
-
-def required(package: str) -> None:
-    """Skip where an extra is not installed, fail where LOCKSTEP_REQUIRE names it."""
-    if find_spec(package) is None:
-        reason = f"{package} is not installed; pip install -e '.[{package}]'"
-        (pytest.fail if package in os.environ.get("LOCKSTEP_REQUIRE", "").split(",") else pytest.skip)(reason)
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def write(sink: Outside, *events: Event) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*noload")  # mlflow's use of SQLAlchemy, in this process to read it back
 def test_mlflow_has_the_curves_and_the_recipe_in_one_run(open_sink: Any, tmp_path: Path) -> None:
-    required("mlflow")
+    require_package("mlflow")
     write(open_sink("mlflow", experiment="mine"), started(), stepped(23), stepped(46), stopped())
     write(open_sink("mlflow", experiment="mine"), started(46, RESUMED_FROM), stepped(69, math.nan), evaluated(), done())
     from mlflow import MlflowClient
@@ -58,7 +51,7 @@ def test_mlflow_has_the_curves_and_the_recipe_in_one_run(open_sink: Any, tmp_pat
 
 
 def test_wandb_takes_a_run_up_again_and_needs_neither_network_nor_key(open_sink: Any, tmp_path: Path) -> None:
-    required("wandb")
+    require_package("wandb")
     write(open_sink("wandb", project="mine", tags=["a"]), started(), stepped(23), stopped())
     first = kept_id(tmp_path, "wandb")
     write(open_sink("wandb", project="mine"), started(23, RESUMED_FROM), stepped(46), evaluated(), done())
@@ -70,13 +63,13 @@ def test_wandb_takes_a_run_up_again_and_needs_neither_network_nor_key(open_sink:
 
 
 def test_one_that_does_not_open_is_refused_with_its_reason(open_sink: Any, tmp_path: Path) -> None:
-    required("mlflow")
+    require_package("mlflow")
     with pytest.raises(UsageError, match=r"sink mlflow: .*nowhere"):
         open_sink("mlflow", uri="nowhere://x")
 
 
 def test_a_process_that_is_gone_is_an_error_of_the_sink(open_sink: Any) -> None:
-    required("wandb")
+    require_package("wandb")
     sink = open_sink("wandb")
     os.kill(sink._process.pid, signal.SIGKILL)
     sink._process.wait()
@@ -87,7 +80,7 @@ def test_a_process_that_is_gone_is_an_error_of_the_sink(open_sink: Any) -> None:
 
 
 def test_one_that_does_not_keep_up_does_not_hold_training(open_sink: Any) -> None:
-    required("wandb")
+    require_package("wandb")
     sink = open_sink("wandb")
     os.kill(sink._process.pid, signal.SIGSTOP)
 

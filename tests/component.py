@@ -1,4 +1,4 @@
-"""Launchers that a test needs: without one it is skipped, or fails where LOCKSTEP_REQUIRE names it."""
+"""What a test needs and not every machine has: without it the test is skipped, or fails where LOCKSTEP_REQUIRE says."""
 
 import os
 import shutil
@@ -37,6 +37,12 @@ def require(component: str, packages: str, *programs: str) -> None:
         return
     reason = f"{component}: {', '.join(missing)} not found; on Debian: apt-get install {packages}"
     _miss(component, reason)
+
+
+def require_package(package: str) -> None:
+    """Skip the test where `package`, whose extra has its name, is not installed; fail it where that is required."""
+    if find_spec(package) is None:
+        _miss(package, f"{package} is not installed; pip install -e '.[{package}]'")
 
 
 def _miss(component: str, reason: str) -> None:
