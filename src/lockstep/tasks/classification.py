@@ -21,6 +21,7 @@ from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, summed
 SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
 _TOLERANCE: Final = 1e-2  # of the sum of a mixture, which may have been rounded to bfloat16
 _SHOWN: Final = 6  # values of a target
+_MOST_COPIES: Final = 256  # of a matrix of confusions
 
 
 @final
@@ -150,9 +151,15 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
     Whatever is not `counted` goes to a cell of its own, which is left out: to pick out the others, or to ask for the
     largest as bincount does, a device would have to be waited for.
     """
-    cells = torch.where(counted, truth * classes + guess, classes**2).flatten()
-    sums = torch.zeros(classes**2 + 1, dtype=torch.int64, device=truth.device)
-    return sums.scatter_add_(0, cells, torch.ones_like(cells))[:-1].reshape(classes, classes)
+    size = classes**2 + 1
+    cells = torch.where(counted, truth * classes + guess, size - 1).flatten()
+    # Into several matrices, added in the end: CUDA's deterministic kernel has one warp for a cell, and most pixels fall
+    # on few cells. The matrices together have hardly more cells than there are guesses.
+    copies = min(_MOST_COPIES, 1 + len(cells) // size)
+    places = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
+    sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
+    sums.scatter_add_(0, places, torch.ones_like(places))
+    return sums.reshape(copies, size).sum(0)[:-1].reshape(classes, classes)
 
 
 def skipped_samples(batch: Batch) -> Tensor:
