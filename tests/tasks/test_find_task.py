@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import Classification
-from lockstep.tasks.find import Wanted, find_task
+from lockstep.tasks.find import Wanted, find_task, wanted
 from lockstep.tasks.language import Language
 from lockstep.tasks.own import OwnTask
 from lockstep.tasks.regression import Regression
@@ -82,3 +82,10 @@ def test_the_users_own_gets_options_and_facts() -> None:
 def test_mistakes_are_told(wanted: Wanted, facts: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         find_task(wanted, facts, WHOLE)
+
+
+def test_every_key_of_a_recipe_is_wanted() -> None:
+    loss = {"name": "a:b", "label_smoothing": 0.1}
+    given = {"task": {"name": "regression", "delta": 2}, "loss": loss, "topk": [1, 3], "batch": 8}
+    assert wanted(given, "model m") == Wanted("regression", {"delta": 2}, "a:b", 0.1, [1, 3], "model m")
+    assert given["task"] == {"name": "regression", "delta": 2}  # as it was

@@ -1,0 +1,59 @@
+"""What a recipe says of its data reaches the source, and what is done to batches on their device, by the same keys."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.base import values
+from lockstep.config.recipe import Data, Recipe
+from lockstep.data.asked import Asked, ImageWords, asked_by
+from lockstep.data.images.finish import ImageFinish, finish
+from lockstep.errors import UsageError
+
+CPU = torch.device("cpu")
+FACTS = {"classes": ["a", "b"], "shape": [3, 8, 8]}
+
+
+def recipe(**sections: Any) -> dict[str, Any]:
+    """Return a recipe as plain values."""
+    whole = {"model": {"name": "m"}, "batch": 8, "epochs": 1, "optimizer": {"name": "sgd", "lr": 0.1}}
+    return values(Recipe.model_validate({**whole, "data": {"name": "d"}, **sections}))
+
+
+def test_what_is_left_out_is_what_sources_take_for_granted() -> None:
+    assert asked_by(values(Data(name="folder"))) == Asked("folder")
+
+
+def test_every_key_reaches_the_source() -> None:
+    augment = {"resized_crop": True, "resized_crop_scale": [0.5, 1.0]}
+    images = {"image_size": 16, "resize_size": 20, "exif": False}
+    others = {"name": "folder", "root": "r", "download": False, "on_error": "skip", "collate": "a:b"}
+    given = Data.model_validate({**others, **images, "augment": augment, "options": {"validation": 0.1}})
+    words = ImageWords(16, 20, True, (0.5, 1.0), False)
+    assert asked_by(values(given)) == Asked("folder", "r", False, "skip", words, {"validation": 0.1}, "a:b")
+    on_device = {"mean", "std", "augment"}  # see below
+    assert given.model_dump().keys() == {*others, *images, "options"} | on_device
+
+
+def test_nothing_is_done_where_nothing_is_asked() -> None:
+    assert finish(recipe(), FACTS, CPU) is None
+    assert finish(recipe(), {}, CPU) is None
+
+
+def test_every_key_reaches_the_device() -> None:
+    data = {"name": "d", "augment": {"crop_padding": 1, "flip": True}, "mean": [0.1, 0.2, 0.3], "std": [1.0, 1.0, 2.0]}
+    mix = {"mixup": 0.2, "cutmix": 0.3, "probability": 0.4}
+    found = finish(recipe(data=data, mix=mix, seed=7), FACTS | {"mean": [0.0] * 3}, CPU)
+    assert found == ImageFinish(CPU, 2, 7, [0.1, 0.2, 0.3], [1.0, 1.0, 2.0], 1, True, 0.2, 0.3, 0.4)
+
+
+def test_the_datas_own_mean_is_taken_where_the_recipe_has_none() -> None:
+    own = {"mean": [0.5] * 3, "std": [0.25] * 3}
+    assert finish(recipe(), FACTS | own, CPU) == ImageFinish(CPU, 2, mean=own["mean"], std=own["std"])
+
+
+@pytest.mark.parametrize("facts", [{"shape": [3, 8, 8]}, {**FACTS, "pixels": True}])
+def test_only_classes_of_whole_samples_are_mixed(facts: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="no labels of whole samples to mix; leave mixup and cutmix out"):
+        finish(recipe(mix={"mixup": 0.2}), facts, CPU)
