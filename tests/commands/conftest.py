@@ -1,5 +1,6 @@
 """Started commands for tests, ended with them; and runs that several tests look at."""
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
@@ -62,6 +63,22 @@ def run(start: Start) -> Start:
         return command
 
     return run
+
+
+@pytest.fixture
+def killed(start: Start) -> Start:
+    """Return a function that starts a run, and kills it with SIGKILL once `step` is logged and something is saved."""
+
+    def killed(*words: str, run: str, step: int) -> Command:
+        command = start(*words, f"run.dir={run}", f'run.sinks=[{{name: "held:Gate", step: {step}}}]')
+        command.until_step(step, run)
+        command.until((command.folder / run / "checkpoints" / "latest").exists)
+        command.signal(signal.SIGKILL)
+        command.wait()
+        assert command.left() == []
+        return command
+
+    return killed
 
 
 @pytest.fixture(scope="session")

@@ -178,6 +178,12 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in jsonl.read(run / jsonl.EVENTS) if event["event"] == name]
 
 
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    """Return the figures of a run's evaluations, without what depends on the clock."""
+    timed = ("time", "seconds", "samples_per_s", "weight_per_s")
+    return [{key: value for key, value in event.items() if key not in timed} for event in events(run, "evaluated")]
+
+
 def steps(run: Path) -> list[int]:
     """Return the steps that a run has logged so far."""
     return [event["step"] for event in events(run, "step")] if (run / jsonl.EVENTS).exists() else []

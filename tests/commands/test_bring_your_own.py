@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,9 @@ def mine(tmp_path: Path) -> Path:
     return folder
 
 
-def test_own_optimizer_and_schedule_give_the_same_bits_however_it_is_placed_and_resumed(run, start, mine: Path) -> None:
+def test_own_optimizer_and_schedule_give_the_same_bits_however_it_is_placed_and_resumed(
+    run, killed, mine: Path
+) -> None:
     placed = {
         "one": ("placement.processes=1",),
         "ddp": ("placement.processes=2",),
@@ -40,12 +41,9 @@ def test_own_optimizer_and_schedule_give_the_same_bits_however_it_is_placed_and_
     }
     hashes = {name: run(*TRAIN, f"run.dir={name}", *words).sha256 for name, words in placed.items()}
     assert len({*hashes.values()}) == 1, hashes
-    again = (*TRAIN, "run.dir=again", "run.save_every.steps=5")
-    stopped = start(*again, "placement.processes=1")
-    stopped.until_step(7, "again")
-    stopped.signal(signal.SIGKILL)
-    assert stopped.wait() == -signal.SIGKILL
-    resumed = run(*again, "placement.processes=2", "placement.strategy=zero3")
+    again = (*TRAIN, "run.save_every.steps=5")
+    killed(*again, "placement.processes=1", run="again", step=7)
+    resumed = run(*again, "run.dir=again", "placement.processes=2", "placement.strategy=zero3")
     assert resumed.sha256 == hashes["one"]
     assert events(resumed.folder / "again", "started")[-1]["step"] >= 5
 

@@ -2,11 +2,10 @@
 
 import math
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
-from forked import events
+from forked import evaluations, events
 
 OWN = Path(__file__).with_name("own_tasks.py")
 PLACES = (
@@ -72,17 +71,11 @@ def test_a_task_has_one_hash_wherever_it_is_trained(task, trained):
         for name, size in possible(task)
     }
     assert len({command.sha256 for command in commands.values()}) == 1, {n: c.sha256 for n, c in commands.items()}
-    figures = [
-        [
-            {key: event[key] for key in event if key not in ("time", "seconds", "samples_per_s", "weight_per_s")}
-            for event in events(command.folder / name.replace(" ", "-"), "evaluated")
-        ]
-        for name, command in commands.items()
-    ]
+    figures = [evaluations(command.folder / name.replace(" ", "-")) for name, command in commands.items()]
     assert all(each == figures[0] for each in figures)
 
 
-def test_steps_that_weigh_nothing_are_counted_and_the_run_resumes(trained, start, tmp_path):
+def test_steps_that_weigh_nothing_are_counted_and_the_run_resumes(trained, killed, tmp_path):
     whole = trained("language", "whole", "placement.processes=1")
     log = events(tmp_path / "whole", "step")
     empty = [
@@ -94,11 +87,8 @@ def test_steps_that_weigh_nothing_are_counted_and_the_run_resumes(trained, start
     assert log[-1]["skipped_steps"] == len(empty)
     assert all(log[number]["loss"] == 0 for number in empty)
     assert all(math.isfinite(event["loss"]) for event in log)
-    words = ("train", "recipe.yaml", *SMALL, ADAMW, *TASKS["language"], "run.dir=killed", "run.save_every.steps=3")
-    stopped = start(*words, "placement.processes=2")
-    stopped.until_step(max(empty[0] + 1, 7), "killed")
-    stopped.signal(signal.SIGKILL)
-    stopped.wait()
+    words = ("train", "recipe.yaml", *SMALL, ADAMW, *TASKS["language"], "run.save_every.steps=3")
+    killed(*words, "placement.processes=2", run="killed", step=max(empty[0] + 1, 7))
     resumed = trained("language", "killed", "run.save_every.steps=3", "placement.processes=1")
     assert resumed.sha256 == whole.sha256
     started = events(tmp_path / "killed", "started")

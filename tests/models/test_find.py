@@ -27,6 +27,17 @@ def with_classes(num_classes: int, depth: int = 1) -> nn.Module:
     return nn.Linear(2, num_classes)
 
 
+def regression(shape: list[int], outputs: int) -> nn.Module:
+    """Return a user's model for rows of a table."""
+    return nn.Linear(shape[0], outputs)
+
+
+def open_ended(**options: Any) -> nn.Module:
+    """Return a user's model that takes anything, and is given only what it may need for classes and tokens."""
+    assert not options
+    return nn.Identity()
+
+
 def not_a_module() -> int:
     """Return something else."""
     return 3
@@ -74,6 +85,13 @@ def test_import_path_with_the_number_of_classes_where_wanted() -> None:
     model = _build(f"{__name__}:with_classes")
     assert isinstance(model, nn.Linear)
     assert model.out_features == 10
+
+
+def test_import_path_with_the_sizes_of_a_regression_where_they_are_named() -> None:
+    model = build_model(name=f"{__name__}:regression", facts={"shape": [6], "outputs": 2})
+    assert isinstance(model, nn.Linear)
+    assert (model.in_features, model.out_features) == (6, 2)
+    assert isinstance(build_model(name=f"{__name__}:open_ended", facts={"shape": [6], "outputs": 2}), nn.Identity)
 
 
 def test_import_path_of_a_class_that_wants_nothing() -> None:

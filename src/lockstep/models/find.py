@@ -41,7 +41,8 @@ def build_model(
     facts: Mapping[str, Any],
 ) -> nn.Module:
     """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample,
-    `vocabulary`, the number of tokens, and `context`, how many a sample has, each where it has them.
+    `vocabulary`, the number of tokens, `context`, how many a sample has, and `outputs`, the targets of a regression,
+    each where it has them.
 
     `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path, and a folder with a
     config.json a model of transformers, which else are found by their source alone. `options` go to the model's
@@ -149,18 +150,20 @@ def _from_data(place: Place, name: str, factory: Factory, facts: Mapping[str, An
             return sizes
         case "path":
             with OwnCode(f"model {name}"):  # a signature is what its object says it is
-                return _taken(factory, sizes)
+                named = {key: facts[key] for key in ("shape", "outputs") if key in facts}
+                return _taken(factory, sizes) | _taken(factory, named, open_ended=False)
         case _:
             of_images = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
             return _taken(factory, sizes | of_images)
 
 
-def _taken(factory: Factory, arguments: dict[str, Any]) -> dict[str, Any]:
+def _taken(factory: Factory, arguments: dict[str, Any], open_ended: bool = True) -> dict[str, Any]:
+    """Return those of the arguments that the function has a parameter for, or **kwargs where that counts too."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # a function written in C may have none
         return {}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if open_ended and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
     names = {parameter.name for parameter in parameters}
     return {name: value for name, value in arguments.items() if name in names}

@@ -1,0 +1,32 @@
+"""Each data set that ships gives one hash on one rank and on three, also where a run is killed and goes on on two."""
+
+from pathlib import Path
+
+import pytest
+import stored
+from forked import evaluations, events
+
+SMALL = (
+    *("recipe.batch=12", "recipe.microbatches=3", "recipe.steps=6", "recipe.last_batch=drop"),
+    *("recipe.optimizer={name: adamw, lr: 0.01}", "run.save_every.steps=2", "run.evaluate_every.steps=3"),
+    *("run.log_every=1", "run.tensorboard=false"),
+)
+KINDS = (stored.webdataset, stored.datasets, stored.folder, stored.csv, stored.parquet, stored.text, stored.tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_one_hash_wherever_it_is_trained_and_after_a_kill(run, killed, tmp_path: Path, kind) -> None:
+    (tmp_path / "recipe.yaml").write_text("recipe: {}\n")
+    words = ("train", "recipe.yaml", *SMALL, *kind(tmp_path))
+    # Three ranks come first: where an index is to be made, each of them makes it.
+    three = run(*words, "run.dir=three", "placement.processes=3", "placement.workers=1")
+    one = run(*words, "run.dir=one", "placement.processes=1")
+    killed(*words, "placement.processes=3", "placement.strategy=zero2", run="killed", step=4)
+    resumed = run(*words, "run.dir=killed", "placement.processes=2", "placement.strategy=zero1")
+    assert {three.sha256, resumed.sha256} == {one.sha256}
+    assert [event["step"] > 0 for event in events(tmp_path / "killed", "started")] == [False, True]
+    figures = evaluations(tmp_path / "one")
+    assert len(figures) == 2
+    assert evaluations(tmp_path / "three") == figures
+    assert evaluations(tmp_path / "killed")[-1] == figures[-1]
+    assert [command.err for command in (one, three, resumed)] == [""] * 3
