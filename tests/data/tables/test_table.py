@@ -95,6 +95,28 @@ def test_missing_numbers_are_refused_or_the_mean(tmp_path: Path) -> None:
     assert data.train.fetch(np.arange(3), None)[0].flatten().tolist() == pytest.approx([-1, 0, 1])
 
 
+def test_rows_are_told_by_their_numbers_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    for column, lacking in (("x", ",1.5"), ("y", "1,")):
+        file.write_text("x,y\n" + "1,1.5\n" * 90 + f"{lacking}\n" + "1,1.5\n" * 9)
+        with pytest.raises(UsageError, match=rf"'{column}' .*in row 90; leave"):
+            _open(file, target="y", validation=0.2)
+
+
+def test_codes_of_names_and_numbers_that_are_words(tmp_path: Path) -> None:
+    """Half of the values or fewer are numbers, or the column is named: then it is a category."""
+    file = tmp_path / "t.csv"
+    file.write_text("x,z,y\n1,1,1.5\n12a,2,2.5\n13b,3b,3.5\n")
+    data = _open(file, target="y", validation=0, categories=["z"])
+    assert [column["values"] for column in data.facts["columns"]] == [["1", "12a", "13b"], ["1", "2", "3b"]]
+
+
+def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
+    with pytest.raises(UsageError, match=r"the names of columns in .*t\.csv are no UTF-8; convert it"):
+        _open(tmp_path / "t.csv", target="y")
+
+
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
@@ -108,6 +130,11 @@ def test_missing_numbers_are_refused_or_the_mean(tmp_path: Path) -> None:
         ("x,y\n", {"target": "y"}, r"has no rows"),
         ("x,y\n1,2,3\n", {"target": "y"}, r"is no \.csv table: CSV parse error"),
         ("x,y\n2020-01-01,2\n", {"target": "y"}, r"column 'x' is of date32\[day\], neither numbers nor text; name it"),
+        ("x,y\n2,2020-01-01\n", {"target": "y"}, r"target: 'y' is of date32\[day\], neither numbers nor text; name"),
+        ("x,y\n1,2\n3,4\nn/k,2\n", {"target": "y"}, r"column 'x' has numbers, but 'n/k' in row 2; leave such rows"),
+        ("x,y\n1,2\n3,4\n5,?\n", {"target": "y"}, r"column 'y' has numbers, but '\?' in row 2; .*kind=classification"),
+        ("x,x,y\n1,2,3\n", {"target": "y"}, r"has several columns 'x'; rename them"),
+        ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in row 0"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, text: str, options: dict[str, object], said: str) -> None:
@@ -126,6 +153,9 @@ def test_files_that_are_no_tables_are_named(root: Path) -> None:
         _open(root, target="kind")
     (root / "val.csv").write_text("size,colour,old,kind\n1,red,true,z\n")
     with pytest.raises(UsageError, match=r"validation has the class 'z', which training has not"):
+        _open(root, target="kind")
+    (root / "val.csv").write_text("size,colour,old,kind\nbig,red,true,a\n")
+    with pytest.raises(UsageError, match=r"column 'size' is of string in validation, and has numbers in training"):
         _open(root, target="kind")
     (root / "train.csv").unlink()
     with pytest.raises(UsageError, match=r"holds neither train\.csv nor train\.parquet"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,6 @@ class Number:
         values = _floats(self.name, column)
         if self.means:
             values = np.where(np.isnan(values), self.mean, values)
-        wrong = ~np.isfinite(values)
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise UsageError(
-                f"data set table: column '{self.name}' has {int(wrong.sum()):,} missing or infinite values, the first "
-                f"in row {row:,}; leave them out, or set options.missing=mean"
-            )
         return np.asarray((values - self.mean) / self.std, np.float32)
 
 
@@ -64,14 +57,49 @@ class Category:
         return np.array([numbers[each] for each in column.to_pylist()], np.int64)
 
 
-def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
-    """Return how a column of training is encoded: text and truth values are categories, and what is asked to be one."""
+def kind_of(column: Any) -> Literal["number", "name", "other"]:
+    """Return what a column has: numbers, names (text or truth values), or anything else."""
     import pyarrow.types as types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    if not is_category and (types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)):
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return "number"
+    is_name = types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind)
+    return "name" if is_name else "other"
+
+
+def check_input(name: str, column: Any, means: bool) -> None:
+    """Raise UsageError where a column of a whole file cannot be used: rows are told by their numbers in the file."""
+    refuse_mixed(name, column, "or name it in options.categories")
+    if kind_of(column) != "number":
+        return
+    values = _floats(name, column)
+    wrong = np.isinf(values) if means else ~np.isfinite(values)
+    if wrong.any():
+        advice = "leave them out" if means else "leave them out, or set options.missing=mean"
+        raise UsageError(
+            f"data set table: column '{name}' has {int(wrong.sum()):,} {'' if means else 'missing or '}infinite "
+            f"values, the first in row {int(wrong.argmax()):,}; {advice}"
+        )
+
+
+def refuse_mixed(name: str, column: Any, advice: str) -> None:
+    """Raise UsageError where a column has numbers, but is text because a few values are none: `n/k`, or `1,5`."""
+    values = [each for each in column.unique().to_pylist() if isinstance(each, str)]
+    strange = {each for each in values if not _is_number(each)}
+    if strange and 2 * len(strange) < len(values):
+        row, found = next((row, each) for row, each in enumerate(column.to_pylist()) if each in strange)
+        raise UsageError(
+            f"data set table: column '{name}' has numbers, but {found!r} in row {row:,}; leave such rows out, {advice}"
+        )
+
+
+def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
+    """Return how a column of training is encoded: text and truth values are categories, and what is asked to be one."""
+    kind = kind_of(column)
+    if kind == "number" and not is_category:
         return _number(name, column, means)
-    if not (is_category or types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind)):
+    if kind == "other" and not is_category:
         raise UsageError(
             f"data set table: column '{name}' is of {column.type}, neither numbers nor text; name it in options.ignore "
             f"or options.categories"
@@ -94,9 +122,22 @@ def _number(name: str, column: Any, means: bool) -> Number:
 
 
 def _floats(name: str, column: Any) -> NDArray[np.float64]:
-    filled = column.cast("float64")
-    found: NDArray[np.float64] = filled.to_numpy()  # nulls are NaN
+    try:
+        found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls are NaN
+    except Exception as error:  # of pyarrow's many
+        raise UsageError(
+            f"data set table: column '{name}' is of {column.type} in validation, and has numbers in training; give it "
+            f"one type"
+        ) from error
     return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _text(value: Any) -> str:

@@ -24,10 +24,16 @@ def read(file: Path) -> Any:
     try:
         with plainfile.reader(file, links=True) as stream:
             table = readers[file.suffix](stream)
+        names = table.column_names
     except OSError as error:
         raise UsageError(f"data set table: {file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"data set table: the names of columns in {file} are no UTF-8; convert it") from None
     except pyarrow.ArrowException as error:
-        raise UsageError(f"data set table: {file} is no {file.suffix} table: {error}") from None
+        first = str(error).splitlines()[0]
+        raise UsageError(f"data set table: {file} is no {file.suffix} table: {first}") from None
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"data set table: {file} has several columns {', '.join(map(repr, twice))}; rename them")
     if not len(table):
         raise UsageError(f"data set table: {file} has no rows")
     return table

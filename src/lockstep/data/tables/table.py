@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,7 +16,7 @@ from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.shares import rows_in_share
-from lockstep.data.tables.columns import column_of
+from lockstep.data.tables.columns import check_input, column_of, kind_of, refuse_mixed
 from lockstep.data.tables.files import read, same_columns
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
@@ -48,14 +49,21 @@ class Options:
 
 def open_data(asked: Asked, options: Options) -> DataSet:
     """Return the rows of the table at `root`: a file, or a folder with train.csv and val.csv, or .parquet."""
-    train, validation = _parts(Path(asked.root), options.validation)
+    files = _files(Path(asked.root))
     targets = [options.target] if isinstance(options.target, str) else options.target
-    _check_names(train, [*targets, *(options.categories or ()), *(options.ignore or ())])
-    left = [name for name in train.column_names if name not in {*targets, *(options.ignore or ())}]
+    categories, ignored = options.categories or (), options.ignore or ()
+    _check_names(files[0], [*targets, *categories, *ignored])
+    left = [name for name in files[0].column_names if name not in {*targets, *ignored}]
     if not left:
         raise UsageError(f"data set table: {asked.root} has no column beside {', '.join(targets)} to learn from")
     means = options.missing == "mean"
-    columns = [column_of(name, train[name], name in (options.categories or ()), means) for name in left]
+    for table in files:  # each whole, as its rows are numbered
+        for name in left:
+            if name not in categories:
+                check_input(name, table[name], means)
+        _check_targets(table, targets, options.kind)
+    train, validation = _parts(files, options.validation)
+    columns = [column_of(name, train[name], name in categories, means) for name in left]
     classes = _classes(train, targets, options.kind)
     parts = [
         Rows(columns, [part[column.name] for column in columns], _targets(part, targets, classes), options.codes)
@@ -72,17 +80,23 @@ def open_data(asked: Asked, options: Options) -> DataSet:
     )
 
 
-def _parts(root: Path, share: float) -> tuple[pyarrow.Table, pyarrow.Table | None]:
-    if root.is_dir():
-        for kind in (".csv", ".parquet"):
-            train, validation = root / f"train{kind}", root / f"val{kind}"
-            if train.exists():
-                parts = read(train), read(validation) if validation.exists() else None
-                return parts if parts[1] is None else same_columns(validation, *parts)
-        raise UsageError(
-            f"data set table: {root} holds neither train.csv nor train.parquet; name a file in recipe.data.root"
-        )
-    table = read(root)
+def _files(root: Path) -> list[pyarrow.Table]:
+    """Return the table of a file, or those of training and of validation."""
+    if not root.is_dir():
+        return [read(root)]
+    for kind in (".csv", ".parquet"):
+        train, validation = root / f"train{kind}", root / f"val{kind}"
+        if train.exists():
+            return [*same_columns(validation, read(train), read(validation))] if validation.exists() else [read(train)]
+    raise UsageError(
+        f"data set table: {root} holds neither train.csv nor train.parquet; name a file in recipe.data.root"
+    )
+
+
+def _parts(files: Sequence[pyarrow.Table], share: float) -> tuple[pyarrow.Table, pyarrow.Table | None]:
+    if len(files) > 1:
+        return files[0], files[1]
+    table = files[0]
     chosen = rows_in_share(len(table), share)
     if share and (not chosen.any() or chosen.all()):
         raise UsageError(f"data set table: {len(table):,} rows have no share of {share}; use another validation, or 0")
@@ -114,11 +128,20 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
     return found
 
 
-def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None) -> torch.Tensor:
+def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
     for name in names:
-        if table[name].null_count:
-            first = table[name].is_null().to_pylist().index(True)
-            raise UsageError(f"data set table: target: '{name}' is missing in row {first:,}; leave such rows out")
+        column = table[name]
+        said = f"data set table: target: '{name}'"
+        if column.null_count:
+            first = column.is_null().to_pylist().index(True)
+            raise UsageError(f"{said} is missing in row {first:,}; leave such rows out")
+        if kind is None:
+            refuse_mixed(name, column, "or set options.kind=classification")
+        if kind_of(column) == "other":
+            raise UsageError(f"{said} is of {column.type}, neither numbers nor text; name another column")
+
+
+def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None) -> torch.Tensor:
     if classes is None:
         return torch.from_numpy(np.stack([_floats(name, table[name]) for name in names], axis=1))
     codes = {each: number for number, each in enumerate(classes)}
