@@ -142,6 +142,9 @@ def test_what_is_wrong_is_named(root: Path, tmp_path: Path) -> None:
     _write(root / "train-2.tar", {"a.png": _png(1)})
     with pytest.raises(UsageError, match=r"train-2\.tar: a has neither \.cls nor \.json beside it; mend options"):
         _open(root, validation=0)
+    _write(root / "train-2.tar", {"a.png": _png(1), "a.cls": b"99999999999999999999"})
+    with pytest.raises(UsageError, match=r"train-2\.tar: a: its class is 9{20}; classes are whole numbers from 0"):
+        _open(root, validation=0)
     (root / "train-2.tar").write_bytes(b"\x1f\x8b no tar" * 100)
     with pytest.raises(UsageError, match=r"train-2\.tar cannot be read as a tar archive"):
         _open(root, validation=0)
@@ -156,3 +159,15 @@ def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
         file.truncate(600)
     with pytest.raises(TrainingError, match=r"train\.tar: 002: the archive was cut off while it was in use"):
         data.train.fetch(np.array([2]), None)
+
+
+@pytest.mark.parametrize("rest", [0, 100, 512, 700])
+def test_an_archive_that_was_cut_off_is_none_that_has_less_pictures(root: Path, rest: int) -> None:
+    """Wherever it was: between two members, or in the header of one."""
+    with tarfile.open(root / "train-1.tar") as archive:
+        third = archive.getmembers()[4]
+    with (root / "train-1.tar").open("r+b") as file:
+        file.truncate(third.offset + rest)
+    with pytest.raises(UsageError, match=r"train-1\.tar (is cut off, or damaged, at byte|cannot be read as a tar)"):
+        _open(root)
+    assert not (root / ".train-1.tar.cls.npz").exists()

@@ -219,7 +219,8 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a stranger's model may raise anything, and may even exit
-        told = described(error, "" if place(error) else "choose a model or an image size that fit each other")
+        fitting = "an image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
+        told = described(error, "" if place(error) else f"choose a model and {fitting} that fit each other")
         if "Expected more than 1 value per channel" in told:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "

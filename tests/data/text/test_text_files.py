@@ -97,6 +97,9 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"abc\xe9abc")
     with pytest.raises(UsageError, match=r"latin\.txt is no UTF-8: byte 3 is 0xe9; convert it"):
         _open(tmp_path)
+    (tmp_path / "nothing.txt").touch()
+    with pytest.raises(UsageError, match=r"nothing\.txt is empty; put text into it"):
+        _open(tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"no file below .* ends in \.txt"):
         _open(tmp_path / "empty")

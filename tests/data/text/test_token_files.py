@@ -69,8 +69,16 @@ def test_a_strange_meta_json_is_named(root: Path, text: str) -> None:
 
 
 def test_tokens_beyond_the_vocabulary_are_named(root: Path) -> None:
-    with pytest.raises(TrainingError, match=r"train\.bin: token 65 is 6\d, and the vocabulary has 65; mend"):
-        _open(root, vocabulary=65, context=4).train.fetch(np.array([1, 16]), None)
+    beyond = r"train\.bin: token \d+ is \d+, and the vocabulary has 65; mend"
+    with pytest.raises(UsageError, match=beyond):  # before a run, as some are looked at
+        _open(root, vocabulary=65, context=4)
+    np.arange(100, dtype=np.uint16).clip(max=64).tofile(root / "train.bin")
+    data = _open(root, vocabulary=65, context=4)
+    np.arange(100, dtype=np.uint16).tofile(root / "train.bin")
+    with pytest.raises(TrainingError, match=beyond):
+        data.train.fetch(np.array([1, 16]), None)
+    with pytest.raises(UsageError, match=r"uint16 has no room for a vocabulary of 65,537; mend options\.dtype or"):
+        _open(root, vocabulary=65_537)
 
 
 def test_a_file_that_is_cut_off_is_an_error_and_no_signal(root: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from lockstep.core import random
@@ -136,4 +137,6 @@ def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
+        return "no kind of image is known that begins so"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

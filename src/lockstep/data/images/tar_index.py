@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from lockstep.data.images.listing import IMAGE_SUFFIXES
 from lockstep.errors import UsageError
 
 _VERSION: Final = 1
+_MOST_CLASSES: Final = 1 << 24  # each has a name
+_BLOCK: Final = tarfile.BLOCKSIZE
 _LABEL: Final = 1 << 20  # bytes of a label that are read
 
 
@@ -45,6 +47,7 @@ def indexed(file: Path, label: str) -> TarIndex:
             if index is None:
                 with tarfile.open(fileobj=stream, mode="r:") as archive:
                     index = _looked_through(archive, file, label)
+                    _check_end(stream, archive.offset, file)
                 if kept is not None:
                     _keep(kept, index, mark)
             return index
@@ -71,6 +74,16 @@ def _keep(place: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
         with open(new, "xb") as stream:
             np.savez(stream, mark=mark, names=index.names, spans=index.spans, targets=index.targets)
         os.replace(new, place)
+
+
+def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
+    """Raise UsageError where no empty block ends an archive: tarfile takes one that was cut off for a shorter one."""
+    stream.seek(offset)
+    if stream.read(_BLOCK) != bytes(_BLOCK):
+        raise UsageError(
+            f"data set webdataset: {file} is cut off, or damaged, at byte {offset:,}, where its end should be; copy it "
+            f"again"
+        )
 
 
 def _looked_through(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
@@ -119,6 +132,6 @@ def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarIn
         value = found[label] if isinstance(found, dict) else found
     except (ValueError, KeyError) as error:
         raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_CLASSES:
         raise UsageError(f"data set webdataset: {where}: its class is {value!r}; classes are whole numbers from 0")
     return value

@@ -90,10 +90,13 @@ def _text(place: Path) -> str:
 def _read(file: Path) -> str:
     try:
         with plainfile.reader(file, links=True) as stream:
-            return stream.read().decode()
+            found = stream.read().decode()
     except OSError as error:
         raise UsageError(f"data set text: {file} cannot be read: {error.strerror}; set recipe.data.root") from None
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data set text: {file} is no UTF-8: byte {error.start:,} is {error.object[error.start]:#04x}; convert it"
         ) from None
+    if not found:
+        raise UsageError(f"data set text: {file} is empty; put text into it, or remove it")
+    return found

@@ -20,6 +20,8 @@ from lockstep.data.text.windows import windowed
 from lockstep.errors import TrainingError, UsageError
 
 _LARGEST: Final = 1 << 26  # bytes of meta.json
+_PLACES: Final = 16  # of a file that are looked at before a run,
+_LOOKED_AT: Final = 64  # and tokens at each
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,17 @@ def open_data(asked: Asked, options: Options) -> DataSet:
     vocabulary = options.vocabulary or meta.get("vocabulary") or meta.get("vocab_size")
     dtype = options.dtype or meta.get("dtype") or "uint16"
     if dtype not in ("uint16", "uint32") or not (vocabulary is None or isinstance(vocabulary, int)):
-        raise UsageError(f"data set tokens: {root / 'meta.json'}: dtype {dtype!r} or vocabulary {vocabulary!r} is none")
+        raise UsageError(
+            f"data set tokens: {root / 'meta.json'}: dtype {dtype!r}, vocab_size {vocabulary!r}; expected uint16 or "
+            f"uint32, and a whole number"
+        )
     if vocabulary is None:
         raise UsageError(_nothing_says(root))
+    if vocabulary > 1 << 8 * np.dtype(dtype).itemsize:
+        raise UsageError(
+            f"data set tokens: {dtype} has no room for a vocabulary of {vocabulary:,}; mend options.dtype or "
+            f"options.vocabulary"
+        )
     train = TokenFile(root / "train.bin", dtype, vocabulary)
     validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
     tokenizer = {"tokenizer": meta["tokenizer"]} if "tokenizer" in meta else {}
@@ -77,6 +87,16 @@ class TokenFile:
         if size % self._dtype.itemsize:
             raise UsageError(f"data set tokens: {file} has {size:,} bytes, which are no whole number of {dtype}")
         self._length = size // self._dtype.itemsize
+        self._check_some()
+
+    def _check_some(self) -> None:
+        """Raise UsageError where one of some tokens, all over the file, is none: then it is of another dtype."""
+        length = min(_LOOKED_AT, self._length)
+        starts = np.linspace(0, self._length - length, min(_PLACES, self._length)).astype(np.int64)
+        try:
+            self.windows(np.unique(starts), length)
+        except TrainingError as error:
+            raise UsageError(f"data set tokens: {error}") from error
 
     def __len__(self) -> int:
         return self._length
