@@ -1,16 +1,37 @@
-"""One thread for each process, and a warm pool of worlds that ends with the session."""
+"""One thread for each process, the tiers, and a warm pool of worlds that ends with the session."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
+import tiers
 import torch
 import worlds
 
+LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds, commands or real those of a tier"
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what the tests start
+    asked = config.option.markexpr or config.option.keyword
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not asked:
+        config.option.markexpr = "quick"  # an option, as processes of pytest-xdist are told them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, before pytest looks for those that were asked for."""
+    for item in items:
+        item.add_marker(tiers.tier(item))
+        if tiers.is_quick(item):
+            item.add_marker("quick")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what plain pytest left out."""
+    if config.option.markexpr == "quick":
+        terminalreporter.write_line(LEFT_OUT)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

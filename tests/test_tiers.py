@@ -1,0 +1,30 @@
+"""The lists of the tiers name what is there, and plain pytest runs no test that is not quick."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import tiers
+
+
+@pytest.mark.parametrize("place", [*tiers._REAL, *tiers._COMMANDS, *tiers._QUICK])
+def test_what_a_list_names_is_there(place: str) -> None:
+    assert (tiers.TESTS / place).exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "marker", "expected", "quick"),
+    [
+        ("core/test_tree.py", None, "pure", True),
+        ("core/test_tree.py", "worlds", "worlds", False),
+        ("parallel/test_local.py", "worlds", "worlds", True),
+        ("commands/test_eval.py", None, "commands", False),
+        ("commands/test_eval.py", "worlds", "commands", False),
+        ("faults/test_faults.py", None, "real", False),
+        ("core/test_tree.py", "gpu", "gpu", False),
+    ],
+)
+def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, expected: str, quick: bool) -> None:
+    stands = SimpleNamespace(path=tiers.TESTS / place, get_closest_marker=lambda name: name == marker)
+    assert tiers.tier(cast("pytest.Item", stands)) == expected
+    assert tiers.is_quick(cast("pytest.Item", stands)) == quick

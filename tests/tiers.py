@@ -1,0 +1,75 @@
+"""The tier of a test: what it needs, by where it stands and how it is marked. Plain pytest runs the quick ones.
+
+`pure` tests compute in this process; `worlds` are several ranks on gloo, in processes that are kept warm; `commands`
+are whole programs, from the command line to the run folder; `real` ones need other programs, root or minutes: Slurm,
+Open MPI, etcd, hosts, the faults, the benchmarks. `gpu` needs a CUDA device.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+TESTS: Final = Path(__file__).parent
+_REAL: Final = (
+    "benchmarks",
+    "faults",
+    "launchers/test_batch.py",
+    "launchers/test_elastic.py",
+    "launchers/test_example.py",
+    "launchers/test_fewer_hosts.py",
+    "launchers/test_prove_launchers.py",
+    "launchers/test_real.py",
+    "launchers/test_srun_killed.py",
+    "launchers/test_submitted.py",
+    "launchers/test_swallowed.py",
+    "launchers/test_unknown_names.py",
+    "launchers/test_with_etcd.py",
+    "launchers/test_with_hosts.py",
+    "launchers/test_with_slurm.py",
+    "references",
+    "reporting/test_outside.py",
+    "test_tied_to_srun.py",
+)
+_COMMANDS: Final = (
+    "commands",
+    "run",
+    "verification",
+    "test_cli.py",
+    "test_coming_from.py",
+    "test_docs.py",
+    "test_importing.py",
+    "test_library.py",
+    "test_parent.py",
+    "test_tether.py",
+    "test_worlds.py",
+)
+# Of the other tiers, what shows the promise in a minute: every strategy, killed and resumed, on 1 process and on more.
+_QUICK: Final = (
+    "commands/test_strategies_train.py",
+    "commands/test_tasks_train.py",
+    "parallel/test_local.py",
+    "run",
+    "test_library.py",
+)
+
+
+def tier(item: pytest.Item) -> str:
+    """Return the tier of a test."""
+    if item.get_closest_marker("gpu"):
+        return "gpu"
+    if _stands_in(item, _REAL):
+        return "real"
+    if _stands_in(item, _COMMANDS):
+        return "commands"
+    return "worlds" if item.get_closest_marker("worlds") else "pure"
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Say whether plain pytest runs a test."""
+    return tier(item) == "pure" or _stands_in(item, _QUICK)
+
+
+def _stands_in(item: pytest.Item, places: tuple[str, ...]) -> bool:
+    path = item.path.relative_to(TESTS)
+    return any(path.is_relative_to(place) for place in places)
