@@ -1,5 +1,6 @@
 """Models of transformers: which class a task gets, what follows from the data, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.models.hugging_face import kind_of, transformers_model
+from lockstep.models.hugging_face import check_weights, kind_of, transformers_model
 
 TOKENS: dict[str, Any] = {"vocabulary": 65}
 IMAGES: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "shape": [1, 8, 8]}
@@ -88,7 +89,7 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
     model = tiny("llama", TOKENS)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(UsageError, match="the folder has no weights in safetensors; save them by save_pretrained"):
         transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
 
 
@@ -105,6 +106,53 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
 def test_what_cannot_be(name: str, options: dict[str, Any], facts: dict[str, Any], pretrained: bool, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         transformers_model(name, options=options, facts=facts, pretrained=pretrained)
+
+
+def test_a_folder_keeps_its_vocabulary_where_the_data_has_a_smaller_one(tmp_path: Path) -> None:
+    """That of a tokenizer is often smaller than what a model has room for, and its weights must fit."""
+    saved = tiny("llama", {"vocabulary": 70})
+    saved.save_pretrained(tmp_path)
+    loaded = transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
+    assert torch.equal(loaded.get_parameter("lm_head.weight"), saved.lm_head.weight)
+    larger = {"vocabulary": 71}
+    assert transformers_model(str(tmp_path), options={}, facts=larger).config.vocab_size == 71
+    with pytest.raises(UsageError, match=r"its weights know 70 tokens, and the data has 71; use the model's own tok"):
+        transformers_model(str(tmp_path), options={}, facts=larger, pretrained=True)
+
+
+def test_classes_have_their_names() -> None:
+    assert tiny("vit", IMAGES | {"classes": ["cat", "dog"]}).config.id2label == {0: "cat", 1: "dog"}
+    assert tiny("vit", IMAGES, num_labels=3).config.num_labels == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hiden_act": "silu"}, r"config\.json: hiden_act: a llama has no such setting; did you mean 'hidden_act'\?"),
+        ({"hidden_size": "big"}, r"Field 'hidden_size' expected int, got str .*; correct its config\.json or"),
+        ({"num_attention_heads": 3}, r"size \(16\) is not a multiple .*; correct its config\.json or"),
+        ({"hidden_act": "swish2"}, r"there is no 'swish2'; correct its config\.json or recipe\.model\.options"),
+        ({"model_type": "llamma"}, r"model type `llamma` but Transformers does not recognize"),
+    ],
+)
+def test_a_config_that_cannot_be_is_told_in_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    tiny("llama", TOKENS).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = {key: each for key, each in json.loads(file.read_text()).items() if key != "hidden_act"}
+    file.write_text(json.dumps(written | {"torch_dtype": "float32", "pretraining_tp": 1}))
+    transformers_model(str(tmp_path), options={}, facts=TOKENS)
+    file.write_text(json.dumps(written | changes))
+    with pytest.raises(UsageError, match=said) as caught:
+        transformers_model(str(tmp_path), options={}, facts=TOKENS)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_are_looked_at_before_they_are_loaded(tmp_path: Path) -> None:
+    tiny("llama", TOKENS).save_pretrained(tmp_path)
+    check_weights(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=r"model\.safetensors is damaged: .*; write or download it again"):
+        check_weights(str(tmp_path))
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:

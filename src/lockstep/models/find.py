@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 from lockstep.core.names import suggestion
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.importing import import_object
-from lockstep.models.hugging_face import is_transformers_folder, transformers_model
+from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
 from lockstep.models.pretrained import fetching, with_fitting_weights
 from lockstep.own_code import OwnCode, described
 
@@ -70,6 +71,15 @@ def build_model(
     return model
 
 
+def check_pretrained(name: str, source: Source) -> None:
+    """Raise UsageError where weights that are to be loaded are not there, as far as can be seen without loading them.
+
+    A check of the model leaves them out, and ranks would be the first to see it.
+    """
+    if _place(name, source) == "transformers":
+        check_weights(name)
+
+
 def _place(name: str, source: Source) -> Place:
     if source == "auto" and ":" in name:
         return "path"
@@ -102,6 +112,9 @@ def _unknown(name: str, source: Source) -> str:
 
     known = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _torchvision_names()}
     names = known[source] if source in known else sorted({each for some in known.values() for each in some})
+    if os.sep in name and source == "auto":
+        found = "a folder without config.json" if os.path.isdir(name) else "no such folder"
+        return f"model {name}: {found}; give one that save_pretrained of transformers wrote, or the name of a model"
     nowhere = "neither Lockstep, timm nor torchvision has it"
     where = f"{source} has no such model" if source in known else nowhere
     theirs = "; give a name of theirs, package.module:function, or source: transformers beside a name of those"

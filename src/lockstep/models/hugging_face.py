@@ -5,11 +5,16 @@ Their code is what is installed: none is fetched with a model, and of weights on
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lockstep.core.names import suggestion
@@ -20,8 +25,11 @@ Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 # "sdpa" calls torch's own attention, "eager" writes it out. Others have kernels of their own, which are not checked.
 _ATTENTION: Final = ("sdpa", "eager")
 _OURS: Final = ("attn_implementation", "revision")  # options that are no fields of a config
-_GENERAL: Final = ("num_labels", "id2label", "label2id", "tie_word_embeddings")
+_OF_CLASSES: Final = ("num_labels", "id2label", "label2id")
+_GENERAL: Final = (*_OF_CLASSES, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
+_LONGEST: Final = 300  # characters of what transformers says of a config
+_MISTYPED: Final = 0.85  # how near, by difflib, a key is to the one that was meant
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -41,7 +49,8 @@ def transformers_model(
             f"model {name}: attn_implementation is {attention!r}, whose kernels need not give the same bits each time; "
             f"use sdpa, the default where a model has it, or eager"
         )
-    config = _config(library, name, options, facts)
+    with _said(name):
+        config = _config(library, name, options, facts, pretrained)
     auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
     chosen = {} if attention is None else {"attn_implementation": attention}
     if type(config) not in auto._model_mapping:
@@ -50,13 +59,10 @@ def transformers_model(
             f"for; choose a type that has one, such as {_example(kind_of(facts))}"
         )
     if not pretrained:
-        model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **chosen)
+        with _said(name):
+            model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **chosen)
         return model
-    if _is_type(library, name):
-        raise UsageError(
-            f"model {name}: it is a type of model, without weights; give a folder or a name on the hub, or set "
-            f"recipe.model.pretrained: false"
-        )
+    check_weights(name)
     loaded: nn.Module = auto.from_pretrained(
         name,
         config=config,
@@ -70,6 +76,32 @@ def transformers_model(
     return loaded
 
 
+def check_weights(name: str) -> None:
+    """Raise UsageError where `name` leads to no weights, or to a folder in which they are damaged.
+
+    Those of a name on the hub are fetched, and looked at, when they are asked for.
+    """
+    if _is_type(_library(name), name):
+        raise UsageError(
+            f"model {name}: it is a type of model, without weights; give a folder or a name on the hub, or set "
+            f"recipe.model.pretrained: false"
+        )
+    if not is_transformers_folder(name):
+        return
+    files = sorted(Path(name).glob("*.safetensors"))
+    if not files:
+        raise UsageError(
+            f"model {name}: the folder has no weights in safetensors; save them by save_pretrained, or set "
+            f"recipe.model.pretrained: false"
+        )
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"model {name}: {file.name} is damaged: {error}; write or download it again") from error
+
+
 def kind_of(facts: Mapping[str, Any]) -> Kind:
     """Return what a model must do: with classes it tells them, of images or of tokens, without it continues text."""
     if "classes" not in facts:
@@ -80,6 +112,22 @@ def kind_of(facts: Mapping[str, Any]) -> Kind:
 def is_transformers_folder(name: str) -> bool:
     """Whether a name is that of a folder with a config.json."""
     return os.path.isfile(os.path.join(name, "config.json"))
+
+
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    """Say in one line what transformers finds wrong with a config: its own errors run over several."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and not is_transformers_folder(name):
+            raise  # it is the network's
+        told = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        told = f"there is no {told}" if isinstance(error, KeyError) else told
+        where = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
+        raise UsageError(f"model {name}: {told}; correct {where}") from error
 
 
 def _library(name: str) -> Any:
@@ -97,7 +145,9 @@ def _is_type(library: Any, name: str) -> bool:
     return name in library.CONFIG_MAPPING and not is_transformers_folder(name)
 
 
-def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+def _config(
+    library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
+) -> Any:
     """Return the config that `name` and `options` say; the sizes of the data fill in what they do not say."""
     fields = {key: value for key, value in options.items() if key not in _OURS}
     if _is_type(library, name):
@@ -116,7 +166,17 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
                 f"model {name}: recipe.model.options.{key}: a {blank.model_type} has no such setting"
                 f"{suggestion(key, sorted(known))}"
             )
-    chosen = _from_data(blank, facts) | fields
+    if is_transformers_folder(name):
+        plain = library.AutoConfig.for_model(blank.model_type)  # the one that was read has all that the file has
+        _check_written(name, blank.model_type, {*plain.to_dict(), *plain.attribute_map, *_GENERAL})
+    chosen = _from_data(blank, facts, of_type=_is_type(library, name)) | fields
+    if any(key in fields for key in _OF_CLASSES):
+        chosen = {key: each for key, each in chosen.items() if key in fields or key not in _OF_CLASSES}
+    if pretrained and "vocab_size" in chosen and chosen["vocab_size"] > blank.vocab_size:
+        raise UsageError(
+            f"model {name}: its weights know {blank.vocab_size:,} tokens, and the data has {chosen['vocab_size']:,}; "
+            f"use the model's own tokenizer, as in recipe.data.options.tokenizer: {name}/tokenizer.json"
+        )
     if "use_cache" in known:
         chosen["use_cache"] = False  # keys and values are kept for the next token, which training does not ask for
     words = chosen.get("vocab_size")
@@ -128,15 +188,34 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
     return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_where(name, options), **chosen)
 
 
-def _from_data(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _check_written(name: str, kind: str, known: Collection[str]) -> None:
+    """Raise UsageError where a config.json has a mistyped key: one very near to a setting that it does not have.
+
+    Others that are unknown pass, since files of older versions and other programs have many.
+    """
+    try:
+        written = json.loads(Path(name, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # transformers has read it
+        return
+    for key in written:
+        near = difflib.get_close_matches(key, [each for each in known if each not in written], 1, _MISTYPED)
+        if key not in known and near:
+            raise UsageError(
+                f"model {name}: config.json: {key}: a {kind} has no such setting; did you mean '{near[0]}'?"
+            )
+
+
+def _from_data(config: Any, facts: Mapping[str, Any], of_type: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if "vocabulary" in facts:
+    # A folder, or a name on the hub, has its own vocabulary, which is often larger than its tokenizer's.
+    if "vocabulary" in facts and (of_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
         found["vocab_size"] = facts["vocabulary"]
     positions = getattr(config, _POSITIONS, None)  # most types have them by this name, or answer to it
     if positions is not None and facts.get("context", 0) > positions:
         found[_POSITIONS] = facts["context"]
-    if "classes" in facts:
-        found["num_labels"] = len(facts["classes"])
+    if "classes" in facts:  # by their names, since transformers warns where a number and the names differ
+        names = {number: str(each) for number, each in enumerate(facts["classes"])}
+        found |= {"id2label": names, "label2id": {each: number for number, each in names.items()}}
     shape: Sequence[int] = facts.get("shape") or ()
     if len(shape) == 3 and kind_of(facts) == "ImageClassification":
         sizes = {"num_channels": shape[0], "image_size": shape[-1]}

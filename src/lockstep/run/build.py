@@ -32,7 +32,7 @@ from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
 from lockstep.models.check import Form, check_dtype, check_model
-from lockstep.models.find import build_model
+from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.fitting import Fit
 from lockstep.models.initialise import initialise
 from lockstep.models.operations import Refusal, refused_operations
@@ -167,6 +167,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         options=recipe.model.options,
         facts=data.facts,
     )
+    if recipe.model.pretrained:
+        check_pretrained(recipe.model.name, recipe.model.source)
     tuning = tuning_of(recipe.model)
     build = partial(tuned, plain, tuning)
     dtype = computing_dtype(recipe.precision)
