@@ -91,8 +91,12 @@ def imported(module: str, only_at_import: bool = False) -> set[str]:
 
 
 def ours(module: str) -> set[str]:
-    """Return those of our modules that a module imports, as paths below the package."""
-    names = {name.removeprefix("lockstep").removeprefix(".") for name in imported(module) if _inside(name, "lockstep")}
+    """Return those of our modules that a module imports, as paths below the package.
+
+    Of the package itself without what it imports for type checkers: it has public names from everywhere.
+    """
+    found = imported(module, only_at_import=module == "__init__")
+    names = {name.removeprefix("lockstep").removeprefix(".") for name in found if _inside(name, "lockstep")}
     return {_path(name) for name in names} - {module}
 
 

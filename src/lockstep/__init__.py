@@ -1,7 +1,16 @@
 """Lockstep: train a recipe, or a loop of your own, on any placement with the same numbers."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config.placement import Placement
+    from lockstep.config.recipe import Recipe
+    from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, VerificationError
+    from lockstep.run.aside import evaluate, train
+    from lockstep.run.joined import join
+    from lockstep.run.plain import load
+    from lockstep.verification.own_loop import verify
 
 __version__ = "0.1.0"
 
@@ -35,11 +44,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import what has a public name when it is first asked for: torch takes a second, and commands may not need it."""
-    if name not in _PLACES:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
+if not TYPE_CHECKING:  # else any name would do
+
+    def __getattr__(name: str) -> Any:
+        """Import what has a public name when it is first asked for: torch takes a second, and commands need it not."""
+        if name not in _PLACES:
+            raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:
