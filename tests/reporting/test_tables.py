@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from event_examples import RESUMED_FROM, evaluated, every, started, stepped
 
-from lockstep.reporting.tables import EVALUATIONS, STEPS, Tables
-from lockstep.training.events import Event
+from lockstep.reporting.tables import EVALUATIONS, LOGGED, STEPS, Tables
+from lockstep.training.events import Event, Logged
 
 
 def write(folder: Path, *events: Event) -> None:
@@ -49,8 +49,21 @@ def test_what_a_kill_left_of_a_row_is_gone(tmp_path: Path, left: str) -> None:
     assert [row["step"] for row in rows(tmp_path / STEPS)] == (["23", "46"] if "\n" in left else ["46"])
 
 
-def test_a_figure_that_has_no_column_is_not_dropped(tmp_path: Path) -> None:
-    sink = Tables(tmp_path)
-    sink.write(evaluated(), 1.0)
-    with pytest.raises(ValueError, match=r"evaluations\.csv has no column for f1; move it away"):
-        sink.write(replace(evaluated(), figures={"top1": 1.0, "f1": 0.5}), 2.0)
+def test_a_figure_that_is_new_gets_a_column(tmp_path: Path) -> None:
+    write(tmp_path, evaluated(), replace(evaluated(), figures={"top1": 1.0, "f1": 0.5}))
+    first, second = rows(tmp_path / EVALUATIONS)
+    assert (first["f1"], second["f1"], second["top1"], second["top5"]) == ("", "0.5", "1.0", "")
+    assert first["loss"] == second["loss"] != ""
+
+
+def test_what_a_loop_of_ones_own_logs_is_a_table_too(tmp_path: Path) -> None:
+    logs = [
+        Logged(step=step, epoch=0, samples=64, figures={name: 0.5}) for step, name in ((3, "a"), (6, "b"), (9, "a"))
+    ]
+    write(tmp_path, started(), *logs)
+    write(tmp_path, started(6, RESUMED_FROM), logs[-1])
+    assert [(row["step"], row["a"], row["b"]) for row in rows(tmp_path / LOGGED)] == [
+        ("3", "0.5", ""),
+        ("6", "", "0.5"),
+        ("9", "0.5", ""),
+    ]

@@ -21,12 +21,17 @@ def test_started_tells_the_whole_run() -> None:
 def test_started_tells_what_a_sample_costs() -> None:
     on_a_card = dataclasses.replace(started(), device="cuda:0", flops_per_sample=24_299_077_632)
     known = dataclasses.replace(on_a_card, peak_flops_per_s=2 * 989e12)
-    unknown = dataclasses.replace(started(), flops_per_sample=None)
-    assert [wording.started(each, "")[3] for each in (known, on_a_card, unknown)] == [
+    unknown = dataclasses.replace(started(), flops_per_sample=None, task="task classification")
+    assert [wording.started(each, "")[-2] for each in (known, on_a_card, unknown)] == [
         "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
         "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
         "FLOP of a sample not counted: the model does not run without values, on torch's meta device",
     ]
+
+
+def test_a_loop_of_ones_own_counts_no_flop() -> None:
+    own = dataclasses.replace(started(), flops_per_sample=None)
+    assert not [line for line in wording.started(own, "") if "FLOP" in line]
 
 
 def test_started_tells_where_a_run_goes_on() -> None:

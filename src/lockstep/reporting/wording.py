@@ -23,7 +23,7 @@ def started(event: Started, rate_rule: str) -> list[str]:
         f"batch {event.batch:,} in {_counted(event.microbatches, 'micro-batch')}",
         f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device; {SLOWLY}" for ranks in event.sharing),
-        _of_a_sample(event),
+        *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
         rate_rule,
     ]
     if event.resumed_from is not None:

@@ -9,7 +9,7 @@ runs/<recipe>-<model>-<time>/
 ├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
 ├── checkpoints/        see training/checkpoint.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
-├── tensorboard/        and of run.sinks: steps.csv and evaluations.csv, wandb/, mlflow/, and the ids of their runs
+├── tensorboard/        and of run.sinks: steps.csv, evaluations.csv, logged.csv, wandb/, mlflow/, the ids of their runs
 └── lock
 """
 
@@ -45,7 +45,7 @@ LOGS = "logs"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
 LAST_EVALUATION = "last-evaluation.json"
-_OF_SINKS: Final = ("steps.csv", "evaluations.csv", "wandb-run.txt", "mlflow-run.txt")
+_OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
 _FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
