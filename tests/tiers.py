@@ -42,6 +42,7 @@ _COMMANDS: Final = (
     "test_library.py",
     "test_parent.py",
     "test_tether.py",
+    "test_typed.py",
     "test_worlds.py",
 )
 # Of the other tiers, what shows the promise in a minute: every strategy, killed and resumed, on 1 process and on more.

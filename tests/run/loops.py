@@ -70,6 +70,69 @@ def tokens() -> None:
         step.update(lr=0.5)
 
 
+class Dtypes(nn.Module):
+    """Gives its inputs back changed, and keeps their dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, inputs: Tensor, *, scale: Tensor, numbers: Tensor) -> dict[str, Any]:
+        hidden = self.first(inputs) * scale
+        self.seen |= {inputs.dtype, scale.dtype, hidden.dtype, self.first.weight.dtype}
+        return {"logits": self.second(hidden.relu()), "numbers": numbers, "hidden": [hidden]}
+
+
+def in_bf16(epochs: int = 1) -> None:
+    """Compute with copies of the weights in bf16: what goes in is converted, and what comes out widened."""
+    run = lockstep.join(seed=3, precision="bf16-compute")
+    own = Dtypes()
+    model, _ = run.place(own, torch.optim.AdamW(own.parameters(), lr=1e-2))
+
+    def logits(inputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = model(inputs, scale=torch.tensor(0.5), numbers=targets)
+        assert outputs["logits"].dtype == outputs["hidden"][0].dtype == torch.float32
+        assert outputs["numbers"] is targets
+        found: Tensor = outputs["logits"]
+        return found
+
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
+        for inputs, targets in step:
+            step.backward(F.cross_entropy(logits(inputs, targets), targets, reduction="sum"))
+        step.update(clip=1.0)
+        if step.every(epochs=1):
+            total = run.sum(F.cross_entropy(logits(*batch), batch[1], reduction="sum") for batch in run.each(data()))
+            run.log(loss=total / SAMPLES)
+    assert own.seen == {torch.bfloat16}
+
+
+def of_two() -> None:
+    """Train two models as one, which are called by themselves."""
+    run = lockstep.join(seed=3, precision="bf16-compute")
+    pair = nn.ModuleDict({"first": nn.Linear(6, 9), "second": nn.Linear(9, 3)})
+    model, _ = run.place(pair, torch.optim.SGD(pair.parameters(), lr=1e-1))
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=1):
+        for inputs, targets in step:
+            outputs = model["second"](model["first"](inputs).relu())  # type: ignore[index]
+            assert outputs.dtype == torch.float32
+            step.backward(F.cross_entropy(outputs, targets, reduction="sum"))
+        step.update()
+
+
+def exchanging() -> None:
+    """Do what must not be done: exchange within a step, in which a rank of three has two micro-batches and one one."""
+    run = lockstep.join(seed=3)
+    model, _ = placed(run)
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=1):
+        for batch in step:
+            total = loss(model, batch)
+            if run.size > 1:
+                torch.distributed.all_reduce(total.detach())
+            step.backward(total)
+        step.update()
+
+
 def by_rank() -> None:
     """Do what must not be done: let the loss follow from the rank."""
     run = lockstep.join(seed=3)

@@ -9,6 +9,7 @@ from typing import Any
 import loops
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -190,6 +191,23 @@ def saved_within(run: Any, model: nn.Module, _: object) -> None:
         run.fingerprint()
 
 
+def exchange(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for batch in step:
+            total = loops.loss(model, batch)
+            dist.all_reduce(total.detach())
+            step.backward(total)
+        step.update()
+
+
+def exchange_before_update(run: Any, model: nn.Module, _: object) -> None:
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+        dist.barrier()
+        step.update()
+
+
 def own(run: Any) -> Iterator[Any]:
     steps: Iterator[Any] = run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
     return steps
@@ -211,6 +229,8 @@ def own(run: Any) -> Iterator[Any]:
         (head_outside, "a Linear outside the placed model has parameters that want a gradient"),
         (scheduler, "step 1: the optimizer's rate was changed"),
         (saved_within, "run.fingerprint: within step 1"),
+        (exchange, "step 1: torch.distributed.all_reduce within the step"),
+        (exchange_before_update, "step 1: torch.distributed.barrier within the step"),
     ],
 )
 def test_what_breaks_the_contract_is_refused_with_its_line(body: Body, text: str) -> None:

@@ -1,5 +1,6 @@
 """lockstep.verify: loops of the user's own on several placements, and what is said of those that depend on them."""
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,22 @@ def test_weights_are_of_the_whole_step():
     assert all(
         row.verdict == "identical" for row in lockstep.verify(loops.tokens, processes=(3,), strategies=("ddp", "zero3"))
     )
+
+
+def test_bf16_compute_is_that_of_a_recipe_on_all_strategies():
+    rows = lockstep.verify(loops.in_bf16, processes=(1, 3))
+    assert [row.verdict for row in rows] == ["identical"] * 5, [row.line for row in rows]
+
+
+def test_two_models_are_trained_as_one():
+    rows = lockstep.verify(loops.of_two, processes=(2,), strategies=("ddp", "zero3"))
+    assert rows[0].line == "ddp on 2: identical, 3 steps"
+    assert (rows[1].verdict, "a ModuleDict has no forward" in rows[1].reason) == ("not possible", True)
+
+
+def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other():
+    [row] = lockstep.verify(loops.exchanging, processes=(3,), strategies=("ddp",))
+    assert re.search(r"step 1: torch\.distributed\.all_reduce within the step.*loops\.py:\d+\)", row.reason)
 
 
 def test_the_first_departure_is_named():

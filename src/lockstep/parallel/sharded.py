@@ -231,6 +231,11 @@ class _Dealt:
 
 
 def _check(model: nn.Module) -> None:
+    if isinstance(model, nn.ModuleDict | nn.ModuleList):
+        raise UsageError(
+            f"a {type(model).__name__} has no forward, around which its parameters would be gathered; train a module "
+            f"of your own that calls what is in it, or use strategy ddp or zero1"
+        )
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if scalars:
         raise UsageError(

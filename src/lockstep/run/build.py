@@ -232,7 +232,7 @@ def start(ready: Setup, placement: Placement, world: World, resumes: bool = Fals
     """
     name, chosen = find_strategy(placement, world.size)
     _check_compile(ready.recipe, name, chosen.compiles)
-    every = 0 if chosen.recomputes else _recomputed(placement)
+    every = 0 if chosen.recomputes else recomputed(placement)
     problem = replace(ready.problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
     engine = chosen.start(
         problem if resumes else ready.problem,
@@ -248,7 +248,7 @@ def start(ready: Setup, placement: Placement, world: World, resumes: bool = Fals
     return name, AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), loader
 
 
-def _recomputed(placement: Placement) -> int:
+def recomputed(placement: Placement) -> int:
     """Return the number of blocks of which one computes its activations again, 0 where none does."""
     if placement.recompute == "none":
         return 0

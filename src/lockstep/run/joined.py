@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lockstep.config.placement import Placement, Strategy
 from lockstep.config.recipe import default_microbatches
-from lockstep.config.run import Run as Kept
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
@@ -32,14 +31,16 @@ from lockstep.parallel.layout import gathered
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import Numerics
 from lockstep.run import own_sums
-from lockstep.run.build import over_ranks
+from lockstep.run.build import over_ranks, recomputed
 from lockstep.run.membership import Member
-from lockstep.run.own_step import Gate, Look, OwnStep, structure
+from lockstep.run.own_model import Gate, Look, structure
+from lockstep.run.own_settings import settings
+from lockstep.run.own_step import OwnStep
 from lockstep.run.placing import check_pair, check_steps, hand_over, hyperparameters, over_trained
 from lockstep.run.resume import signing_key
 from lockstep.run.session import engine_state
 from lockstep.run.strategy import check_strategy, find_strategy
-from lockstep.runtime import machine
+from lockstep.runtime import exchanges, machine
 from lockstep.runtime.doing import Doing, Phase
 from lockstep.runtime.signals import StopRequest
 from lockstep.strategies.base import Strategy as Chosen
@@ -72,12 +73,12 @@ class _Placed:
 class Run:
     """One rank's part of a run; made by `join`. All ranks call each method alike, between steps."""
 
-    def __init__(self, member: Member, seed: int, precision: Precision, placement: Placement, kept: Kept) -> None:
+    def __init__(self, member: Member) -> None:
         self._member = member
-        self._seed = seed
-        self._precision: Precision = precision
-        self._placement = placement
-        self._kept = kept
+        self._seed = member.settings.seed
+        self._precision = member.settings.precision
+        self._placement = member.settings.placement
+        self._kept = member.settings.run
         self._world = member.world
         self._progress = Progress()
         self._phase: Phase = "setting up"
@@ -95,6 +96,7 @@ class Run:
         self._began = time.perf_counter()
         self._looked = False
         member.meeting.doing = lambda: Doing(self._phase, self._progress.step)
+        member.held.enter_context(exchanges.seen(self._gate.exchange))
 
     @property
     def rank(self) -> int:
@@ -135,7 +137,13 @@ class Run:
         modes = {module: module.training for module in model.modules()}
         problem = Problem(own_sums.NoTask(), lambda: model, f"model {type(model).__name__}")
         placement = self._placement
-        numerics = Numerics(1, self._seed, self._precision, offload_activations=placement.offload_activations)
+        numerics = Numerics(
+            1,
+            self._seed,
+            self._precision,
+            offload_activations=placement.offload_activations,
+            recompute=0 if chosen.recomputes else recomputed(placement),
+        )
         engine = chosen.start(problem, over_trained(optimizer, model), self._world, numerics)
         assert isinstance(engine, LocalEngine)
         if (found := disagreement(self._world, engine.state().model)) is not None:
@@ -149,7 +157,7 @@ class Run:
         self._resume()
         hand_over(optimizer)
         _set(modes)
-        model.register_forward_pre_hook(self._gate.check, prepend=True)
+        self._gate.stand_before(model, numerics)
         return model, optimizer
 
     def steps(
@@ -510,10 +518,8 @@ def join(
     those of a recipe, `placement` and `run` sections as docs/configuration.md has them, such as {"timeout_s": 60} and
     {"keep": 1}. Errors of the script end all ranks, with one message.
     """
-    placed = placement if isinstance(placement, Placement) else Placement.model_validate(dict(placement or {}))
-    kept = Kept.model_validate({"dir": None if dir is None else str(dir), **(run or {})})
-    member = Member.join(seed, precision, threads, placed, kept)
-    return member.begun(Run(member, seed, precision, placed, kept))
+    member = Member.join(partial(settings, seed, dir, precision, threads, placement, run))
+    return member.begun(Run(member))
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -6,33 +6,35 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.config.placement import Placement
 from lockstep.config.run import Run as Kept
 from lockstep.core import random
-from lockstep.core.precision import Precision
+from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable, printable_line
 from lockstep.data.items import seed_generators
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.reporting.console import Console
-from lockstep.reporting.jsonl import EVENTS, JsonLines, figures, last_step
+from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.ambient import Closing, Observe, here
+from lockstep.run.own_settings import Settings
 from lockstep.run.resume import signing_key
 from lockstep.run.session import placed_with, watched
+from lockstep.run.sinks import check_sinks, opened, own_paths
 from lockstep.run.start import launched
-from lockstep.run.user_source import script_digests, source_changes
+from lockstep.run.user_source import script_digests, source_changes, source_digests
 from lockstep.runtime import machine
 from lockstep.runtime.failure import failure_of
 from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.member import alone, membership
+from lockstep.runtime.member import alone, membership, refuse
 from lockstep.runtime.memory import keep_freed_memory
 from lockstep.runtime.precision import fix_kernels
 from lockstep.runtime.signals import EXIT_CODES, Reason
@@ -51,6 +53,7 @@ _NO_FOLDER: Final = "none: the run keeps nothing"
 class Member:
     """What a rank has from `join` on. `checkpoint` is where the run goes on from."""
 
+    settings: Settings
     meeting: Meeting
     world: World
     folder: Path | None
@@ -63,12 +66,14 @@ class Member:
     observe: Observe | None = None
 
     @staticmethod
-    def join(seed: int, precision: Precision, threads: int, placement: Placement, kept: Kept) -> Member:
+    def join(read: Callable[[], Settings]) -> Member:
         """Meet the other ranks and make ready; a mistake ends this process, or is raised where it is the only one."""
         ambient, held = here(), ExitStack()
         info = launched() if ambient is None else None
         if ambient is None and not _interactive():
             sys.excepthook = _report  # `begun` replaces it, once there is a run
+        settings = _read(read, info)
+        placement, kept = settings.placement, settings.run
         if ambient is not None:
             meeting = ambient.meeting
             if ambient.folder is not None:
@@ -79,6 +84,7 @@ class Member:
         else:
             meeting = alone()  # whose errors pass: to the end of the script, a notebook or a test
         with _ending(held):
+            check_sinks(kept)
             size, asked = meeting.info.size, placement.processes
             if ambient is None and asked not in ("auto", size):
                 raise UsageError(
@@ -86,27 +92,31 @@ class Member:
                     f"torchrun --nproc-per-node={asked}, or lockstep launch"
                 )
             device = choose_device(placement.device, meeting.info, placement.backend)
-            fix_kernels(threads, precision, device)
+            fix_kernels(settings.threads, settings.precision, device)
             keep_freed_memory()
             if device.type == "cuda":
-                check_switches(precision)
+                check_switches(settings.precision)
             held.enter_context(watched(meeting, placement, device))
             source = script_digests()
-            decided = {"seed": seed, "precision": precision, "threads": threads, "your script": source}
-            meeting.compare(decided | placed_with(placement, device, compiled=False))
+            decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
+            meeting.compare(decided | {"your script": source} | placed_with(placement, device, compiled=False))
             where, path = held.enter_context(_folder(meeting, kept))
+            streams = [sys.stdout]
             if where is not None and not _interactive():
-                held.enter_context(meeting.voice.logged(where / run_folder.LOGS / log_name(meeting.info.rank)))
+                log = where / run_folder.LOGS / log_name(meeting.info.rank)
+                streams.append(held.enter_context(meeting.voice.logged(log)))
             world = open_world(meeting, device, placement.backend)
             held.callback(world.close)
             numerics = machine.numerics(device)
-            seed_generators(random.key(random.INITIAL, seed))
-        watched_by = ambient and ambient.observe  # who compares placements reads nothing
-        sinks = [] if watched_by else _sinks(world, where, source)
-        for sink in sinks:
-            held.callback(sink.close)
-        strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
-        return Member(meeting, world, where, path, numerics, source, sinks, held, strategy, observe)
+            strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
+            sinks: list[Sink] = []
+            if not world.rank and observe is None:  # who compares placements reads nothing
+                sinks = held.enter_context(_sinks(kept, decided, where, streams))
+                if where is not None:
+                    sources = source | source_digests(own_paths(kept))
+                    run_folder.record_environment(where, sources, [], {"backend": world.backend})
+            seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
+        return Member(settings, meeting, world, where, path, numerics, source, sinks, held, strategy, observe)
 
     def begun(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
@@ -161,6 +171,16 @@ class Member:
         )
 
 
+def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
+    """Read what `join` was given; what is wrong with it ends all ranks of a launcher, and is said once."""
+    try:
+        return read()
+    except UsageError as error:
+        if info is not None:
+            refuse(info, Placement().rendezvous, error)
+        raise
+
+
 @contextmanager
 def _ending(held: ExitStack) -> Iterator[None]:
     """Undo what was entered where the block fails; of several ranks that ends this process."""
@@ -190,14 +210,18 @@ def _folder(meeting: Meeting, kept: Kept) -> Iterator[tuple[Path | None, Path | 
         yield Path(folder), Path(path) if path else None
 
 
-def _sinks(world: World, folder: Path | None, source: Mapping[str, str]) -> list[Sink]:
-    if world.rank:
-        return []
+@contextmanager
+def _sinks(
+    kept: Kept, decided: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
+) -> Iterator[list[Sink]]:
+    """Give the sinks of rank 0, which writes to `streams`: the terminal and, where there is one, its log."""
     rule = "the loop is the script's own"
     if folder is None:
-        return [Console(sys.stdout, _NO_FOLDER, rule)]
-    run_folder.record_environment(folder, source, [], {"backend": world.backend})
-    return [JsonLines(folder / EVENTS), Console(sys.stdout, str(folder), rule)]
+        with closing(Console(streams[0], _NO_FOLDER, rule)) as console:
+            yield [console]
+        return
+    with opened(kept, decided, rule, folder, streams) as found:
+        yield found
 
 
 def _interactive() -> bool:

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor
 
 from lockstep.core.batch import Batch
 from lockstep.own_code import calling, refused
 from lockstep.parallel.local import LocalEngine
 from lockstep.run.own_loss import check_loss
+from lockstep.run.own_model import Gate, Look
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Every, Turn
-
-
-@dataclass(eq=False)
-class Gate:
-    """Where the user's code may call the placed model: within a micro-batch, or within `run.each`."""
-
-    open: bool = False
-
-    def check(self, _module: nn.Module, _inputs: Any) -> None:
-        """Raise UsageError where the model is called elsewhere; a hook of its forward."""
-        if not self.open:
-            raise refused(
-                "the placed model is called outside of a micro-batch",
-                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`",
-            )
 
 
 @final
@@ -105,6 +88,7 @@ class OwnStep:
         """Yield this rank's micro-batches, on its device; what is between one and its backward is its forward."""
         if self._done or self._current is not None or self._where:
             raise refused(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
+        self._gate.step = self.number
         try:
             for number, microbatch in enumerate(self._turn.microbatches):
                 self._looking = self._look() if not number else None
@@ -141,6 +125,7 @@ class OwnStep:
             raise refused(f"step {self.number}: a second step.update", "call it once for each step")
         if self._done < len(self._turn.microbatches):
             raise self.unfinished()
+        self._gate.step = 0
         sums = self._engine.end()
         rate = self._rate if lr is None else float(lr)
         self._turn.done(rate, sums, self._engine.update(rate, clip))
@@ -171,39 +156,3 @@ class OwnStep:
         self._forward = self._engine.forward(microbatch, self._turn.step)
         self._forward.__enter__()
         self._current, self._gate.open = microbatch, True
-
-
-@final
-class Look:
-    """Looks at all modules that are called until it is closed: what is trained must be in the placed model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._known = set(model.modules())
-        self._hook = register_module_forward_pre_hook(self._check)
-
-    def close(self) -> None:
-        """Look no more."""
-        self._hook.remove()
-
-    def _check(self, module: nn.Module, _inputs: Any) -> None:
-        if module in self._known:
-            return
-        kind = type(module).__name__
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-            self.close()
-            raise refused(
-                f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
-                "make it a part of the model that run.place is given",
-            )
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-            self.close()
-            raise refused(
-                f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
-                "make it a part of the model that run.place is given",
-            )
-
-
-def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
-    """Return what of a model must stay as it was placed: its parameters, which are trained, and its buffers' names."""
-    parameters = [(name, id(each), each.requires_grad) for name, each in model.named_parameters()]
-    return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]

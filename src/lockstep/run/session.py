@@ -20,8 +20,10 @@ from lockstep.config import plan as planning
 from lockstep.config import run as run_config
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
+from lockstep.config.document import dotted
 from lockstep.config.load import Loaded, comparable
 from lockstep.config.placement import Placement
+from lockstep.config.write import leaves
 from lockstep.core.devices import resolved_backend
 from lockstep.core.schemas import SCHEMA
 from lockstep.core.text import printable, printable_line
@@ -451,10 +453,13 @@ class _Training:
             yield []
             return
         folder = self.start.folder
-        with sinks.opened(self.loaded, folder, *self.streams) as found:
+        config = self.loaded.config
+        decided = {dotted(path): value for path, value in leaves(values(config.recipe))}
+        rule = f"learning rate {planning.rule(config.recipe)}"
+        with sinks.opened(config.run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            source = _source(self.loaded, self.ready) | source_digests(sinks.own_paths(self.loaded.config.run))
-            first = described(self.loaded.config.recipe, self.ready.first, self.ready.taken)
+            source = _source(self.loaded, self.ready) | source_digests(sinks.own_paths(config.run))
+            first = described(config.recipe, self.ready.first, self.ready.taken)
             run_folder.record(self.loaded, folder, source, self.cores, exchange, first)
             yield found if self.also is None else [*found, self.also]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any, Final, TextIO, final
 from urllib.parse import urlsplit
 
-from lockstep.config import plan as planning
-from lockstep.config.base import values
-from lockstep.config.document import dotted
-from lockstep.config.load import Loaded
 from lockstep.config.run import Run
 from lockstep.config.run import Sink as Named
-from lockstep.config.write import leaves
 from lockstep.core.names import choices
 from lockstep.core.text import printable
 from lockstep.errors import UsageError
@@ -66,19 +61,23 @@ def own_paths(run: Run) -> list[str]:
 
 
 @contextmanager
-def opened(loaded: Loaded, folder: Path, terminal: TextIO, log: TextIO) -> Iterator[list[Sink]]:
-    """Give the sinks of a run while the block lasts; those that may fail are opened first. Only rank 0 enters it."""
-    rule = f"learning rate {planning.rule(loaded.config.recipe)}"
+def opened(
+    run: Run, decided: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
+) -> Iterator[list[Sink]]:
+    """Give the sinks of a run while the block lasts; those that may fail are opened first. Only rank 0 enters it.
+
+    `decided` is what services keep beside the figures, by name; `rule` says where the learning rate comes from.
+    `streams` are the terminal and, where there is one, the log of rank 0.
+    """
 
     def warn(text: str) -> None:
         print(printable(text), file=sys.stderr)
-        log.write(f"{printable(text)}\n")
+        for log in streams[1:]:
+            log.write(f"{printable(text)}\n")
 
     with ExitStack() as held:
-        optional = [
-            Optional(f"sink {named.name}", _opened(named, loaded, folder), warn) for named in loaded.config.run.sinks
-        ]
-        if loaded.config.run.tensorboard:
+        optional = [Optional(f"sink {named.name}", _opened(named, decided, folder), warn) for named in run.sinks]
+        if run.tensorboard:
             from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
@@ -88,23 +87,21 @@ def opened(loaded: Loaded, folder: Path, terminal: TextIO, log: TextIO) -> Itera
         kept: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
             SkippedFiles(folder / run_folder.SKIPPED),
-            Console(terminal, str(folder), rule),
-            Console(log, str(folder), rule),
+            *(Console(stream, str(folder), rule) for stream in streams),
         ]
         for each in kept:
             held.callback(each.close)
         yield [*kept, *optional]
 
 
-def _opened(named: Named, loaded: Loaded, folder: Path) -> Sink:
+def _opened(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
     options = named.model_extra or {}
     if ":" in named.name:
         return _own(named.name, folder, options)
     if named.name == "csv":
         return Tables(folder)
-    recipe = {dotted(path): value for path, value in leaves(values(loaded.config.recipe))}
     log = folder / run_folder.LOGS / f"{named.name}.log"
-    return Outside(named.name, folder, options, recipe, log)
+    return Outside(named.name, folder, options, decided, log)
 
 
 @final

@@ -1,0 +1,65 @@
+"""What `lockstep.join` is told: checked as the keys of a configuration are, and all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from lockstep.config.base import Section, Threads
+from lockstep.config.document import Place, dotted
+from lockstep.config.placement import Placement
+from lockstep.config.run import Run
+from lockstep.config.wording import problems
+from lockstep.core.precision import Precision, named_elsewhere
+from lockstep.errors import ConfigError
+from lockstep.own_code import calling
+
+# Keys of a configuration that a loop of one's own decides itself, or cannot have.
+_NOT_HERE: Final = {
+    ("placement", "strategy"): "give it to run.place(model, optimizer, strategy=)",
+    ("placement", "audit_every"): "it repeats micro-batches of a recipe's task; leave it out",
+    ("run", "resume"): "a run goes on with what is in dir; to begin anew, name another dir",
+    ("run", "start_from"): "load the weights into the model before run.place",
+    ("run", "save_every"): "call run.save() where `step.every(...)` says so",
+    ("run", "evaluate_every"): "evaluate where `step.every(...)` says so",
+    ("run", "probe"): "it looks at the code that a recipe names; leave it out",
+}
+
+
+class Settings(Section):
+    """What a run of a loop of one's own is made with."""
+
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+    precision: Annotated[Precision, BeforeValidator(named_elsewhere)]
+    threads: Threads
+    placement: Placement
+    run: Run
+
+
+def settings(
+    seed: int,
+    dir: str | Path | None,
+    precision: str,
+    threads: int,
+    placement: Mapping[str, Any] | Placement | None,
+    run: Mapping[str, Any] | None,
+) -> Settings:
+    """Return what `lockstep.join` was given; ConfigError with all that is wrong with it, and the line that is calling.
+
+    Keys that nothing here would heed are wrong too.
+    """
+    place = Place(calling() or "lockstep.join")
+    placed = dict(placement) if isinstance(placement, Mapping) else placement or {}
+    kept = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
+    given = {"seed": seed, "precision": precision, "threads": threads, "placement": placed, "run": kept}
+    try:
+        found = Settings.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError([str(each) for each in problems(error, {(): place})]) from None
+    asked = {"placement": found.placement.model_fields_set, "run": found.run.model_fields_set}
+    if idle := [key for key in _NOT_HERE if key[1] in asked[key[0]]]:
+        raise ConfigError([f"{place}  {dotted(key)}: not for a loop of your own; {_NOT_HERE[key]}" for key in idle])
+    return found

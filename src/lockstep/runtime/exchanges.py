@@ -1,0 +1,62 @@
+"""Exchanges between ranks that are not Lockstep's: seen before they begin, however the user's code came by them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType
+from typing import Any, Final
+
+import torch.distributed._functional_collectives as functional
+import torch.distributed.distributed_c10d as c10d
+
+_OURS: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
+_QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # such as get_rank, which waits for nobody
+
+
+@contextmanager
+def seen(tell: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, call `tell` with the name of each exchange that is another's, before it begins.
+
+    It may be called twice for one. What it raises is raised where the exchange was called.
+    """
+    # Each exchange of these modules first asks about its group, by the names that the module has for the questions: so
+    # it does not matter where the caller has the exchange from. ProcessGroup.register_pre_hook, of torch 2.15, would
+    # see the calls in one group alone, and none in a process that is the only one.
+    with ExitStack() as held:
+        for question in ("_rank_not_in_group", "_get_default_group"):
+            held.enter_context(_asking(c10d, question, tell))
+        held.enter_context(_asking(functional, "_resolve_group", tell))
+        yield
+
+
+@contextmanager
+def _asking(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
+    asked = getattr(module, name)
+
+    def asked_by(*group: Any) -> Any:
+        if found := _of_others(sys._getframe(1)):
+            tell(found)
+        return asked(*group)
+
+    setattr(module, name, asked_by)
+    try:
+        yield
+    finally:
+        setattr(module, name, asked)
+
+
+def _of_others(frame: FrameType | None) -> str:
+    """Return the name of the exchange that is called, "" where Lockstep calls it, or where it is none."""
+    name = ""
+    while frame is not None:
+        match str(frame.f_globals.get("__name__")):
+            case c10d.__name__ | functional.__name__:
+                name = frame.f_code.co_name
+            case "torch.distributed.c10d_logger":  # is around most of them
+                pass
+            case caller:
+                return "" if name.startswith(_QUESTIONS) or caller.startswith(_OURS) else name
+        frame = frame.f_back
+    return name

@@ -1,0 +1,130 @@
+"""Sinks of a loop of the user's own: those of a recipe, which see the same on any ranks, also after a kill."""
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from component import require_package
+from forked import Command
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import lockstep
+
+def main(folder, sinks, precision="fp32"):
+    settings = {"sinks": sinks, "log_every": 1}
+    run = lockstep.join(seed=0, dir=folder, precision=precision, run=settings)
+    data = TensorDataset(torch.randn(96, 6), torch.arange(96) % 3)
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 3))
+    model, _ = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in run.steps(data, batch=8, microbatches=4, epochs=2):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"))
+        step.update()
+        if step.every(steps=4):
+            right = run.sum((model(x).argmax(1) == y).sum() for x, y in run.each(data))
+            run.log(accuracy=right / len(data))
+            run.save()
+        if step.every(steps=10):
+            run.log(quick=step.loss)
+
+if __name__ == "__main__":
+    main("run", eval(sys.argv[1]), *sys.argv[2:])
+"""
+SINK = """
+import json
+
+class Sink:
+    def __init__(self, folder, fails_at=""):
+        self.file, self.fails_at = folder / "mine.jsonl", fails_at
+        if fails_at == "opening":
+            raise RuntimeError("no room")
+
+    def write(self, event):
+        if event["event"] == self.fails_at:
+            raise RuntimeError("no more")
+        with self.file.open("a") as file:
+            file.write(json.dumps(event) + "\\n")
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    (tmp_path / "mine.py").write_text(SINK)
+
+
+def on(ranks: int, sinks: str, *more: str) -> tuple[str, ...]:
+    return ("launch", f"--processes-per-node={ranks}", "--", "python", "loop.py", sinks, *more)
+
+
+def rows(command: Command, name: str) -> list[dict[str, str]]:
+    with (command.folder / "run" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(600)
+def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None:
+    sinks = "['csv', 'mine:Sink']"
+    killed = start(*on(1, sinks))
+    killed.until_step(7)
+    killed.signal_group(signal.SIGKILL)
+    killed.wait()
+    resumed = run(*on(2, sinks))
+    assert [int(row["step"]) for row in rows(resumed, "steps.csv")] == list(range(1, 25))
+    logged = [(int(row["step"]), bool(row["accuracy"]), bool(row["quick"])) for row in rows(resumed, "logged.csv")]
+    assert [each for each in logged if each[1]] == [(step, True, False) for step in range(4, 25, 4)]
+    assert [each[0] for each in logged if each[2]] == [10, 20]
+    lines = [json.loads(line) for line in (resumed.folder / "run/events.jsonl").read_text().splitlines()]
+    assert [json.loads(line) for line in (resumed.folder / "run/mine.jsonl").read_text().splitlines()] == lines
+    assert "mine.py" in json.loads((resumed.folder / "run/environment.json").read_text())["source"]
+    assert len(list((resumed.folder / "run/tensorboard").iterdir())) == 2
+    assert "step 24  accuracy" in (resumed.folder / "run/logs/rank-0.log").read_text()
+    (resumed.folder / "run").rename(resumed.folder / "first")
+    assert run(*on(3, "[]")).sha256 == resumed.sha256
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(600)
+def test_one_that_does_not_open_ends_the_start_and_one_that_fails_later_is_off(run) -> None:
+    refused = run(*on(2, "[{'name': 'mine:Sink', 'fails_at': 'opening'}]"), code=2)
+    assert "sink mine:Sink: RuntimeError: no room (mine.py:8)" in refused.err
+    assert "Traceback" not in refused.err
+    warned = run(*on(1, "[{'name': 'mine:Sink', 'fails_at': 'step'}]"))
+    assert "sink mine:Sink: RuntimeError: no more (mine.py:12); mend it there; the sink is off" in warned.err
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(600)
+def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
+    refused = run(*on(2, "['cvs']", "fp23"), code=2)
+    assert refused.err.count("loop.py:11  run.sinks.0.name: no such sink; did you mean 'csv'?") == 1
+    assert refused.err.count("loop.py:11  precision: expected one of fp32, ") == 1
+    assert "Traceback" not in refused.err
+    assert not (refused.folder / "run").exists()
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_service_has_one_run_of_a_killed_and_resumed_loop(start, run, name: str, monkeypatch) -> None:
+    require_package(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    killed = start(*on(1, f"['{name}']"), WANDB_MODE="offline")
+    killed.until_step(7)
+    killed.signal_group(signal.SIGKILL)
+    killed.wait()
+    number = (killed.folder / f"run/{name}-run.txt").read_text()
+    resumed = run(*on(2, f"['{name}']"), WANDB_MODE="offline")
+    assert (resumed.folder / f"run/{name}-run.txt").read_text() == number
+    assert "warning" not in resumed.err
