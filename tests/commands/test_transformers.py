@@ -1,4 +1,4 @@
-"""Models of transformers from a recipe: one hash under every strategy, and outputs that have names."""
+"""Models of transformers from a recipe: one hash under every strategy, outputs that have names, and faults found."""
 
 from pathlib import Path
 from typing import Any
@@ -6,35 +6,61 @@ from typing import Any
 import pytest
 import yaml
 
-DECODERS: dict[str, dict[str, Any]] = {
+TEXT = {"name": "text", "root": "numbers.txt", "options": {"context": 8}}
+MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama and GPT-2 have tied weights and dropout
+    "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "intermediate_size": 24, "tie_word_embeddings": True, "attention_dropout": 0.1},
     "qwen3": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
               "head_dim": 8, "intermediate_size": 24},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+            "patch_size": 2, "hidden_dropout_prob": 0.1},
 }  # fmt: skip
 PLACED = (
     ("placement.strategy=single", "placement.processes=1"),
-    ("placement.strategy=zero3", "placement.processes=3"),
+    ("placement.strategy=ddp", "placement.processes=2"),
+    ("placement.strategy=zero3", "placement.processes=2"),
     ("placement.strategy=pipeline", "placement.processes=2"),
 )
 
 
-def recipe(folder: Path, name: str) -> Path:
-    (folder / "numbers.txt").write_text(" ".join(str(number) for number in range(600)))
-    model = {"name": name, "source": "transformers", "options": DECODERS[name]}
-    data = {"name": "text", "root": str(folder / "numbers.txt"), "options": {"context": 8}}
-    steps = {"batch": 6, "microbatches": 3, "steps": 2, "optimizer": {"name": "adamw", "lr": 0.01}}
-    file = folder / "tiny.yaml"
-    file.write_text(yaml.safe_dump({"recipe": {"model": model, "data": data, **steps}}))
-    return file
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    """Return a function that writes a recipe of three steps for a model and its data, and returns its file."""
+    (tmp_path / "numbers.txt").write_text(" ".join(str(number) for number in range(600)))
+
+    def recipe(model: dict[str, Any], data: dict[str, Any]) -> str:
+        steps = {"batch": 6, "microbatches": 3, "steps": 3, "optimizer": {"name": "adamw", "lr": 0.01}}
+        file = tmp_path / "tiny.yaml"
+        file.write_text(yaml.safe_dump({"recipe": {"model": model, "data": data, **steps}}))
+        return str(file)
+
+    return recipe
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_every_placement_gives_one_hash(run, tmp_path, name):
-    file = recipe(tmp_path, name)
-    hashes = {run("train", str(file), "run.dir=run", *words).sha256 for words in PLACED}
-    assert len(hashes) == 1
+@pytest.mark.parametrize("name", MODELS)
+def test_every_placement_gives_one_hash(run, recipe, name):
+    model = {"name": name, "source": "transformers", "options": MODELS[name]}
+    file = recipe(model, {"name": "digits"} if name == "vit" else TEXT)
+    hashes = [run("train", file, f"run.dir=run-{number}", *words).sha256 for number, words in enumerate(PLACED)]
+    assert hashes == [hashes[0]] * len(PLACED)
 
 
-def test_a_setting_that_the_type_does_not_have_is_refused(run, tmp_path):
-    refused = run("train", str(recipe(tmp_path, "gpt2")), "recipe.model.options.n_emb=3", code=2)
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("drops_layers", "draws from Python's random generator"),
+        ("remembers", "keeps state in plain attributes"),
+        ("ties_by_storage", "zero3 on 2 processes: the first thing that departs"),
+    ],
+)
+def test_a_model_that_was_changed_is_found_out(run, recipe, fault, said):
+    file = recipe({"name": f"faulty_decoders:{fault}"}, TEXT)
+    found = run("verify", file, "placement.strategy=zero3", "placement.processes=2", code=3)
+    assert said in found.out
+
+
+def test_a_setting_that_the_type_does_not_have_is_refused(run, recipe):
+    options = MODELS["gpt2"] | {"n_emb": 3}
+    refused = run("train", recipe({"name": "gpt2", "source": "transformers", "options": options}, TEXT), code=2)
     assert "options.n_emb: a gpt2 has no such setting; did you mean 'n_embd'" in refused.err
