@@ -103,6 +103,15 @@ def test_rows_are_told_by_their_numbers_in_the_file(tmp_path: Path) -> None:
             _open(file, target="y", validation=0.2)
 
 
+def test_lists_are_neither_inputs_nor_targets(tmp_path: Path) -> None:
+    table = pyarrow.table({"x": [1.0, 2.0], "many": [[1.0], [2.0]]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(UsageError, match=r"column 'many' is of list<element: double>, neither numbers nor text"):
+        _open(tmp_path / "t.parquet", target="x", validation=0)
+    with pytest.raises(UsageError, match=r"target: 'many' is of list<element: double>, neither numbers nor text"):
+        _open(tmp_path / "t.parquet", target="many", validation=0)
+
+
 def test_codes_of_names_and_numbers_that_are_words(tmp_path: Path) -> None:
     """Half of the values or fewer are numbers, or the column is named: then it is a category."""
     file = tmp_path / "t.csv"

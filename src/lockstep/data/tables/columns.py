@@ -85,6 +85,8 @@ def check_input(name: str, column: Any, means: bool) -> None:
 
 def refuse_mixed(name: str, column: Any, advice: str) -> None:
     """Raise UsageError where a column has numbers, but is text because a few values are none: `n/k`, or `1,5`."""
+    if kind_of(column) != "name":  # pyarrow finds no different values of lists
+        return
     values = [each for each in column.unique().to_pylist() if isinstance(each, str)]
     strange = {each for each in values if not _is_number(each)}
     if strange and 2 * len(strange) < len(values):
