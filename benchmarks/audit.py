@@ -16,10 +16,10 @@ from typing import Any, Final
 from benchmarks.learners import LR, Work, start
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.comm.world import World
 from lockstep.core.rota import Rota
+from lockstep.device.memory import keep_freed_memory
 from lockstep.parallel.audited import AuditedEngine
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.world import World
 
 STEP, AUDITED = "a step", "an audited step"
 SIZE: Final = 2

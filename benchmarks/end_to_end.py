@@ -27,6 +27,7 @@ from torchvision import transforms
 from benchmarks.loop import no_evaluation, no_save
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
@@ -34,12 +35,11 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.signals import StopRequest
-from lockstep.runtime.world import World
+from lockstep.ranks.signals import StopRequest
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification

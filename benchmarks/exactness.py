@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.comm.world import World
 from lockstep.core.order import Step, cut
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification

@@ -105,7 +105,7 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     from benchmarks.report import machine as about
-    from lockstep.runtime.machine import environment
+    from lockstep.device.machine import environment
 
     found = environment()
     return {

@@ -24,9 +24,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lockstep.device.compiler import OPTIONS
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.compiled import compile_blocks
-from lockstep.runtime.compiler import OPTIONS
-from lockstep.runtime.precision import fix_kernels
 
 _CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 _HASH: Final = re.compile(r"weights sha256 ([0-9a-f]{64})")

@@ -23,6 +23,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.comm.world import World
 from lockstep.core.order import Step, Steps
 from lockstep.core.rank import RankInfo
 from lockstep.core.rate import Rate
@@ -31,11 +32,10 @@ from lockstep.data.copies import Arrival, copies_to
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.synthetic import synthetic
 from lockstep.data.loader import Loader
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.core.cards import warnings
-from lockstep.runtime import cards
-from lockstep.runtime.bandwidth import MIB, speeds
+from lockstep.device import cards
+from lockstep.device.bandwidth import MIB, speeds
+from lockstep.device.nvidia_smi import warnings
 
 _LIMIT_S: Final = 10.0  # of copying; the section asks for 15 in all
 _MIB_ON_THE_CPU: Final = 16

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.gpu_uses import EXACT, REFUSED, Work
 from benchmarks.turns import Answer, Turn, take_turns
-from lockstep.runtime import kernels
-from lockstep.runtime.precision import attention, fix_kernels, fix_workspace
+from lockstep.device import kernels
+from lockstep.device.precision import attention, fix_kernels, fix_workspace
 
 DEFAULT, RUN, FILLED = "torch's defaults", "the settings of a run", "these, and memory filled"
 NOT_MEASURED: Final = "not measured yet"

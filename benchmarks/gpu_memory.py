@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
+from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.core.rank import RankInfo
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification

@@ -18,21 +18,21 @@ from typing import Any, Final, get_args
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.world import World, choose_device, open_world
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE, RankInfo
+from lockstep.device.precision import attention, fix_kernels
 from lockstep.errors import UsageError
 from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parent import die_with_parent
-from lockstep.runtime.member import met
-from lockstep.runtime.precision import attention, fix_kernels
-from lockstep.runtime.world import World, choose_device, open_world
+from lockstep.ranks.member import met
 from lockstep.strategies import ddp, pipeline, single, zero3
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.checkpoint import weights_sha256
+from lockstep.training.checkpoint.store import weights_sha256
 
 PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
 STRATEGIES: Final[dict[str, Any]] = {

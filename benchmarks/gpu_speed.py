@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.turns import Answer, Turn, take_turns
-from lockstep.core.peak import peak_flops
+from lockstep.device.peak import peak_flops
 from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.models.gpt import gpt
 
@@ -250,7 +250,7 @@ def set_fast() -> None:
 
 def set_deterministic() -> None:
     """Choose kernels that give the same bits each time: Lockstep's own choice."""
-    from lockstep.runtime.precision import fix_kernels, fix_workspace
+    from lockstep.device.precision import fix_kernels, fix_workspace
 
     fix_workspace()  # read when CUDA starts
     fix_kernels(threads=1)
@@ -285,11 +285,11 @@ def nanogpts(work: Work, device: torch.device) -> Do:
 
 def ours(work: Work, device: torch.device, compiled: bool = False) -> Do:
     """Return a step of Lockstep's engine on one process, with one micro-batch."""
+    from lockstep.comm.world import World
     from lockstep.core.order import Step
     from lockstep.core.rank import ALONE
     from lockstep.parallel.numerics import Numerics
     from lockstep.parallel.optimize import make_optimizer
-    from lockstep.runtime.world import World
     from lockstep.strategies.single import Strategy
     from lockstep.tasks.base import MicroBatch, Problem, Task
     from lockstep.tasks.classification import Classification

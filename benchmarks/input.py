@@ -28,6 +28,7 @@ from torchvision.transforms import v2
 
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
@@ -35,9 +36,8 @@ from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.data.sources import open_data
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
 
 CIFAR: Final = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET: Final = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -32,14 +32,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.units import find_units
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 

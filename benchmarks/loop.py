@@ -25,19 +25,19 @@ from torch.utils.data import TensorDataset
 import lockstep
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
+from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
+from lockstep.ranks.member import alone
+from lockstep.ranks.signals import StopRequest
 from lockstep.run.ambient import AMBIENT, Ambient
-from lockstep.runtime.member import alone
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.signals import StopRequest
-from lockstep.runtime.world import World
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification

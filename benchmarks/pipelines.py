@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.nn import functional as F
 
-from lockstep.parallel.pipeline_cut import find_cut, stage_module
+from lockstep.parallel.pipeline.cut import find_cut, stage_module
 
 SAMPLE: Final = (3, 32, 32)
 # Torch's schedule, whether it takes a list of stages, and how many there are on each rank.

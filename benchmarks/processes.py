@@ -20,10 +20,10 @@ from typing import Final
 
 import torch
 
+from lockstep.comm.world import World, open_world
 from lockstep.core.rank import RankInfo
 from lockstep.parent import die_with_parent
-from lockstep.runtime.member import met
-from lockstep.runtime.world import World, open_world
+from lockstep.ranks.member import met
 
 TIMEOUT_S: Final = 300.0
 

@@ -19,11 +19,11 @@ from typing import Final
 from benchmarks.learners import LR, Work, start
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.world import World
-from lockstep.training.checkpoint import Snapshot
+from lockstep.comm.world import World
+from lockstep.device.memory import keep_freed_memory
+from lockstep.training.checkpoint.saver import Saver
+from lockstep.training.checkpoint.store import Snapshot
 from lockstep.training.loop import Progress
-from lockstep.training.saver import Saver
 
 STEP, BESIDE, BEFORE = "a step", "a save with save_async", "a save without"
 SIZE: Final = 2

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.processes import Contestant, Turn, take_turns
+from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
+from lockstep.device.precision import fix_kernels
 from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 

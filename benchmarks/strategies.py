@@ -16,8 +16,8 @@ from benchmarks.learners import Side, Work, ours, torchs
 from benchmarks.pipelines import SCHEDULES
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.world import World
+from lockstep.comm.world import World
+from lockstep.device.memory import keep_freed_memory
 
 PROCESSES: Final = {"zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4} | {f"pipeline-{each}": 2 for each in SCHEDULES}
 SLOWER: Final = 1.10  # at most so many times torch's

@@ -44,9 +44,9 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.pipelines import SAMPLE
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
-from lockstep.parallel.pipeline_cut import find_cut, stage_module
+from lockstep.comm.world import World
+from lockstep.parallel.pipeline.cut import find_cut, stage_module
 from lockstep.parallel.units import find_units
-from lockstep.runtime.world import World
 
 MEMBERS: Final = {
     "zero1": (2, 2),

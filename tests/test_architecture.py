@@ -18,21 +18,25 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in s
 ALLOWED = {
     "core": [],
     "config": ["core"],
-    "runtime": ["core"],
+    "device": ["core"],
+    "comm": ["core", "device"],
+    "ranks": ["core", "device", "comm"],
     "tasks": ["core"],
     "data": ["core", "tasks"],
-    "models": ["core", "tasks", "runtime/kernels"],
-    "parallel": ["core", "runtime", "tasks"],
-    "strategies": ["core", "runtime", "tasks", "parallel"],
-    "training": ["core", "runtime", "tasks", "data", "parallel/engine"],
+    "models": ["core", "tasks", "device/kernels"],
+    "parallel": ["core", "device", "comm", "tasks"],
+    "strategies": ["core", "device", "comm", "tasks", "parallel"],
+    "training": ["core", "device", "comm", "ranks", "tasks", "data", "parallel/engine"],
     "launchers": ["core"],
     "reporting": ["core", "training/events"],
     "run": [
-        *("core", "config", "runtime", "tasks", "data", "models", "parallel", "strategies", "training", "reporting"),
+        *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
+        *("training", "reporting"),
         *("launchers", "tether", "verification/first_look"),
     ],
     "verification": [
-        *("core", "config", "runtime", "tasks", "data", "models", "parallel", "strategies", "training", "reporting"),
+        *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
+        *("training", "reporting"),
         "run",
     ],
 }
@@ -62,13 +66,14 @@ ROOMS = {
     "config/recipe": "keys of a recipe, which users type",
     "config/naming": "the same keys, of which some go with a name",
     "core/schemas": "what files of older versions call things",
-    "runtime/kernels": "torch's operations, by their names and by what they are called for",
+    "device/kernels": "torch's operations, by their names and by what they are called for",
 }
 # `class` and `label` alone are Python's and a message's, and cannot be told apart; what goes with them is enough.
 WORDS_OF_TASKS = re.compile(
     r"(?<![a-z])(images?|pictures?|pixels?|crops?|classes|classif[a-z]*|labels|label_smoothing|num_class|class_weights?"
     r"|top_?[k15]|accurac(?:y|ies)|perplexit(?:y|ies)|segmentation|tokens?(?!_hex)|tokenizers?|vocabular(?:y|ies))(?![a-z])"
 )
+SHARED_BY_LAUNCHERS = {f"launchers/{name}" for name in ("environment", "hostlist", "job", "variables")}
 FORBIDDEN_WORDS = ["manager", "helper", "util", "misc", "handler"]
 
 
@@ -134,8 +139,8 @@ def test_the_modules_are_found() -> None:
     """Otherwise every test below would hold."""
     assert len(MODULES) > 50
     assert {module.partition("/")[0] for module in MODULES if "/" in module} - {"commands"} <= ALLOWED.keys()
-    assert {"core/tree", "core/order"} <= ours("runtime/canonical")
-    assert "torch.distributed" in imported("runtime/carrier")
+    assert {"core/tree", "core/order"} <= ours("comm/canonical")
+    assert "torch.distributed" in imported("comm/carrier")
     assert "lockstep.config.load.load" in imported("commands/train")
     assert "lockstep.config.load.load" not in imported("commands/train", only_at_import=True)
 
@@ -161,7 +166,7 @@ def test_strategies_know_no_siblings_and_launchers_only_what_they_share() -> Non
         assert not any(_within(each, "strategies") for each in ours(module)), module
     for module in in_folder("launchers"):
         if not module.endswith("__init__"):
-            assert {each for each in ours(module) if _within(each, "launchers")} <= {"launchers/environment"}, module
+            assert {each for each in ours(module) if _within(each, "launchers")} <= SHARED_BY_LAUNCHERS, module
 
 
 def test_no_two_modules_import_each_other() -> None:
@@ -205,7 +210,7 @@ def test_torch_distributed_is_behind_one_door() -> None:
         module for module in MODULES if any("torch.distributed" in ast.unparse(each) for each in _attributes(module))
     }
     assert users
-    assert all(_within(module, "runtime") for module in users)
+    assert all(any(_within(module, room) for room in ("comm", "ranks", "device")) for module in users)
 
 
 def test_core_is_arithmetic() -> None:
@@ -217,7 +222,7 @@ def test_core_is_arithmetic() -> None:
 
 
 def test_only_commands_and_sinks_print() -> None:
-    allowed = ("commands", "run", "reporting", "cli", "runtime/agent")  # the agent explains why it ends all workers
+    allowed = ("commands", "run", "reporting", "cli", "ranks/agent")  # the agent explains why it ends all workers
     printers = {module for module in MODULES if "print" in {_callee(call) for call in _calls(module)}}
     assert printers
     assert all(any(_within(module, place) for place in allowed) for module in printers)

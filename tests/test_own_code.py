@@ -11,7 +11,7 @@ import lockstep
 from lockstep.core.tree import total
 from lockstep.errors import OwnCodeError, TrainingError
 from lockstep.own_code import OwnCode, described, is_own, own_error, place
-from lockstep.parallel.pipeline_stage import _run_back
+from lockstep.parallel.pipeline.stage import _run_back
 
 HERE = r"\S*test_own_code\.py:\d+"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import worlds
 
-from lockstep.runtime.world import World
+from lockstep.comm.world import World
 
 pytestmark = pytest.mark.worlds
 

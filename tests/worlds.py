@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from lockstep.comm.world import open_world
 from lockstep.core.rank import RankInfo
+from lockstep.device.precision import fix_kernels
 from lockstep.parent import die_with_parent
-from lockstep.runtime.member import met
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import open_world
+from lockstep.ranks.member import met
 
 LARGEST_BYTES = 300 << 20  # of a worker's own memory: a pool that has grown beyond it is ended
 GRACE_S = 1.0  # for the other ranks, once one has failed: most of them wait in vain in an exchange

@@ -24,8 +24,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from lockstep.core.job import KNOWS, READS_SECRET, SECRET
+from lockstep.core.rank import SECRET
 from lockstep.errors import EXIT_USAGE
+from lockstep.launchers.job import KNOWS, READS_SECRET
 from lockstep.parent import die_with_parent
 
 _LOOK_S: Final = 0.1

@@ -8,7 +8,7 @@ import smi_outputs
 import torch
 
 from benchmarks import gpu_doctor
-from lockstep.core.cards import Driver, parse
+from lockstep.device.nvidia_smi import Driver, parse
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from benchmarks import gpu_kernels
 from benchmarks.gpu_uses import EXACT
-from lockstep.runtime import kernels
-from lockstep.runtime.precision import fix_kernels
+from lockstep.device import kernels
+from lockstep.device.precision import fix_kernels
 
 ROOT = Path(__file__).parent.parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

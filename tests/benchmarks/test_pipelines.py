@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.learners import MODELS, Work
 from benchmarks.pipelines import SCHEDULES, pipelined
-from lockstep.runtime.world import World
+from lockstep.comm.world import World
 
 WORK = Work("ViT-Tiny", "AdamW", samples=2, microbatches=4)
 

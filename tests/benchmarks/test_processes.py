@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.processes import Contestant, Turn, take_turns
-from lockstep.runtime.world import World
+from lockstep.comm.world import World
 
 
 def rank_and_turn(world: World) -> Turn:

@@ -5,7 +5,7 @@ import worlds
 
 from benchmarks import step_weights
 from benchmarks.step_weights import PLACED, SCALED, Placed
-from lockstep.runtime.world import World
+from lockstep.comm.world import World
 
 
 def error(world: World, placed: Placed) -> float:

@@ -9,7 +9,7 @@ import held
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.training import durable
+from lockstep.training.checkpoint import durable
 
 
 def until_let(phase: str, rank: str) -> None:

@@ -11,9 +11,9 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.training import checkpoint
+from lockstep.training.checkpoint import store
 
-STATE = checkpoint.STATE
+STATE = store.STATE
 
 
 def change(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -26,12 +26,12 @@ def change(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def write(path: Path, name: str, data: bytes) -> None:
     """Put a file into the checkpoint `path`, and its hash into the manifest."""
     (path / name).write_bytes(data)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
+    manifest = json.loads((path / store.MANIFEST).read_bytes())
     manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    if name == checkpoint.MODEL:
+    if name == store.MODEL:
         with suppress(SafetensorError):
-            manifest["weights_sha256"] = checkpoint.weights_sha256(safetensors.torch.load(data))
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+            manifest["weights_sha256"] = store.weights_sha256(safetensors.torch.load(data))
+    (path / store.MANIFEST).write_text(json.dumps(manifest))
 
 
 def net(num_classes: int) -> nn.Module:

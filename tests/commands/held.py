@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lockstep.reporting import jsonl
-from lockstep.training import durable
+from lockstep.training.checkpoint import durable
 
 HOLD = Path("hold")
 HELD = Path("held")  # there once a run has been held

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from lockstep.cli import main
 from lockstep.commands import _doctor_gpu
-from lockstep.core.cards import Driver, links, parse
-from lockstep.core.no_card import Evidence
-from lockstep.runtime import kernel_settings
-from lockstep.runtime.bandwidth import Speed
+from lockstep.device import kernel_settings
+from lockstep.device.bandwidth import Speed
+from lockstep.device.no_card import Evidence
+from lockstep.device.nvidia_smi import Driver, links, parse
 
 [CARD] = parse(smi_outputs.A5000_590).cards
 FIRST, SECOND = replace(CARD, users=()), replace(CARD, users=(), bus="0000:c1:00.0", uuid="GPU-other", uncorrected=2)

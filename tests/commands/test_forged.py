@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.config.base import values
 from lockstep.config.load import comparable, load_text
 from lockstep.core.rank import ALONE
@@ -22,9 +23,8 @@ from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.resume import resumed
 from lockstep.run.session import engine_state
-from lockstep.runtime.world import World
-from lockstep.training import checkpoint
-from lockstep.training.checkpoint import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
 from lockstep.training.loop import Progress
 
 RECIPE = """
@@ -75,8 +75,8 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
         "data": build.seen_by_model(ready),
         "source": dict(ready.source),
     }
-    snapshot = checkpoint.Snapshot(state.model, state.optimizer, state.ema, kept)
-    return checkpoint.save(folder, 3, snapshot, keep=1, best=False)
+    snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept)
+    return store.save(folder, 3, snapshot, keep=1, best=False)
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +87,13 @@ def genuine(ready: Setup, loaded: Any, tmp_path_factory: pytest.TempPathFactory)
 def everything(training: Engine, progress: Progress) -> tuple[Any, ...]:
     """Return all of a run's state as values that can be compared."""
     state = training.state()
-    parts = [checkpoint.weights_sha256(each) for each in (state.model, state.optimizer, state.ema or {})]
+    parts = [store.weights_sha256(each) for each in (state.model, state.optimizer, state.ema or {})]
     return *parts, json.dumps(state.scalars, sort_keys=True), json.dumps(progress.kept(), sort_keys=True)
 
 
 def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:
     """Do what a start does in a folder with this checkpoint."""
-    found = checkpoint.newest(path.parent)
+    found = store.newest(path.parent)
     assert found is not None
     state = resumed(found.path, found.snapshot, ready)
     training, _ = engine(ready, loaded)
@@ -133,10 +133,10 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01", f"recipe.model.name={model}"])
     ready = build.setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
-    found = checkpoint.read(path)
+    found = store.read(path)
     state = resumed(path, found, ready)
     assert state.progress.step == 3
-    assert resume(path, ready, loaded)[1] == checkpoint.weights_sha256(found.optimizer)
+    assert resume(path, ready, loaded)[1] == store.weights_sha256(found.optimizer)
 
 
 # --- what is forged -------------------------------------------------------------------------------
@@ -304,11 +304,11 @@ def test_no_forgery_resumes_wrong_where_that_can_be_seen(
 
 def test_with_a_key_every_forgery_is_refused(genuine: Path, tmp_path: Path) -> None:
     key = b"k" * 32
-    signed = checkpoint.save(tmp_path / "signed", 3, checkpoint.read(genuine), keep=1, best=False, key=key)
+    signed = store.save(tmp_path / "signed", 3, store.read(genuine), keep=1, best=False, key=key)
 
     def judge(path: Path) -> str:
         with pytest.raises(LockstepError):
-            checkpoint.newest(path.parent, key)
+            store.newest(path.parent, key)
         return "refused"
 
     state = json.loads((genuine / STATE).read_bytes())

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.comm.world import open_world
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.own_code import own_error
+from lockstep.ranks.member import alone
 from lockstep.run.build import evaluation_batch, setup, start
 from lockstep.run.session import evaluated
-from lockstep.runtime.member import alone
-from lockstep.runtime.world import open_world
 from lockstep.training.loop import Progress
 
 # What does behave; a case defines some of it anew, from line FIRST on.

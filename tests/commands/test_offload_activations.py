@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.rank import ALONE
 from lockstep.parallel import local
 from lockstep.run.build import setup, start
-from lockstep.runtime.world import World
 
 
 @pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forked import events
 
-from lockstep.runtime.machine import numerics
+from lockstep.device.machine import numerics
 
 OLD = Path(__file__).parent.parent / "fixtures" / "0.1"
 CLOSE = 1e-4  # relative, of a loss on another machine

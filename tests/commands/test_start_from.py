@@ -13,7 +13,7 @@ from forked import Command, events
 from test_resume import stop
 
 from lockstep.config.load import load
-from lockstep.training import checkpoint
+from lockstep.training.checkpoint import store
 
 SHORT = ("recipe.epochs=", "recipe.steps=6")
 BEGUN = {"weights": "run.start_from=a", "optimizer": "run.start_from={run: a, optimizer: true}"}
@@ -111,7 +111,7 @@ def test_ranks_with_other_files_are_told_before_the_run(start, tmp_path: Path, a
 def test_the_hash_of_a_runs_weights_is_the_one_it_printed(run, a: Command) -> None:
     words = ("train", *DIGITS, *SHORT, "placement.processes=1", "run.dir=b")
     weights = f"recipe.model.weights={{path: a/checkpoints/best, sha256: {a.sha256}}}"
-    assert checkpoint.manifest(Path("a/checkpoints/best")).weights_sha256 == a.sha256
+    assert store.manifest(Path("a/checkpoints/best")).weights_sha256 == a.sha256
     run(*words, weights)
     refused = run(*words, weights.replace(a.sha256, "f" * 64), "run.dir=c", code=2)
     assert f"have SHA-256 {a.sha256}, not {'f' * 64}" in refused.err

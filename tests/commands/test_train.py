@@ -10,7 +10,7 @@ from forked import Command, events, program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.config.load import load
-from lockstep.training import checkpoint
+from lockstep.training.checkpoint import store
 
 # Without convolutions, which take seconds a step in fp16 on processors that lack it.
 FP16 = ("recipe.precision=fp16", 'recipe.model={name: "held:linear"}', "recipe.loss_scale.initial=1e9")
@@ -24,7 +24,7 @@ def assert_same_run(one: Command, other: Command) -> None:
     """Compare all that two runs of one recipe share, down to the bytes of what they saved."""
     assert one.sha256 == other.sha256
     first, second = one.folder / LAST, other.folder / LAST
-    assert (first / checkpoint.MANIFEST).read_bytes() == (second / checkpoint.MANIFEST).read_bytes()
+    assert (first / store.MANIFEST).read_bytes() == (second / store.MANIFEST).read_bytes()
     assert numbers(one) == numbers(other)
 
 

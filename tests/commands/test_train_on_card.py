@@ -12,8 +12,8 @@ from card import DEVICE, Card
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.device import machine
 from lockstep.run import session
-from lockstep.runtime import machine
 
 RECIPE = ["digits", "recipe.epochs=1", "recipe.microbatches=4", "run.log_every=8", "run.probe=off"]
 PLACEMENT = ["placement.processes=1", "placement.affinity=off"]

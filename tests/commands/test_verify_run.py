@@ -9,13 +9,13 @@ import torch
 import worlds
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.order import part
 from lockstep.core.rank import ALONE
 from lockstep.core.shard import Held, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
-from lockstep.runtime.world import World
 from lockstep.training.events import Event
 from lockstep.training.loop import train
 from lockstep.verification import contestant as verify_run

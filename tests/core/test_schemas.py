@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.core import schemas
 from lockstep.errors import UsageError
-from lockstep.training import saved_state
+from lockstep.training.checkpoint import saved_state
 
 OLD = Path(__file__).parent.parent / "fixtures" / "0.1"
 

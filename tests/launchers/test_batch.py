@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from component import require
 
-from lockstep.core.job import Job, Resources
 from lockstep.errors import UsageError
 from lockstep.launchers import slurm
+from lockstep.launchers.job import Job, Resources
 from lockstep.launchers.slurm import Batch, checked, script
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")

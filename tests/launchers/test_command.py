@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.core.job import Job, Resources, checked
 from lockstep.errors import UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
+from lockstep.launchers.job import Job, Resources, checked
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")
 JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, hosts=("a", "b"), port=29600)

@@ -19,9 +19,9 @@ RANK = """
 import os, sys
 import torch
 from lockstep.core.rank import RankInfo
-from lockstep.runtime.member import met
-from lockstep.runtime.stall import StallWatch
-from lockstep.runtime.world import open_world
+from lockstep.ranks.member import met
+from lockstep.ranks.stall import StallWatch
+from lockstep.comm.world import open_world
 
 def tell(report):
     print(report, flush=True)
@@ -40,6 +40,6 @@ def test_ranks_that_do_not_reach_each_other_say_so() -> None:
     assert done.returncode == 7, done.stderr
     first, waits, last, *_ = done.stdout.splitlines()
     assert first.startswith("stalled: rank ")
-    assert waits.startswith("  rank 0, 1 waits: setting up, lockstep/runtime/world.py:")
+    assert waits.startswith("  rank 0, 1 waits: setting up, lockstep/comm/world.py:")
     assert waits.endswith(" open_world")
     assert last == "  no rank is late: they wait for each other, in different places or over a link that is cut"

@@ -4,10 +4,10 @@ import environments
 import pytest
 import torch
 
+from lockstep.comm.world import choose_device
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import detect
-from lockstep.runtime.world import choose_device
 
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 STARTED = {  # task 5 of 8, local rank 1 of 4

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_uses import REFUSED as USES
 from benchmarks.gpu_uses import Function, interpolated
+from lockstep.device.kernels import REFUSED, RNN_DROPOUT
 from lockstep.models.operations import Refusal, refused_operations
-from lockstep.runtime.kernels import REFUSED, RNN_DROPOUT
 
 
 class Layer(nn.Module):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toys import Trace
 
-from lockstep.parallel import activations, local, pipeline
+from lockstep.comm.world import World
+from lockstep.parallel import activations, local
 from lockstep.parallel.activations import Elements, Kept, Moved, Offload, Packing, around_forward
+from lockstep.parallel.pipeline import engine
 from lockstep.parallel.recompute import recompute
-from lockstep.runtime.world import World
 
 CPU = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def forced() -> Iterator[list[Kept | Moved]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Packing, "pack", noted)
         patch.setattr(local, "around_forward", always)
-        patch.setattr(pipeline, "around_forward", always)
+        patch.setattr(engine, "around_forward", always)
         yield packed
 
 

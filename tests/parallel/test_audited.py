@@ -11,10 +11,10 @@ import worlds
 from torch import Tensor
 from toys import Case
 
+from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.core.shard import local
 from lockstep.errors import TrainingError
-from lockstep.runtime.world import World
 
 PLACED: list[tuple[str, int, tuple[tuple[str, int], ...]]] = [
     ("single", 1, ()),

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import toys
 import worlds
 
+from lockstep.comm.carrier import Addressed, Carrier, Direct, Staged
+from lockstep.comm.world import World
 from lockstep.core.rank import ALONE, RankInfo
-from lockstep.runtime.carrier import Addressed, Carrier, Direct, Staged
-from lockstep.runtime.world import World
 
 CPU = torch.device("cpu")
 LOCAL = [

@@ -12,10 +12,10 @@ import worlds
 from torch import Tensor, nn
 from toys import Case, Trace
 
+from lockstep.comm.world import World
 from lockstep.errors import UsageError
 from lockstep.parallel.compiled import compile_blocks, compiled_units
 from lockstep.parallel.engine import State
-from lockstep.runtime.world import World
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lockstep.comm.canonical import CanonicalSum
 from lockstep.core.mesh import Place
 from lockstep.parallel.gradients import Gradients, _flatten, _partition, _unflatten
-from lockstep.runtime.canonical import CanonicalSum
 from lockstep.tasks.base import MicroBatch
 
 T = TypeVar("T")

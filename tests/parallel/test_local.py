@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from toys import Case, Trace, whole_trace
 
+from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.order import Step
 from lockstep.core.rank import ALONE
-from lockstep.runtime.world import World
 
 SIZES = (1, 2, 3, 4)
 

@@ -9,8 +9,8 @@ import toys
 import worlds
 from toys import Case
 
+from lockstep.comm.world import World
 from lockstep.core.order import cut
-from lockstep.runtime.world import World
 from lockstep.strategies import pipeline
 from lockstep.tasks.base import MicroBatch
 

@@ -8,11 +8,11 @@ from card import DEVICE, Card
 from torch import Tensor
 from worlds import run
 
+from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.rank import RankInfo
 from lockstep.core.shard import local
 from lockstep.run.build import setup, start
-from lockstep.runtime.world import World
 from lockstep.training.evaluate import evaluate
 
 STEPS = 3

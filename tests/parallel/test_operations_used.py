@@ -8,9 +8,9 @@ import toys
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Case
 
+from lockstep.comm.world import World
 from lockstep.core.rank import ALONE
-from lockstep.runtime.kernels import refused
-from lockstep.runtime.world import World
+from lockstep.device.kernels import refused
 
 
 class Refused(TorchDispatchMode):

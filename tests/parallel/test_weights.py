@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Case
 
+from lockstep.comm.world import World
 from lockstep.core.order import cut
 from lockstep.core.rank import ALONE
 from lockstep.parallel.weights import Weights, computing_in
-from lockstep.runtime.world import World
 
 BF16 = torch.bfloat16
 CASE = Case(precision="bf16-compute", model=toys.Plain)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import Trace
 
+from lockstep.comm.world import World
 from lockstep.core import batch as batches
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
@@ -22,7 +23,6 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.world import World
 from lockstep.tasks.base import LOSS, MicroBatch, Monitor, Problem
 from lockstep.tasks.batches import predictions
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
@@ -24,7 +25,6 @@ from lockstep.parallel.layout import gathered, trained_parameters
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 

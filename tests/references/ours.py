@@ -5,11 +5,11 @@ from importlib import import_module
 from small_run import PROCESSES, SAMPLES, STEPS, Recipe, build, data
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.runtime.world import World
+from lockstep.comm.world import World
 
 Weights = dict[str, Tensor]
 

@@ -10,10 +10,10 @@ from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable, load
 from lockstep.errors import UsageError
 from lockstep.run.first_weights import described, opened
-from lockstep.training import checkpoint
+from lockstep.training.checkpoint import store
 
 TENSORS = {"weight": torch.arange(4.0), "bias": torch.ones(2)}
-SHA256 = checkpoint.weights_sha256(TENSORS)
+SHA256 = store.weights_sha256(TENSORS)
 
 
 @pytest.fixture(autouse=True)

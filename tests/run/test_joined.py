@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.ranks.member import alone
 from lockstep.run.ambient import AMBIENT, Ambient
-from lockstep.runtime.member import alone
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep.training import checkpoint
-from lockstep.training.checkpoint import Snapshot
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.store import Snapshot
 
 
 def snapshot(step: int) -> Snapshot:
@@ -26,7 +26,7 @@ def save_until_killed(folder: Path, first: int, acknowledged: int) -> None:
     while True:
         # Each step twice: the second time it replaces the first.
         for _ in range(2):
-            checkpoint.save(folder, step, snapshot(step), keep=2, best=step % 5 == 0)
+            store.save(folder, step, snapshot(step), keep=2, best=step % 5 == 0)
             os.write(acknowledged, step.to_bytes(8, "little"))
         step += 1
 
@@ -53,7 +53,7 @@ def main(folder: Path, kills: int) -> None:
     saved = 0
     for _ in range(kills):
         last = one_kill(folder, saved + 1, draw.uniform(0.005, 0.06))
-        found = checkpoint.newest(folder)
+        found = store.newest(folder)
         if found is None:
             assert last == 0, f"step {last} was saved, nothing is left"
             continue

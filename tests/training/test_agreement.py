@@ -5,9 +5,9 @@ import torch
 import worlds
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.core.order import part
 from lockstep.core.shard import Held, Shard
-from lockstep.runtime.world import World
 from lockstep.training.agreement import Disagreement, disagreement
 
 

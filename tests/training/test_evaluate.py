@@ -8,13 +8,13 @@ import worlds
 from fakes import FakeEngine
 from torch.nn import functional as F
 
+from lockstep.comm.world import World
 from lockstep.core.batch import Batch
 from lockstep.core.mesh import Place
 from lockstep.core.order import Steps
 from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
-from lockstep.runtime.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluate import evaluate
 

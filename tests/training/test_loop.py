@@ -11,11 +11,11 @@ import torch
 import worlds
 from fakes import FakeEngine, batches, evaluated, plan, saved, shortly
 
+from lockstep.comm.world import World
 from lockstep.core.order import Step, Steps
 from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
-from lockstep.runtime.signals import WISHES
-from lockstep.runtime.world import World
+from lockstep.ranks.signals import WISHES
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train

@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
+from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
-from lockstep.runtime.world import World
 from lockstep.training.watch import LossWatch
 
 STEPS = Steps(8, 2, epochs=3)

@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 
 from lockstep.config.recipe import Recipe
-from lockstep.core.cards import warnings
-from lockstep.core.no_card import reasons
+from lockstep.device import cards
+from lockstep.device.bandwidth import MIB, speeds
+from lockstep.device.kernel_settings import doubts, settings
+from lockstep.device.no_card import reasons
+from lockstep.device.nvidia_smi import warnings
 from lockstep.run.build import refused_on_cuda, setup
-from lockstep.runtime import cards
-from lockstep.runtime.bandwidth import MIB, speeds
-from lockstep.runtime.kernel_settings import doubts, settings
 
 LIMIT_S: Final = 5.0  # of measuring
 _ON: Final = {True: "on", False: "off", None: "-"}

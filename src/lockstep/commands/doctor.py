@@ -146,7 +146,7 @@ def _look_further(found: dict[str, Any], info: RankInfo, rendezvous: str, device
 
 def _meet(info: RankInfo, rendezvous: str) -> str:
     """Return where the ranks meet, and on rank 0 whether it can listen there."""
-    from lockstep.runtime import ports
+    from lockstep.device import ports
 
     info = located(info, os.environ)
     address = meeting_place(info, rendezvous)
@@ -169,7 +169,7 @@ def _device(info: RankInfo, device: str) -> str:
     if device == "cpu":
         return "cpu: asked for"
 
-    from lockstep.runtime.world import choose_device
+    from lockstep.comm.world import choose_device
 
     chosen = choose_device(device, info)  # type: ignore[arg-type]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import click
 
-from lockstep.core.job import PORT, SECRET, Job, Resources, checked
+from lockstep.core.rank import SECRET
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
-from lockstep.runtime.secret import drawn, job_secret
+from lockstep.launchers.job import PORT, Job, Resources, checked
+from lockstep.ranks.secret import drawn, job_secret
 from lockstep.tether import SRUN_PORT, held, problem_of
 
 RESTARTS: Final = 10
@@ -270,7 +271,7 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
 
     torchrun makes 1 of that; it is found in the run folder, where this host sees it too.
     """
-    from lockstep.runtime.hosts import run_on_hosts
+    from lockstep.launchers.hosts import run_on_hosts
 
     if shutil.which("ssh") is None:
         raise UsageError("ssh is not found; install it, or choose another --on")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.core.job import Job, Resources, other_processes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import slurm
+from lockstep.launchers.job import Job, Resources, other_processes
 from lockstep.run.submitted import SCRIPT, Submitted, record
-from lockstep.training import durable
+from lockstep.training.checkpoint import durable
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded

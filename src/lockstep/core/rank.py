@@ -29,6 +29,7 @@ class RankInfo:
     hosted: bool = False
 
 
+SECRET: Final = "LOCKSTEP_JOB_SECRET"  # in the environment of all ranks
 MEETING_PLACES: Final = "env://, tcp://HOST:PORT or file:///PATH"
 MEETING_PLACE: Final = r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):(\d+)|file:///.+)$"
 ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")

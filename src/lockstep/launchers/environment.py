@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from lockstep.core.rank import RankInfo
-from lockstep.core.variables import Variables, check_range
+from lockstep.launchers.variables import Variables, check_range
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MISSING: Final = "set RANK and WORLD_SIZE"

@@ -7,7 +7,7 @@ from typing import Final
 from zlib import crc32
 
 from lockstep.core.rank import RankInfo
-from lockstep.core.variables import Names, place, port_of
+from lockstep.launchers.variables import Names, place, port_of
 
 VARIABLES: Final = (
     "HOROVOD_RANK",

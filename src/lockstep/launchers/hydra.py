@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from lockstep.core.rank import RankInfo
-from lockstep.core.variables import Names, place
+from lockstep.launchers.variables import Names, place
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
 PORT: Final = 29_500  # torch's own; Hydra tells its processes no number of the job

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.core.job import Job
 from lockstep.errors import UsageError
+from lockstep.launchers.job import Job
 
 
 def command(job: Job) -> list[str]:

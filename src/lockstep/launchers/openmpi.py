@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 from zlib import crc32
 
-from lockstep.core.job import SECRET, Job
-from lockstep.core.rank import RankInfo
-from lockstep.core.variables import Names, place, port_of
+from lockstep.core.rank import SECRET, RankInfo
+from lockstep.launchers.job import Job
+from lockstep.launchers.variables import Names, place, port_of
 
 VARIABLES: Final = (
     "OMPI_COMM_WORLD_RANK",

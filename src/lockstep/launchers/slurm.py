@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lockstep.core.hostlist import counts, hosts
-from lockstep.core.job import SECRET, Job, Resources, resource_problems
-from lockstep.core.rank import RankInfo
-from lockstep.core.variables import Variables, check_range, port_of
+from lockstep.core.rank import SECRET, RankInfo
 from lockstep.errors import UsageError
+from lockstep.launchers.hostlist import counts, hosts
+from lockstep.launchers.job import Job, Resources, resource_problems
+from lockstep.launchers.variables import Variables, check_range, port_of
 
 VARIABLES: Final = (
     "SLURM_JOB_ID",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from lockstep.core.job import KNOWS, READS_SECRET, Job
+from lockstep.launchers.job import KNOWS, READS_SECRET, Job
 
 
 def command(job: Job, torchrun: Sequence[str], folder: str) -> list[str]:

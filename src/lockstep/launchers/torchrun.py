@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from lockstep.core.job import Job
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment
+from lockstep.launchers.job import Job
 
 _AGENT_LISTENS: Final = "TORCHELASTIC_USE_AGENT_STORE"
 # An agent whose rank 0 has gone to another host tells its workers the old address for good, where they meet at a store

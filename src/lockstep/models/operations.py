@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, Inputs, call, mapped
-from lockstep.runtime.kernels import RNN_DROPOUT, Refused, refused
+from lockstep.device.kernels import RNN_DROPOUT, Refused, refused
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
@@ -100,7 +100,7 @@ def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Take the paths that a run takes (runtime/precision.py), without torch's own refusal: all are to be found.
+    """Take the paths that a run takes (device/precision.py), without torch's own refusal: all are to be found.
 
     They are chosen by global settings, which are put back.
     """

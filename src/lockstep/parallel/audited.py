@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.core.rota import Rota
@@ -25,7 +26,6 @@ from lockstep.core.shard import Held, Shard, local
 from lockstep.core.vote import odd_ones
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
 _SHOWN: Final = 3  # names of what differs

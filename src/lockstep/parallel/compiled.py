@@ -17,11 +17,11 @@ from typing import Final, NoReturn
 import torch
 from torch import nn
 
+from lockstep.device.compiler import OPTIONS, prepare
+from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
 from lockstep.own_code import located
 from lockstep.parallel.units import find_units
-from lockstep.runtime.compiler import OPTIONS, prepare
-from lockstep.runtime.machine import numerics
 
 _LONGEST: Final = 300  # characters of what torch says
 

@@ -2,7 +2,7 @@
 
 A micro-batch's gradient is taken out of `param.grad` when its backward is done and pushed into one binary counter for
 each bucket (core/tree.py). The last micro-batch of this rank is special: as soon as backward has filled a bucket, its
-pieces are flattened and handed to the lane, which adds them over the ranks (runtime/canonical.py). Buckets go out in
+pieces are flattened and handed to the lane, which adds them over the ranks (comm/canonical.py). Buckets go out in
 one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
@@ -18,10 +18,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.canonical import CanonicalSum
+from lockstep.comm.lane import Lane
 from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.canonical import CanonicalSum
-from lockstep.runtime.lane import Lane
 from lockstep.tasks.base import MicroBatch, Note
 
 Parts = list[Tensor]

@@ -14,10 +14,10 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.world import World
 from lockstep.core.norm import row_norms
 from lockstep.core.shard import Held, Shard, rows_of
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
 
@@ -164,7 +164,7 @@ def add_flags_(world: World, flags: Sequence[Tensor]) -> None:
 def gathered(world: World, tensors: Mapping[str, Held]) -> dict[str, Tensor]:
     """Return all tensors whole, on every rank; those that are cut come to the CPU. All ranks call it alike.
 
-    For what fits: a checkpoint goes to the disk without it (training/shards.py).
+    For what fits: a checkpoint goes to the disk without it (training/checkpoint/shards.py).
     """
     shards = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
     # One table of bytes for all, each on one rank and zero on the others: a float's sum would turn -0.0 into 0.0.

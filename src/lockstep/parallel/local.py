@@ -24,12 +24,17 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.canonical import add_
+from lockstep.comm.lane import Lane
+from lockstep.comm.named_sums import NamedSums
+from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
 from lockstep.core.shard import Held, alike, local, rows_of
 from lockstep.core.tree import Counter
+from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
@@ -43,11 +48,6 @@ from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_st
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.updating import Updates, gradient, share
 from lockstep.parallel.weights import widen_batchnorm
-from lockstep.runtime.canonical import add_
-from lockstep.runtime.lane import Lane
-from lockstep.runtime.named_sums import NamedSums
-from lockstep.runtime.precision import autocast
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Problem
 
 # Given the model, a lane of this layout's own, and the dtype in which the model is to compute, if it is another.

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lockstep.core.batch import Inputs, mapped
 from lockstep.core.precision import Precision
+from lockstep.device.precision import computing_dtype
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
-from lockstep.runtime.precision import computing_dtype
 
 # Given what is trained on this rank, and what works out the norms of the whole tensors that it is part of.
 MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]

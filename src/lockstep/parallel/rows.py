@@ -12,6 +12,8 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.lane import Lane
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import part
 from lockstep.core.shard import Held, Shard, alike
@@ -19,8 +21,6 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.local import Lay
 from lockstep.parallel.weights import Weights
-from lockstep.runtime.lane import Lane
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
 _PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy

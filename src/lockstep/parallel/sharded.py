@@ -18,6 +18,10 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.canonical import CanonicalSum, Deal, add_
+from lockstep.comm.fsdp import Sharded, own_gradient
+from lockstep.comm.lane import InlineLane, Lane
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.shard import Held, alike
 from lockstep.core.tree import Counter
@@ -25,10 +29,6 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_
 from lockstep.parallel.local import Lay
 from lockstep.parallel.units import find_units
-from lockstep.runtime.canonical import CanonicalSum, Deal, add_
-from lockstep.runtime.fsdp import Sharded, own_gradient
-from lockstep.runtime.lane import InlineLane, Lane
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
@@ -197,7 +197,7 @@ class _Dealt:
         self._round = next(self._rounds, (0, 0))
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Take what a unit's backward made (runtime/fsdp.py); after the last round `output` becomes the sum."""
+        """Take what a unit's backward made (comm/fsdp.py); after the last round `output` becomes the sum."""
         if self.note is not None:
             self.note(f"gradient of {self._units[unit]}", gradients)
         while len(self._under_way) >= _UNDER_WAY:

@@ -8,6 +8,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.lane import Lane
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.norm import row_norms
 from lockstep.core.shard import Held
@@ -16,8 +18,6 @@ from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layout import GradientSum, Layout, trained_parameters
 from lockstep.parallel.local import Lay
 from lockstep.parallel.weights import Weights
-from lockstep.runtime.lane import Lane
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 
 

@@ -15,7 +15,7 @@ from lockstep.core.shard import local
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, has_adapters, peft_config, peft_names
 from lockstep.models.tuned import Tuning
-from lockstep.training import checkpoint, saved_state
+from lockstep.training.checkpoint import saved_state, store
 
 
 def lora_of(given: config.Lora) -> Lora:
@@ -34,10 +34,10 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     `folder` gets adapter_model.safetensors and adapter_config.json. Modules that were trained beside the adapters
     (`recipe.model.lora.train`) are in it as peft's modules_to_save. UsageError where the run has no adapters.
     """
-    found = checkpoint.load(Path(run))
+    found = store.load(Path(run))
     recipe = _recipe(found.path, saved_state.parsed(found.path, found.snapshot.state).recipe)
     if recipe.model.lora is None:
-        raise UsageError(f"{found.path}: the run has no adapters; its weights are in {checkpoint.MODEL}")
+        raise UsageError(f"{found.path}: the run has no adapters; its weights are in {store.MODEL}")
     lora = lora_of(recipe.model.lora)
     tensors = {name: local(held) for name, held in found.snapshot.model.items()}
     beside = {name for name, each in tensors.items() if matches(name, lora.train) and not has_adapters({name: each})}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from lockstep.runtime.meeting import Meeting
+from lockstep.ranks.meeting import Meeting
 
 # Given a step's number from 1, its loss, and a digest of each of the model's tensors after it.
 Observe = Callable[[int, float, Mapping[str, str]], None]

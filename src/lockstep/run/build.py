@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.placement import Placement
@@ -30,6 +31,9 @@ from lockstep.data.base import AsFetched, DataSet, Finish, Request, Split
 from lockstep.data.images.finish import finish
 from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
+from lockstep.device.compiler import check_compiler
+from lockstep.device.precision import check_precision, computing_dtype
+from lockstep.device.switches import check_switches
 from lockstep.errors import TrainingError, UsageError
 from lockstep.models.check import Form, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
@@ -44,7 +48,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer, check_rows
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
-from lockstep.parallel.pipeline_state import check_separable
+from lockstep.parallel.pipeline.state import check_separable
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
 from lockstep.run.first_weights import First
@@ -53,10 +57,6 @@ from lockstep.run.schedule import check_rate
 from lockstep.run.strategy import check_strategy, find_strategy
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
-from lockstep.runtime.compiler import check_compiler
-from lockstep.runtime.precision import check_precision, computing_dtype
-from lockstep.runtime.switches import check_switches
-from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem, Task
 from lockstep.tasks.batches import targets_if_any
 from lockstep.tasks.find import find_task, wanted

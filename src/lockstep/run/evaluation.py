@@ -14,13 +14,20 @@ from typing import NamedTuple
 
 import torch
 
+from lockstep.comm.world import choose_device, open_world
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, recorded
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
+from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.ranks.affinity import bind
+from lockstep.ranks.doing import Doing
+from lockstep.ranks.meeting import Meeting
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.resume import evaluated as checked_state
@@ -29,16 +36,9 @@ from lockstep.run.session import engine_state, evaluated, started_with, watched
 from lockstep.run.start import Work, on_ranks
 from lockstep.run.strategy import check_strategy, find_strategy
 from lockstep.run.user_code import import_paths
-from lockstep.runtime.affinity import bind
-from lockstep.runtime.doing import Doing
-from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.switches import check_switches
-from lockstep.runtime.world import choose_device, open_world
-from lockstep.training import checkpoint
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.events import Evaluated
-from lockstep.training.saved_state import SavedState
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
 
 Tell = Callable[[Found], None]  # called on rank 0
-Opened = tuple[checkpoint.Found, Setup]
+Opened = tuple[store.Found, Setup]
 
 
 def evaluate_here(asked: Asked, tell: Tell) -> int:
@@ -88,21 +88,21 @@ def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement,
     return loaded.config.placement, partial(_evaluate_as, asked, tell, None)
 
 
-def opened(asked: Asked, found: checkpoint.Found | None = None) -> tuple[checkpoint.Found, Loaded]:
+def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
     """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
     is_new = found is None
-    found = found or checkpoint.load(Path(asked.path))
+    found = found or store.load(Path(asked.path))
     recipe = values(saved_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / "config.yaml"
     if os.path.lexists(run_config):
         data = recorded(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
-    label, text = str(found.path / checkpoint.STATE), json.dumps({"recipe": recipe})
+    label, text = str(found.path / store.STATE), json.dumps({"recipe": recipe})
     loaded = load_text(text, label, found.path.name, asked.overrides, shares_steps=False)
     _check_code(asked, loaded)
     key = signing_key(loaded.config.run)
     if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
-        signed = checkpoint.load(found.path, key=key)
+        signed = store.load(found.path, key=key)
         if signed.snapshot.state != found.snapshot.state:
             raise UsageError(f"{found.path}: changed while it was read; try again")
         found = found._replace(snapshot=signed.snapshot)
@@ -150,19 +150,19 @@ def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, meeting: Meetin
         check_switches(recipe.precision)
     with watched(meeting, placement, device):
         facts = started_with(loaded, device)
-        meeting.compare(facts | {"weights": checkpoint.weights_sha256(found.snapshot.model)})
+        meeting.compare(facts | {"weights": store.weights_sha256(found.snapshot.model)})
         setup = ready[1] if ready else _setup(loaded)
         state = checked_state(found.path, found.snapshot, setup)
         meeting.compare(build.setup_facts(setup))
         event = _evaluate(loaded, found, state, setup, meeting, device)
     if event is not None:
-        tell(Found(found.path, event, checkpoint.weights_sha256(found.snapshot.model)))
+        tell(Found(found.path, event, store.weights_sha256(found.snapshot.model)))
     return EXIT_DONE
 
 
 def _evaluate(
     loaded: Loaded,
-    found: checkpoint.Found,
+    found: store.Found,
     state: SavedState,
     ready: Setup,
     meeting: Meeting,

@@ -26,10 +26,10 @@ from lockstep.models.fitting import Fit, fit
 from lockstep.models.statefiles import read_tensors, renamed
 from lockstep.run.runs import CONFIG
 from lockstep.tasks.facts import DECIDE_OUTPUTS
-from lockstep.training import checkpoint, saved_state
-from lockstep.training.checkpoint import Found
-from lockstep.training.saved_state import SavedState
-from lockstep.training.signing import read_key
+from lockstep.training.checkpoint import saved_state, store
+from lockstep.training.checkpoint.saved_state import SavedState
+from lockstep.training.checkpoint.signing import read_key
+from lockstep.training.checkpoint.store import Found
 
 _WEIGHTS: Final = "recipe.model.weights"
 _START: Final = "run.start_from"
@@ -144,25 +144,25 @@ def _from_run(loaded: Loaded, asked: StartFrom, before: Recipe | None) -> tuple[
 
 def _start(found: Found, optimizer: bool) -> Start:
     snapshot = found.snapshot
-    weights = checkpoint.weights_sha256(snapshot.model)
+    weights = store.weights_sha256(snapshot.model)
     if not optimizer:
         return Start(weights_sha256=weights)
     state = saved_state.parsed(found.path, snapshot.state)
     before = state.recipe.get("start") or {}
     updates = state.progress.step - state.progress.skipped_steps + int(before.get("updates") or 0)
-    parts = [checkpoint.weights_sha256(snapshot.optimizer), checkpoint.weights_sha256(snapshot.ema or {})]
+    parts = [store.weights_sha256(snapshot.optimizer), store.weights_sha256(snapshot.ema or {})]
     digest = hashlib.sha256(json.dumps([*parts, snapshot.state["engine"]], sort_keys=True).encode()).hexdigest()
     return Start(weights_sha256=weights, optimizer_sha256=digest, updates=updates)
 
 
 def _is_run(path: Path) -> bool:
-    return (path / checkpoint.FOLDER).is_dir() or (path / checkpoint.MANIFEST).is_file()
+    return (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
 
 
 def _checkpoint(path: Path, run: Run) -> Found:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
-        return checkpoint.load(path, key=key)
+        return store.load(path, key=key)
     except TrainingError as error:  # it is of another run: this one has not begun
         raise UsageError(str(error)) from error
 
@@ -177,7 +177,7 @@ def _of_run(found: Found, ema: bool) -> dict[str, Tensor]:
 
 def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:
     try:
-        return checkpoint.weights_sha256(tensors)
+        return store.weights_sha256(tensors)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{path}: cannot be used: {error}; save it in a common dtype") from error
 

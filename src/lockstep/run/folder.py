@@ -7,7 +7,7 @@ runs/<recipe>-<model>-<time>/
 ├── skipped.txt         files that could not be read, where data.on_error is skip and there are any
 ├── last-evaluation.json  what the task reports in detail of the last evaluation
 ├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
-├── checkpoints/        see training/checkpoint.py
+├── checkpoints/        see training/checkpoint/store.py
 ├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
 ├── tensorboard/        and of run.sinks: steps.csv, evaluations.csv, logged.csv, wandb/, mlflow/, the ids of their runs
 └── lock
@@ -29,14 +29,14 @@ from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.core.text import printable
+from lockstep.device import machine
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.run.finished import finished
 from lockstep.run.resume import check_recipe, saved_recipe, signing_key
 from lockstep.run.runs import CONFIG, RESULT
 from lockstep.run.submitted import RECORD, SCRIPT
-from lockstep.runtime import machine
 from lockstep.tasks.base import Report
-from lockstep.training import checkpoint, durable
+from lockstep.training.checkpoint import durable, store
 from lockstep.training.lock import LOCK, Lock, lock
 
 ENVIRONMENT = "environment.json"
@@ -84,7 +84,7 @@ def claim(loaded: Loaded) -> Claim:
     run = loaded.config.run
     key = signing_key(run)
     # Before a folder is made.
-    other = None if run.resume in ("auto", "never") else checkpoint.load(Path(run.resume), key=key)
+    other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)
     return claimed(folder, lambda: finished(loaded), lambda: _beginning(loaded, folder, other, key))
 
@@ -113,7 +113,7 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
     """Lock the folder of a run whose loop is the user's own; it goes on from its newest checkpoint."""
 
     def begin() -> tuple[Path | None, list[str]]:
-        newest = checkpoint.newest(folder / checkpoint.FOLDER, key)
+        newest = store.newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, _warnings(newest))
 
     return claimed(folder, str, begin)
@@ -230,10 +230,10 @@ def fresh(loaded: Loaded) -> Path:
 
 
 def _beginning(
-    loaded: Loaded, folder: Path, other: checkpoint.Found | None, key: bytes | None
+    loaded: Loaded, folder: Path, other: store.Found | None, key: bytes | None
 ) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
-    holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, checkpoint.FOLDER))
+    holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
     if holds_run and resume != "auto":
         raise UsageError(
             f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
@@ -245,7 +245,7 @@ def _beginning(
     if not holds_run:
         return None, []
     check_recipe(folder, _recorded_recipe(folder / CONFIG), loaded.config.recipe)
-    newest = checkpoint.newest(folder / checkpoint.FOLDER, key)
+    newest = store.newest(folder / store.FOLDER, key)
     if newest is None:
         return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
     # It may have been copied here from another run: its hashes would not tell.
@@ -253,7 +253,7 @@ def _beginning(
     return newest.path, _warnings(newest)
 
 
-def _warnings(found: checkpoint.Found) -> list[str]:
+def _warnings(found: store.Found) -> list[str]:
     return [f"warning: {problem}" for problem in found.problems]
 
 
@@ -272,8 +272,8 @@ def _refuse_links(folder: Path) -> None:
     The folder itself may be a link, which the user named.
     """
     inside = folder.resolve()
-    folders = [folder / name for name in (LOGS, TENSORBOARD, checkpoint.FOLDER, "mlflow", "wandb")]
-    folders += (folder / checkpoint.FOLDER).glob("step-*")
+    folders = [folder / name for name in (LOGS, TENSORBOARD, store.FOLDER, "mlflow", "wandb")]
+    folders += (folder / store.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]
     paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
     for path in paths:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.comm import exchanges
 from lockstep.config.placement import Placement, Strategy
 from lockstep.config.recipe import default_microbatches
 from lockstep.core.batch import Batch
@@ -25,11 +26,14 @@ from lockstep.core.shard import local
 from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
+from lockstep.device import machine
 from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode, refused
 from lockstep.parallel.layout import gathered
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import Numerics
+from lockstep.ranks.doing import Doing, Phase
+from lockstep.ranks.signals import StopRequest
 from lockstep.run import own_sums
 from lockstep.run.build import over_ranks, recomputed
 from lockstep.run.membership import Member
@@ -40,16 +44,13 @@ from lockstep.run.placing import check_pair, check_steps, hand_over, hyperparame
 from lockstep.run.resume import signing_key
 from lockstep.run.session import engine_state
 from lockstep.run.strategy import check_strategy, find_strategy
-from lockstep.runtime import exchanges, machine
-from lockstep.runtime.doing import Doing, Phase
-from lockstep.runtime.signals import StopRequest
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
-from lockstep.training import checkpoint, saved_state
 from lockstep.training.agreement import disagreement
+from lockstep.training.checkpoint import saved_state, store
+from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped
 from lockstep.training.loop import Every, Plan, Progress, Turn, turns
-from lockstep.training.saver import Saver
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -285,14 +286,14 @@ class Run:
         if member.folder is not None:
             key = signing_key(self._kept)
             self._saver = Saver(
-                self._world, member.folder / checkpoint.FOLDER, self._kept.keep, self._kept.save_async, frozenset(), key
+                self._world, member.folder / store.FOLDER, self._kept.keep, self._kept.save_async, frozenset(), key
             )
         if member.checkpoint is None:
             return
         path, key = member.checkpoint, signing_key(self._kept)
-        manifest = checkpoint.manifest(path, key)
+        manifest = store.manifest(path, key)
         member.meeting.compare({str(path): asdict(manifest)})
-        snapshot = checkpoint.read(path, key)
+        snapshot = store.read(path, key)
         state = saved_state.parsed(path, snapshot.state)
         own = state.recipe.get("loop")
         if not isinstance(own, dict):
@@ -426,7 +427,7 @@ class Run:
                 "source": self._member.source,
             }
             self._saved_at = self._progress.step
-            return self._saver.save(self._progress, checkpoint.Snapshot(state.model, state.optimizer, None, kept))
+            return self._saver.save(self._progress, store.Snapshot(state.model, state.optimizer, None, kept))
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Saved):
@@ -434,7 +435,7 @@ class Run:
         self._member.write(event)
 
     def _fingerprint(self, placed: _Placed) -> str:
-        return checkpoint.weights_sha256(gathered(self._world, placed.engine.state().model))
+        return store.weights_sha256(gathered(self._world, placed.engine.state().model))
 
     def _started(self, placed: _Placed, planned: _Planned) -> Started:
         steps, at = planned.steps, self._progress

@@ -13,13 +13,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
+from lockstep.comm.world import World, choose_device, open_world
 from lockstep.config.placement import Placement
 from lockstep.config.run import Run as Kept
 from lockstep.core import random
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable, printable_line
 from lockstep.data.items import seed_generators
+from lockstep.device import machine
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
+from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
+from lockstep.ranks.failure import failure_of
+from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.member import alone, membership, refuse
+from lockstep.ranks.signals import EXIT_CODES, Reason
+from lockstep.ranks.voice import log_name
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
@@ -31,16 +41,6 @@ from lockstep.run.session import placed_with, watched
 from lockstep.run.sinks import check_sinks, opened, own_paths
 from lockstep.run.start import launched
 from lockstep.run.user_source import script_digests, source_changes, source_digests
-from lockstep.runtime import machine
-from lockstep.runtime.failure import failure_of
-from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.member import alone, membership, refuse
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.signals import EXIT_CODES, Reason
-from lockstep.runtime.switches import check_switches
-from lockstep.runtime.voice import log_name
-from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.training.events import Done, Event, Stopped
 
 R = TypeVar("R", bound=Closing)

@@ -9,10 +9,10 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from lockstep.comm.named_sums import add_over_ranks
+from lockstep.comm.world import World
 from lockstep.core.batch import Batch, Inputs
 from lockstep.own_code import refused
-from lockstep.runtime.named_sums import add_over_ranks
-from lockstep.runtime.world import World
 from lockstep.tasks.base import LOSS, Monitor
 
 _ONE: Final = ""  # the name of a value that has none

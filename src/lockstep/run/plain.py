@@ -15,7 +15,7 @@ from lockstep.own_code import OwnCode
 from lockstep.run.adapters import tuning_of
 from lockstep.run.resume import saved_recipe
 from lockstep.run.user_code import import_paths
-from lockstep.training import checkpoint, saved_state
+from lockstep.training.checkpoint import saved_state, store
 
 
 def load(
@@ -26,7 +26,7 @@ def load(
     `model`, or what it returns, is given the weights. Left out, it is built by the recipe; code that this names runs
     only with `trust`: who wrote the folder could run anything. A loop of one's own has no recipe, and needs `model`.
     """
-    found = checkpoint.load(Path(run))
+    found = store.load(Path(run))
     if model is None:
         made = _built(found, trust)
     elif isinstance(model, nn.Module):
@@ -39,7 +39,7 @@ def load(
     return made.eval()
 
 
-def _built(found: checkpoint.Found, trust: bool) -> nn.Module:
+def _built(found: store.Found, trust: bool) -> nn.Module:
     state = saved_state.parsed(found.path, found.snapshot.state)
     if "loop" in state.recipe:
         raise UsageError(f"{found.path}: of a loop of one's own, which alone knows its model; give model=")

@@ -23,6 +23,7 @@ from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import Run
 from lockstep.core.shard import local
+from lockstep.device.precision import loss_scaler
 from lockstep.errors import UsageError
 from lockstep.models.check import Form
 from lockstep.parallel.engine import State
@@ -30,11 +31,10 @@ from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.updating import keep_ratios
 from lockstep.run.build import Setup, check_facts
-from lockstep.runtime.precision import loss_scaler
-from lockstep.training import saved_state
-from lockstep.training.checkpoint import Snapshot
-from lockstep.training.saved_state import SavedState
-from lockstep.training.signing import read_key
+from lockstep.training.checkpoint import saved_state
+from lockstep.training.checkpoint.saved_state import SavedState
+from lockstep.training.checkpoint.signing import read_key
+from lockstep.training.checkpoint.store import Snapshot
 
 _SHOWN: Final = 8  # problems of a checkpoint
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.ranks.meeting import Meeting
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.start import in_workers
-from lockstep.runtime.meeting import Meeting
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:

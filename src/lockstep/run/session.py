@@ -16,6 +16,7 @@ from typing import Any, Final, TextIO
 import torch
 
 from lockstep import __version__
+from lockstep.comm.world import World, choose_device, open_world
 from lockstep.config import plan as planning
 from lockstep.config import run as run_config
 from lockstep.config.base import values
@@ -28,9 +29,21 @@ from lockstep.core.devices import resolved_backend
 from lockstep.core.schemas import SCHEMA
 from lockstep.core.text import printable, printable_line
 from lockstep.data.loader import Loader
+from lockstep.device import machine
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.peak import peak_flops
+from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE, TrainingError, UsageError
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
+from lockstep.ranks import flight
+from lockstep.ranks.affinity import bind
+from lockstep.ranks.doing import Doing, Phase
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.signals import EXIT_CODES, StopRequest
+from lockstep.ranks.stall import StallWatch
+from lockstep.ranks.voice import log_name
 from lockstep.reporting.flops import with_flops
 from lockstep.reporting.jsonl import figures, last_step
 from lockstep.reporting.sink import Sink
@@ -51,26 +64,14 @@ from lockstep.run.resume import carried_on, check_at_hand, check_first, signing_
 from lockstep.run.resume import resumed as checked_state
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_changes, source_digests
-from lockstep.runtime import flight, machine
-from lockstep.runtime.affinity import bind
-from lockstep.runtime.doing import Doing, Phase
-from lockstep.runtime.failure import Failure
-from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.meter import peak_flops_per_s
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.signals import EXIT_CODES, StopRequest
-from lockstep.runtime.stall import StallWatch
-from lockstep.runtime.voice import log_name
-from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.tasks.base import Report
-from lockstep.training import checkpoint
 from lockstep.training.agreement import disagreement
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.saved_state import SavedState
+from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Started, Stepped, Stopped, Warned
 from lockstep.training.loop import Every, Plan, Progress, train
-from lockstep.training.saved_state import SavedState
-from lockstep.training.saver import Saver
 from lockstep.verification.first_look import Look, first_look
 
 _FILES: Final = 100  # that could not be read, in one event
@@ -180,7 +181,7 @@ def _record(meeting: Meeting, nccl: bool) -> str:
 class _Resumed:
     """The checkpoint that a run goes on from, read and found to be its own."""
 
-    snapshot: checkpoint.Snapshot
+    snapshot: store.Snapshot
     state: SavedState
     weights: str
 
@@ -188,10 +189,10 @@ class _Resumed:
 def _read(meeting: Meeting, loaded: Loaded, ready: Setup, path: Path) -> _Resumed:
     """Read the checkpoint that the run goes on from. All ranks call it."""
     key = signing_key(loaded.config.run)
-    manifest = checkpoint.manifest(path, key)
+    manifest = store.manifest(path, key)
     # Where hosts have run folders of their own, another run's may lie at the same place.
     meeting.compare({str(path): asdict(manifest)})
-    snapshot = checkpoint.read(path, key)
+    snapshot = store.read(path, key)
     return _Resumed(snapshot, checked_state(path, snapshot, ready), manifest.weights_sha256)
 
 
@@ -246,7 +247,7 @@ class _Training:
         self.strategy_name, self.engine, self.loader = start_engine(ready, placement, world, resumed is not None)
         run = loaded.config.run
         self.saver = Saver(
-            world, start.folder / checkpoint.FOLDER, run.keep, run.save_async, ready.buffers, signing_key(run)
+            world, start.folder / store.FOLDER, run.keep, run.save_async, ready.buffers, signing_key(run)
         )
         if (found := disagreement(world, self.engine.state().model)) is not None:
             raise UsageError(
@@ -360,7 +361,7 @@ class _Training:
             resumed_from=str(self.start.checkpoint) if self.start.checkpoint else None,
             again=max(0, last_step(self.start.folder / run_folder.EVENTS) - self.progress.step),
             flops_per_sample=self.ready.flops,
-            peak_flops_per_s=peak_flops_per_s(self.world, recipe.precision),
+            peak_flops_per_s=_peak_flops_per_s(self.world, recipe.precision),
         )
 
     def _warnings(self) -> Iterator[Warned]:
@@ -405,7 +406,7 @@ class _Training:
         yield
         self.phase = before  # not after an error, which happened in this phase
 
-    def _snapshot(self, state: State, progress: Progress) -> checkpoint.Snapshot:
+    def _snapshot(self, state: State, progress: Progress) -> store.Snapshot:
         kept = {
             "schema": SCHEMA,
             "progress": progress.kept(),
@@ -415,7 +416,7 @@ class _Training:
             "numerics": self.numerics,
             "source": dict(self.ready.source),
         }
-        return checkpoint.Snapshot(state.model, state.optimizer, state.ema, kept)
+        return store.Snapshot(state.model, state.optimizer, state.ema, kept)
 
     def _resume(self, resumed: _Resumed) -> None:
         self.progress, self.weights, self.resumed = resumed.state.progress, resumed.weights, None
@@ -473,7 +474,7 @@ def _source(loaded: Loaded, ready: Setup) -> dict[str, str]:
     return {**ready.source, **source_digests([strategy] if ":" in strategy else [])}
 
 
-def engine_state(snapshot: checkpoint.Snapshot) -> State:
+def engine_state(snapshot: store.Snapshot) -> State:
     """Return the part of a checkpoint that is the engine's."""
     ema = None if snapshot.ema is None else dict(snapshot.ema)
     return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"])
@@ -511,3 +512,16 @@ def evaluated(
 
 def _every(every: run_config.Every) -> Every:
     return Every(every.steps, every.epochs)
+
+
+def _peak_flops_per_s(world: World, precision: str) -> float | None:
+    """Return what all cards of the run could do, in FLOP/s; None on the CPU and on cards whose peak is not known.
+
+    Ranks may share a card. All ranks call it.
+    """
+    if not world.on_gpu:
+        return None
+    properties = torch.cuda.get_device_properties(world.device)
+    cards = set(world.all_tell(str(properties.uuid)))
+    peak = peak_flops(properties.name, precision)
+    return None if peak is None else peak * len(cards)

@@ -15,10 +15,10 @@ from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
 from lockstep.launchers import detect, located
 from lockstep.parent import die_with_launcher
+from lockstep.ranks.agent import run_workers
+from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.member import alone, as_rank, refuse
 from lockstep.run.build import start_method
-from lockstep.runtime.agent import run_workers
-from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.member import alone, as_rank, refuse
 
 T = TypeVar("T")
 Work = Callable[[Meeting], int]  # returns the exit code
@@ -56,7 +56,7 @@ def on_ranks(
 ) -> int:
     """Do `work(ready, meeting)` on `count` ranks of this machine and return the exit code; one rank is this process.
 
-    For `ready`, which spawned processes get as None, see `in_workers`; for the rest runtime/agent.py.
+    For `ready`, which spawned processes get as None, see `in_workers`; for the rest ranks/agent.py.
     """
     if count == 1:
         return work(ready, alone())

@@ -12,7 +12,7 @@ from typing import Final
 
 from lockstep import plainfile
 from lockstep.errors import UsageError
-from lockstep.training import durable
+from lockstep.training.checkpoint import durable
 
 SCRIPT: Final = "job.sh"
 RECORD: Final = "job.json"

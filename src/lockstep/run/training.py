@@ -17,6 +17,7 @@ from lockstep.core.text import printable
 from lockstep.errors import UsageError
 from lockstep.launchers import torchrun
 from lockstep.parent import parent_command
+from lockstep.ranks.meeting import Meeting
 from lockstep.reporting.sink import Sink
 from lockstep.run import build, sinks
 from lockstep.run import folder as run_folder
@@ -25,7 +26,6 @@ from lockstep.run.first_weights import opened
 from lockstep.run.resume import check_first
 from lockstep.run.session import Start, run_rank
 from lockstep.run.start import Work, on_ranks
-from lockstep.runtime.meeting import Meeting
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:

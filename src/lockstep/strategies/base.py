@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 
 from torch import nn
 
+from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Place
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem
 
 

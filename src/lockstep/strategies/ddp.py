@@ -11,13 +11,13 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.whole import whole
-from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem
 
 

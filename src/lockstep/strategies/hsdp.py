@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
@@ -18,7 +19,6 @@ from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.sharded import sharded
-from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem
 
 

@@ -1,6 +1,6 @@
 """Pipeline parallelism: the model cut into stages, one or several for each process, which micro-batches pass through.
 
-Huang et al. 2019, "GPipe", has the idea and the first schedule; core/pipeline_schedule.py names those of the others.
+Huang et al. 2019, "GPipe", has the idea and the first schedule; parallel/pipeline/schedule.py names the others'.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Place
-from lockstep.core.pipeline_schedule import Schedule
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.pipeline import Pipe, PipelineEngine
-from lockstep.parallel.pipeline_cut import find_cut
-from lockstep.runtime.world import World
+from lockstep.parallel.pipeline.cut import find_cut
+from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
+from lockstep.parallel.pipeline.schedule import Schedule
 from lockstep.tasks.base import Problem
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
+from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
@@ -16,7 +17,6 @@ from lockstep.parallel.engine import Engine
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.sharded import sharded
-from lockstep.runtime.world import World
 from lockstep.tasks.base import Problem
 
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from lockstep.comm.world import World
 from lockstep.core.shard import Held, Shard, local, whole
 from lockstep.core.vote import odd_ones
-from lockstep.runtime.world import World
-from lockstep.training import checkpoint, tensorfile
+from lockstep.training.checkpoint import store, tensorfile
 
 _NAMED: Final = 5  # tensors that a message lists
 _HOST_BYTES: Final = 64
@@ -56,7 +56,7 @@ def disagreement(world: World, model: Mapping[str, Held], weights: str = "") -> 
         return None
     cut = {name: held for name, held in model.items() if isinstance(held, Shard)}
     layout = hashlib.sha256(json.dumps([(name, *_rows(cut[name])) for name in sorted(cut)]).encode()).digest()
-    own = [weights or checkpoint.weights_sha256(whole(model)), checkpoint.weights_sha256(cut)]
+    own = [weights or store.weights_sha256(whole(model)), store.weights_sha256(cut)]
     digests = world.gather(layout + b"".join(map(bytes.fromhex, own)))
     wholes = {each[32:64] for each in digests}
     if len(wholes) == 1 and len({each[:32] for each in digests}) == len({each[:32] + each[64:] for each in digests}):

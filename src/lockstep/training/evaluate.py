@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.comm.named_sums import NamedSums
+from lockstep.comm.world import World
 from lockstep.core.batch import Batch, length
 from lockstep.parallel.engine import Engine
-from lockstep.runtime.named_sums import NamedSums
-from lockstep.runtime.world import World
 from lockstep.tasks.base import Task
 
 LOSS: Final = "loss"

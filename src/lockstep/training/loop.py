@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
+from lockstep.device.meter import Meter
 from lockstep.parallel.engine import Stepping, Sums, Update
-from lockstep.runtime.meter import Meter
-from lockstep.runtime.signals import WISHES
-from lockstep.runtime.world import World
+from lockstep.ranks.signals import WISHES
 from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
 from lockstep.training.watch import LossWatch
@@ -87,7 +87,7 @@ class Progress:
 
 
 class Stop(Protocol):
-    """What asks to stop: `wish` is 0, or a number of runtime/signals.py."""
+    """What asks to stop: `wish` is 0, or a number of ranks/signals.py."""
 
     @property
     def wish(self) -> int: ...

@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
-from lockstep.runtime.world import World
 
 
 @final

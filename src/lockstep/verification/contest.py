@@ -22,19 +22,19 @@ from typing import Any, Final, final
 
 import torch
 
-from lockstep import runtime
+from lockstep import comm, device
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Strategy
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
+from lockstep.ranks.meeting import Meeting
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.start import in_workers
 from lockstep.run.strategy import find_strategy
-from lockstep.runtime.meeting import Meeting
 from lockstep.strategies import names
 from lockstep.verification import probing, trace
 from lockstep.verification.causes import Facts, Suspicion, cause, findings
@@ -135,8 +135,9 @@ def saved_after(job: Job) -> int:
 
 def _import_for_all() -> None:
     """Import here, once, what strategies import when they start: FSDP alone takes each process half a second."""
-    for module in pkgutil.iter_modules(runtime.__path__):
-        import_module(f"{runtime.__name__}.{module.name}")
+    for room in (comm, device):
+        for module in pkgutil.iter_modules(room.__path__):
+            import_module(f"{room.__name__}.{module.name}")
 
 
 def _validation(batch: int) -> int:

@@ -20,27 +20,27 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.comm.world import World, choose_device, open_world
 from lockstep.config.load import Loaded
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
 from lockstep.core.shard import Held, Shard
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.meter import Meter
+from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layout import gathered
+from lockstep.ranks.meeting import Meeting
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.first_weights import opened
 from lockstep.run.schedule import find_rate
 from lockstep.run.session import engine_state
-from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.memory import keep_freed_memory
-from lockstep.runtime.meter import Meter
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import World, choose_device, open_world
 from lockstep.tasks.base import MicroBatch
-from lockstep.training import checkpoint, shards
+from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import Every, Plan, Progress, train
@@ -135,7 +135,7 @@ class _Contestant:
         """Train the steps of the job, evaluate, and return what was seen."""
         job, recipe = self._job, self._ready.recipe
         if job.resume is not None:
-            self._engine.load(engine_state(checkpoint.read(job.resume)))
+            self._engine.load(engine_state(store.read(job.resume)))
         plan = Plan(
             steps=replace(self._ready.steps, steps=_NEVER.steps, epochs=None),
             rate=find_rate(recipe, self._ready.steps),
@@ -199,12 +199,12 @@ class _Contestant:
         done = self._job.save_after
         if done is None or progress.step != self._job.numbers[done - 1] + 1:  # a later multiple of it
             return []
-        state, folder = self._engine.state(), self._job.folder / checkpoint.FOLDER
-        snapshot = checkpoint.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
+        state, folder = self._engine.state(), self._job.folder / store.FOLDER
+        snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
         if not snapshot.is_whole:
             shards.save(self._world, folder, done, snapshot, keep=1, best=False)
         elif self._world.rank == 0:
-            checkpoint.save(folder, done, snapshot, keep=1, best=False)
+            store.save(folder, done, snapshot, keep=1, best=False)
         return []
 
     def _evaluate(self) -> dict[str, Any]:
@@ -255,4 +255,4 @@ def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, flo
 
 def checkpoint_of(folder: Path, done: int) -> Path:
     """Return where a contestant saved after so many steps."""
-    return folder / checkpoint.FOLDER / checkpoint.step_name(done)
+    return folder / store.FOLDER / store.step_name(done)

@@ -22,14 +22,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep.device.pretended import not_a_rank
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.parent import die_with_parent
+from lockstep.ranks.signals import stopping
 from lockstep.reporting.verification import Finding
 from lockstep.run.build import Setup
 from lockstep.run.user_code import import_paths
-from lockstep.runtime.pretended import not_a_rank
-from lockstep.runtime.signals import stopping
 from lockstep.verification.causes import NOT_DETERMINISTIC, findings
 from lockstep.verification.probe import quick_facts_of
 

@@ -20,10 +20,10 @@ from typing import Any, Final, Literal
 
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
+from lockstep.ranks.meeting import Meeting
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.script import run_script
 from lockstep.run.start import in_workers
-from lockstep.runtime.meeting import Meeting
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call, mapped, tensors_of
 from lockstep.core.mesh import Place
@@ -27,6 +28,8 @@ from lockstep.core.rank import ALONE
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
 from lockstep.data.own_split import ImportedSplit, OwnSplit
+from lockstep.device.precision import autocast
+from lockstep.device.pretended import as_rank
 from lockstep.errors import OwnCodeError
 from lockstep.importing import import_object
 from lockstep.models.initialise import initialise
@@ -34,9 +37,6 @@ from lockstep.own_code import place as place_of_error
 from lockstep.parallel.weights import computing_in
 from lockstep.run import user_code
 from lockstep.run.build import Setup
-from lockstep.runtime.precision import autocast
-from lockstep.runtime.pretended import as_rank
-from lockstep.runtime.world import World
 from lockstep.tasks.base import MicroBatch
 from lockstep.verification import trace
 from lockstep.verification.causes import Facts, LossFact, RandomSample

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
+from lockstep.comm.world import choose_device
+from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
+from lockstep.ranks.meeting import Meeting
 from lockstep.run.build import Setup
-from lockstep.runtime.meeting import Meeting
-from lockstep.runtime.precision import fix_kernels
-from lockstep.runtime.world import choose_device
 from lockstep.verification.causes import Facts, LossFact, RandomSample
 from lockstep.verification.contestant import Job, prepared
 from lockstep.verification.probe import facts_of

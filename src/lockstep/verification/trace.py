@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import safetensors.torch
 from torch import Tensor
 
-from lockstep.training import tensorfile
+from lockstep.training.checkpoint import tensorfile
 
 GRADIENT: Final = "gradient"
 MODEL: Final = "model"  # weights and buffers

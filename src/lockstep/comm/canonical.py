@@ -1,0 +1,141 @@
+"""The canonical tree between processes: the same brackets as in one process, over the network.
+
+Rank r of W holds the pieces that its place gives it (core/mesh.py). Two ways lead to the same sum:
+
+*Halving and doubling*, where every rank holds one block and all blocks are of one size (W and M/W powers of two):
+level by level, rank r and its sibling r XOR 2^k swap halves of what they still own and add; then the way back without
+adding. Each rank sends 2 (W-1)/W of the vector, what a ring all-reduce sends.
+
+*Direct exchange* otherwise: the vector is cut into W chunks, each rank sends all its pieces of chunk j to rank j, which
+adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer micro-batches than processes) or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.carrier import Addressed, Carrier
+from lockstep.comm.peers import naming_lost_peers
+from lockstep.core.mesh import Place
+from lockstep.core.order import cut
+from lockstep.core.tree import Block, total
+
+
+def add_(left: Tensor, right: Tensor) -> Tensor:
+    """Add in the memory of `left`."""
+    return left.add_(right)
+
+
+@final
+class CanonicalSum:
+    """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
+
+    `places` says of each of these ranks which micro-batches it holds; one that is alone needs no carrier.
+    """
+
+    def __init__(self, rank: int, places: Sequence[Place], carrier: Carrier | None) -> None:
+        self._rank = rank
+        self._places = places
+        self._size = len(places)
+        self._carrier = carrier
+
+    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
+        """Return the sum over all `leaves` leaves, on every rank.
+
+        `pieces` are this rank's, flat, and may be overwritten; `like` is a flat tensor of the same length, dtype
+        and device, for ranks that hold none.
+        """
+        if self._size == 1:
+            return total(pieces, leaves, add_)
+        held = [place.held(leaves) for place in self._places]
+        with naming_lost_peers():
+            if _halving_fits(held):
+                (piece,) = pieces.values()
+                return self._halve_and_double(piece)
+            return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
+
+    def _halve_and_double(self, vector: Tensor) -> Tensor:
+        owned = (0, len(vector))
+        levels = []
+        distance = 1
+        while distance < self._size:
+            peer = self._rank ^ distance
+            middle = sum(owned) // 2
+            halves = (owned[0], middle), (middle, owned[1])
+            kept, given = halves if not self._rank & distance else halves[::-1]
+            received = torch.empty_like(vector[slice(*kept)])
+            self._swap(vector[slice(*given)], received, peer)
+            vector[slice(*kept)].add_(received)
+            levels.append((peer, kept, given))
+            owned = kept
+            distance *= 2
+        for peer, kept, given in reversed(levels):
+            self._swap(vector[slice(*kept)], vector[slice(*given)], peer)
+        return vector
+
+    def _swap(self, sent: Tensor, received: Tensor, peer: int) -> None:
+        self._move([(sent, peer)], [(received, peer)])
+
+    def _exchange(self, mine: list[Tensor], held: list[list[Block]], leaves: int, like: Tensor) -> Tensor:
+        chunks = [slice(part.start, part.stop) for part in cut(len(like), self._size)]
+        chunk = chunks[self._rank]
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        arriving = {rank: [torch.empty_like(like[chunk]) for _ in held[rank]] for rank in others}
+        self._move(
+            [(piece[chunks[rank]], rank) for rank in others for piece in mine],
+            [(piece, rank) for rank in others for piece in arriving[rank]],
+        )
+        arriving[self._rank] = [piece[chunk] for piece in mine]
+        parts = {block: part for rank in arriving for block, part in zip(held[rank], arriving[rank], strict=True)}
+        result = mine[0] if mine else torch.empty_like(like)
+        result[chunk] = total(parts, leaves, add_)
+        self._move([(result[chunk], rank) for rank in others], [(result[chunks[rank]], rank) for rank in others])
+        return result
+
+    def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
+        assert self._carrier is not None
+        move(self._carrier, sent, received)
+
+
+@final
+class Deal:
+    """Deals out the vectors of a round (core/mesh.py) among members: a reduce-scatter that does not add.
+
+    All members call it in the same order with vectors of the same length.
+    """
+
+    def __init__(self, member: int, members: int, carrier: Carrier) -> None:
+        self._member = member
+        self._members = members
+        self._carrier = carrier
+
+    def __call__(self, vector: Tensor, holders: int) -> list[Tensor]:
+        """Return this member's part of the vectors of members 0 to `holders` - 1, in their order: fresh tensors.
+
+        `vector` has one part of one length for each member, in their order; whoever is no holder gives any.
+        """
+        parts = vector.view(self._members, -1)
+        others = [member for member in range(self._members) if member != self._member]
+        arriving = {member: torch.empty_like(parts[0]) for member in others if member < holders}
+        received = [(part, member) for member, part in arriving.items()]
+        sent: list[Addressed] = []
+        if self._member < holders:
+            arriving[self._member] = parts[self._member].clone()
+            sent = [(parts[member], member) for member in others]
+        with naming_lost_peers():
+            move(self._carrier, sent, received)
+        return [arriving[member] for member in range(holders)]
+
+
+def _halving_fits(held: list[list[Block]]) -> bool:
+    size = len(held)
+    return size & (size - 1) == 0 and all(len(h) == 1 and h[0].size == held[0][0].size for h in held)
+
+
+def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
+    """Exchange tensors, empty ones left out, so that the current stream may use them."""
+    carrier.start([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()

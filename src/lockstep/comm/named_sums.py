@@ -1,0 +1,73 @@
+"""Sums by name over numbered batches that lie on several ranks: the same bits whoever had which."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.world import World
+
+
+@final
+class NamedSums:
+    """What this rank's batches add.
+
+    Whole numbers are added as they come, since their sum is exact in any order. Of what is not whole every batch has a
+    row of its own in a table of zeros, so adding the tables of all ranks is exact, and the rows are added in one order.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[str, Tensor] = {}
+        self._rows: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, number: int, sums: Mapping[str, Tensor]) -> None:
+        """Take the sums of batch `number`; one that has been taken, as where a forward is done again, is left."""
+        if number in self._rows:
+            return
+        self._rows[number] = {name: each.detach().double() for name, each in sums.items() if each.is_floating_point()}
+        for name, each in sums.items():
+            if name not in self._rows[number]:
+                self._whole[name] = self._whole[name] + each if name in self._whole else each.long()
+
+    def total(self, world: World, count: int) -> dict[str, Tensor]:
+        """Return the sums over `count` batches, on the CPU. All ranks call it, and get the same."""
+        return add_over_ranks(world, self._whole, self._rows, count)
+
+
+def add_over_ranks(
+    world: World, whole: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
+) -> dict[str, Tensor]:
+    """Add `whole` numbers, and `rows` by the numbers of their batches, over the ranks.
+
+    A rank without a batch learns from the others what there is to add.
+    """
+    first = next(iter(rows.values()), {})
+    own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
+    of_whole, of_rows = _agreed(world, own)
+    sums = {name: world.add_(_laid(whole.get(name), shape)) for name, shape in of_whole.items()}
+    for name, shape in of_rows.items():
+        table = torch.zeros(count, *shape, dtype=torch.float64)
+        if rows:
+            table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()
+        sums[name] = _added_rows(world.add_(table))
+    return sums
+
+
+def _agreed(world: World, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    of_all: list[list[dict[str, Any]]] = [json.loads(text) for text in world.all_tell(json.dumps(own))]
+    return next((each for each in of_all if any(each)), own)
+
+
+def _laid(value: Tensor | None, shape: list[int]) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64) if value is None else value.to("cpu", torch.int64).clone()
+
+
+def _added_rows(table: Tensor) -> Tensor:
+    """Add the rows of a table, rounded once: torch's own sum has an order that follows from the shape."""
+    columns = table.reshape(len(table), -1).T.tolist()
+    return torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(table.shape[1:])

@@ -1,0 +1,60 @@
+"""When another rank goes away, torch raises a RuntimeError in the middle of an exchange: here it gets a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch.distributed as dist
+
+from lockstep.device.limits import over_files
+from lockstep.errors import TrainingError
+
+# Not every exchange is ours: fully_shard gathers in hooks, in forward and backward. What gloo raises there has no type
+# of its own, but names its source files.
+_SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL")
+
+
+class PeerLostError(TrainingError):
+    """Another rank went away in the middle of an exchange; the cause is with that rank."""
+
+
+@contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Turn what torch.distributed raises inside the block into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" in str(error):  # torch raises that wherever the main thread is
+            raise
+        raise _named(error) from error
+
+
+def lost_peer(error: BaseException) -> PeerLostError | None:
+    """Return the lost peer that an error is about, whoever raised it, or None.
+
+    What follows from the end of an exchange, in a `finally` or as a translation, is about the same. An exchange also
+    fails where this process may open no more files.
+    """
+    if over_files(error):
+        return None
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, PeerLostError):
+            return each
+        if _from_exchange(each):
+            return _named(each)
+        each = each.__cause__ or each.__context__
+    return _named(error) if isinstance(error, dist.DistError) else None  # the store where groups are made is gone
+
+
+def _from_exchange(error: BaseException) -> bool:
+    return isinstance(error, dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    )
+
+
+def _named(error: BaseException) -> PeerLostError:
+    first, *_ = *str(error).splitlines(), type(error).__name__
+    return PeerLostError(f"lost another rank during an exchange ({first})")

@@ -1,0 +1,381 @@
+"""The processes of a run and what they say to each other: the only place that starts torch.distributed.
+
+Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side lane may
+use it while this thread talks in the other group. Tensors of the device travel as a carrier takes them
+(comm/carrier.py). Everything else here is small, lies on the CPU and is exact whatever its order.
+docs/what-travels.md lists all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Literal, NamedTuple, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.comm.canonical import CanonicalSum, move
+from lockstep.comm.carrier import Carrier, Direct, Staged
+from lockstep.comm.lane import InlineLane, Lane, StreamLane, ThreadLane
+from lockstep.comm.peers import naming_lost_peers
+from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
+from lockstep.core.mesh import Place
+from lockstep.core.rank import RankInfo
+from lockstep.device import ports
+from lockstep.device.precision import fix_workspace
+from lockstep.errors import UsageError
+
+# A rank that is lost ends the others by the heartbeat (ranks/heartbeat.py), with its reason and within seconds. torch
+# would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
+# outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
+_NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks as replicas of some members each: `mesh` has the members of this rank's replica, for fully_shard.
+
+    The carriers are for a side lane: `within` the replica, and `across` the ranks that are the same member as this one.
+    """
+
+    mesh: DeviceMesh
+    within: Carrier
+    across: Carrier | None
+
+
+class Edge(NamedTuple):
+    """What carries tensors to another rank, and from it; `peer` is its number there. Neither waits for the other."""
+
+    there: Carrier
+    back: Carrier
+    peer: int
+
+
+@final
+class World:
+    """This process among all processes of the run. In a world of one nothing is sent."""
+
+    def __init__(
+        self,
+        info: RankInfo,
+        device: torch.device,
+        groups: tuple[dist.ProcessGroup, ...] = (),
+        timeout: timedelta | None = None,
+        carry: Callable[[dist.ProcessGroup], Carrier] = Direct,
+        backend: Literal["nccl", "gloo"] = "gloo",
+    ) -> None:
+        self.rank = info.rank
+        self.size = info.size
+        self.local_rank = info.local_rank
+        self.local_size = info.local_size
+        self.host = socket.gethostname()
+        self.device = device
+        self._groups = groups
+        self._timeout = timeout
+        self._carry = carry
+        self.backend = backend
+        self.sharing: list[list[int]] = []  # ranks that have one device between them
+        self._edges: dict[int, Edge] = {}
+        self._stop = _StopAgreement(groups[0]) if groups else None
+        self._grids: dict[int, Grid] = {}
+
+    def canonical(self, places: Sequence[Place]) -> CanonicalSum:
+        """Return the tree between the ranks, which stand at `places`."""
+        return CanonicalSum(self.rank, places, self._carry(self._groups[1]) if self._groups else None)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this rank computes on a CUDA device."""
+        return self.device.type == "cuda"
+
+    def grid(self, members: int) -> Grid:
+        """Return the ranks as replicas of `members` consecutive ranks. All ranks call it; groups are made once."""
+        if members not in self._grids:
+            self._grids[members] = self._new_grid(members)
+        return self._grids[members]
+
+    def _new_grid(self, members: int) -> Grid:
+        # The mesh is made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
+        if members == self.size:
+            mesh = DeviceMesh.from_group(self._groups[0], self.device.type)
+            return Grid(mesh, self._carry(self._groups[1]), None)
+        ranks = torch.arange(self.size).view(-1, members)
+        mesh = DeviceMesh.from_group(self._own_group(ranks.tolist()), self.device.type)
+        within = self._carry(self._own_group(ranks.tolist()))
+        return Grid(mesh, within, self._carry(self._own_group(ranks.T.tolist())))
+
+    def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
+        """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
+        new = set(neighbours) - self._edges.keys()
+        if self.backend == "nccl":
+            self._edges |= self._one_way_edges(new)
+        elif new:  # gloo's threads send and receive side by side
+            both = self._carry(self._groups[0])
+            self._edges |= {rank: Edge(both, both, rank) for rank in new}
+        return {rank: self._edges[rank] for rank in neighbours}
+
+    def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
+        """Return edges with a group for each direction.
+
+        NCCL runs what is exchanged in one group in order, and a send ends only when its receiver has begun: in a group
+        for both directions two ranks which send first would wait for each other for ever. (torch's pipelines do the
+        same where they are told to: torch.distributed.config.pipeline_per_edge_p2p.)
+        """
+        wanted = torch.zeros(self.size, self.size, dtype=torch.uint8)
+        wanted[self.rank, list(neighbours)] = 1
+        # All ranks make the groups of all: those that only their own ranks make have names which torch lets differ.
+        ways = [(int(source), int(target)) for source, target in self.add_(wanted).nonzero()]
+        made = {way: carrier for way in ways if (carrier := self._one_way(*way))}
+        return {rank: Edge(made[self.rank, rank], made[rank, self.rank], int(rank > self.rank)) for rank in neighbours}
+
+    def _one_way(self, source: int, target: int) -> Carrier | None:
+        """Make a group of two ranks; where this is one of them, connect it to the other and return what carries.
+
+        To connect is to wait for the other, and in the middle of a step that might be waiting for this one.
+        """
+        group = dist.new_group(sorted((source, target)), timeout=self._timeout)
+        if self.rank not in (source, target):
+            return None
+        assert isinstance(group, dist.ProcessGroup)
+        carrier = self._carry(group)
+        other = target if self.rank == source else source
+        first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
+        with naming_lost_peers():
+            move(carrier, first if self.rank == source else [], first if self.rank == target else [])
+        return carrier
+
+    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in groups]
+        [own] = [group for ranks, group in made if self.rank in ranks]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+    def lane(self) -> Lane:
+        """Return a second lane for communication; close it after use."""
+        if self.size == 1:
+            return InlineLane()
+        return StreamLane(self.device) if self.device.type == "cuda" else ThreadLane()
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that random operations of a model draw from: the CPU's and the device's."""
+        if self.device.type == "cuda":
+            return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
+        return [torch.default_generator]
+
+    def add_(self, tensor: Tensor) -> Tensor:
+        """Add a tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries.
+
+        One of a CUDA device is added there, and this process does not wait for it.
+        """
+        if self.size > 1:
+            with naming_lost_peers():
+                dist.all_reduce(tensor, group=self._groups[0])
+        return tensor
+
+    def spread(self, own: Sequence[Tensor], others: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send `own` to each other rank and fill `others`, by rank, with what that one sends.
+
+        All ranks call it with as many tensors, and a rank's have the same sizes everywhere. They are contiguous.
+        """
+        if not others:
+            return
+        sent = [(tensor, rank) for rank in others for tensor in own]
+        received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
+        with naming_lost_peers():
+            move(self._carry(self._groups[0]), sent, received)
+
+    def agree_to_stop(self, wish: int) -> int:
+        """Return the largest wish that any rank had at its last call (0: none), the same on all ranks.
+
+        The wishes of this call are exchanged while the next step computes.
+        """
+        if self._stop is None:
+            return wish
+        with naming_lost_peers():
+            return self._stop.exchange(wish)
+
+    def compare(self, facts: dict[str, Any]) -> None:
+        """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
+        if self.size == 1:
+            return
+        texts = [json.dumps(value, sort_keys=True).encode() for value in facts.values()]
+        table = self.gather(b"".join(hashlib.sha256(text).digest() for text in texts))
+        for number, name in enumerate(facts):
+            found = [row[32 * number : 32 * (number + 1)] for row in table]
+            others = [rank for rank in range(self.size) if found[rank] != found[0]]
+            if others:
+                raise UsageError(
+                    f"{name}: rank {', '.join(map(str, others))} differs from rank 0; start all ranks with the same"
+                )
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return what each rank gives, by rank: bytes of one length on all. All ranks call it."""
+        table = torch.zeros(self.size, len(own), dtype=torch.uint8)
+        table[self.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self.add_(table)]
+
+    def tell(self, text: str) -> str:
+        """Return rank 0's `text` on every rank."""
+        if self.size == 1:
+            return text
+        data = text.encode() if self.rank == 0 else b""
+        length = int(self.add_(torch.tensor([len(data)])))
+        message = torch.zeros(length, dtype=torch.uint8)
+        if data:
+            message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return bytes(self.add_(message).tolist()).decode()
+
+    def all_tell(self, text: str) -> list[str]:
+        """Return the `text` of each rank, by rank, on every rank."""
+        own = text.encode()
+        lengths = [int.from_bytes(each) for each in self.gather(len(own).to_bytes(8))]
+        padded = self.gather(own.ljust(max(1, *lengths)))
+        return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.add_(torch.zeros(1))
+
+    def beside(self) -> World:
+        """Return the same ranks in a group of their own, for another thread. All ranks call it; nobody closes it."""
+        return self.among([list(range(self.size))])
+
+    def among(self, groups: list[list[int]]) -> World:
+        """Return those ranks that stand in one of `groups` with this one, as a world of their own.
+
+        Each rank is in one group. All ranks call it; nobody closes it.
+        """
+        [ranks] = [ranks for ranks in groups if self.rank in ranks]
+        info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
+        if all(len(each) == 1 for each in groups):
+            return World(info, self.device)
+        group = self._own_group(groups)
+        return World(info, self.device, (group, group), self._timeout, self._carry, self.backend)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._groups:
+            if self._stop is not None:
+                self._stop.close()
+            dist.destroy_process_group()
+
+
+class Met(Protocol):
+    """Ranks that have come together, as ranks/meeting.py brings them; `store` is None for one that is alone."""
+
+    @property
+    def info(self) -> RankInfo: ...
+
+    @property
+    def hosts(self) -> Sequence[str]: ...  # by rank
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    @property
+    def store(self) -> Any: ...
+
+
+def open_world(meeting: Met, device: torch.device, backend: Backend = "auto") -> World:
+    """Make a process group of the ranks that have met and return their world. All of them call it."""
+    info = meeting.info
+    on_gpu = device.type == "cuda"
+    carried_by = resolved_backend(backend, on_gpu)
+    if meeting.store is None:
+        return World(info, device)
+    if info.local_size == info.size and len(set(meeting.hosts)) == 1:
+        _stay_on_this_host(info.launcher == "lockstep")
+    if carried_by == "nccl":
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
+    timeout = timedelta(seconds=meeting.timeout_s)
+    backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
+    with naming_lost_peers():
+        own = dist.PrefixStore("group", meeting.store.unsigned)  # type: ignore[attr-defined]
+        dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
+        first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
+    assert isinstance(first, dist.ProcessGroup)
+    assert isinstance(second, dist.ProcessGroup)
+    carry = Staged if on_gpu and carried_by == "gloo" else Direct
+    world = World(info, device, (first, second), timeout, carry, carried_by)
+    if world.on_gpu:
+        world.sharing = _sharing(world)
+    return world
+
+
+def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
+    """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
+    count = torch.cuda.device_count()
+    if device == "cuda" and not count:
+        raise UsageError(
+            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
+            "lockstep doctor gpu says why"
+        )
+    on_gpu = device != "cpu" and count > 0
+    sharing = resolved_backend(backend, on_gpu) == "gloo"
+    if not on_gpu:
+        return torch.device("cpu")
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+    number = device_number(count, info.local_rank, info.local_size, hidden, sharing)
+    fix_workspace()
+    chosen = torch.device("cuda", number)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+@final
+class _StopAgreement:
+    """An all-reduce of one number that is always one step behind, so that nobody waits for it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._sent = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def exchange(self, wish: int) -> int:
+        agreed = self.close()
+        self._sent.fill_(wish)
+        self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, self._group, async_op=True)
+        return agreed
+
+    def close(self) -> int:
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._sent)
+
+
+def _stay_on_this_host(own: bool) -> None:
+    """Let gloo and NCCL listen at the loopback interface: no rank is elsewhere.
+
+    Variables of the user's decide, but not in a run of Lockstep's `own`, where they can only be meant for others.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
+
+
+def _sharing(world: World) -> list[list[int]]:
+    """Return the ranks that have one device between them.
+
+    Where there are any and NCCL is to work, which would not say so plainly, UsageError is raised on all ranks.
+    """
+    uuid = str(torch.cuda.get_device_properties(world.device).uuid).encode()
+    names = world.gather(hashlib.sha256(uuid).digest())
+    found = shared({rank: name.hex() for rank, name in enumerate(names)})
+    if found and world.backend == "nccl":
+        raise UsageError(
+            f"placement.device: ranks {', '.join(map(str, found[0]))} have one CUDA device between them; let the "
+            f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host, or use "
+            f"{SHARING}"
+        )
+    return found

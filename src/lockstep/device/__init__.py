@@ -1,0 +1,1 @@
+"""Facts of this machine: its cards, kernels, precision, memory and limits."""

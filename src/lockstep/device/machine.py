@@ -1,0 +1,158 @@
+"""What a run ran on: everything for the record, and the few facts that decide the bits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.device.compiler import compiler_facts
+from lockstep.device.precision import attention
+from lockstep.device.switches import recorded
+
+_PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
+# Instruction sets that libraries choose their kernels by.
+_X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni")
+_X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
+_ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
+_LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
+_LATER: Final = ("attention", "switches")  # fields that the first fingerprints did not have
+_SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
+
+
+def environment() -> dict[str, Any]:
+    """Return the record of this process's machine, as JSON, for the run folder.
+
+    Versions are read from installed metadata, so nothing is imported for them. Environment variables are left
+    out: they hold secrets. With GPUs it starts CUDA: call it in a process that trains, not in one that forks.
+    """
+    return {
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "os": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "gpus": _gpus(),
+        "git": _git(Path.cwd()),
+    }
+
+
+def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
+    """Return what decides the bits besides the recipe: where it is the same, the same bits are promised.
+
+    Of a model that is `compiled`, that is also what it is compiled with.
+
+    Another CPU model of the same instruction set may have other caches, by which libraries block their sums.
+    """
+    fingerprint: dict[str, Any] = {
+        "torch": str(torch.__version__),
+        "device": device.type,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "switches": recorded(device),
+    }
+    if compiled:
+        fingerprint |= compiler_facts(gpu=device.type == "cuda")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        products = torch.backends.cuda.matmul.fp32_precision
+        return fingerprint | {"gpu": name, "attention": attention(), "fp32_products": products} | _gpu_libraries()
+    return fingerprint | {"cpu": _cpuinfo().get("model name", platform.machine())}
+
+
+def source() -> str:
+    """Return a hash of Lockstep's own code as it lies on the disk: checkouts of one version may differ. Takes 6 ms."""
+    package = Path(__file__).parent.parent
+    sha256 = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        sha256.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
+    return sha256.hexdigest()[:_SHOWN]
+
+
+def numerics_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Name what differs between two fingerprints, such as `threads: 1 before, 2 now`.
+
+    What a checkpoint of an older version did not record is not known to differ.
+    """
+    names = sorted((set(before) | set(now)) - {name for name in _LATER if name not in before})
+    return [
+        f"{name}: {before.get(name, 'nothing')} before, {now.get(name, 'nothing')} now"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    info = _cpuinfo()
+    flags = (info.get("flags") or info.get("Features") or "").split()
+    return {
+        "model": info.get("model name", platform.processor() or platform.machine()),
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)),
+        "features": sorted({*_X86, *_X86_NARROW, *_ARM}.intersection(flags)),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Return the first processor's entries, empty where the system does not list them."""
+    if not _LINUX_CPUINFO.exists():
+        return {}
+    first, _, _ = _LINUX_CPUINFO.read_text().partition("\n\n")
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": gpu.name,
+            "bytes": gpu.total_memory,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            **_gpu_libraries(),
+        }
+        for gpu in properties
+    ]
+
+
+def _gpu_libraries() -> dict[str, Any]:
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {"cuda": torch.version.cuda, "cudnn": cudnn}
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Return the commit that `folder` is at and whether files differ from it; None outside a repository."""
+    commit = _git_says(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git_says(folder, "status", "--porcelain")
+    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes)}
+
+
+def _git_says(folder: Path, *arguments: str) -> str | None:
+    # A repository on a slow network disk must not hold up a run: the commit is a convenience.
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout

@@ -1,0 +1,166 @@
+"""What is to be started where: the one thing that every launcher makes its command line from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from lockstep.errors import UsageError
+
+PORT: Final = 29_513
+KNOWS: Final = "--knows"  # for lockstep.tether: a host whose name has to stand for an address there
+READS_SECRET: Final = "--secret"  # for lockstep.tether: the first line of stdin is the secret
+_GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
+_TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
+_PROCESSES: Final = "placement.processes"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What Slurm is asked for beside hosts and processes; what is empty or 0 is left to the site."""
+
+    partition: str = ""
+    account: str = ""
+    gpus_per_node: str = ""  # a number, or TYPE:NUMBER
+    cpus_per_task: int = 0
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What is asked for, by the name of its option, which is Slurm's and ours."""
+        asked = {
+            "--partition": self.partition,
+            "--account": self.account,
+            "--gpus-per-node": self.gpus_per_node,
+            "--cpus-per-task": str(self.cpus_per_task or ""),
+        }
+        return {option: value for option, value in asked.items() if value}
+
+
+@dataclass(frozen=True)
+class Job:
+    """`words` is what stands after `lockstep`. `hosts` is empty where the launcher finds them by itself.
+
+    `options` go to the launcher as they are. `host` is the number of the host that a command line is for, where each
+    host has one of its own. With `fewest` the job goes on as long as so many of its `nodes` are there. `restarts` is
+    how often the processes are started again after one failed. `rendezvous` is how torchrun's agents meet, chosen for
+    the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`, and `id` tells their
+    meeting from others at the same place. `signed`: the launcher brings the ranks a secret of the job, in `SECRET`.
+    """
+
+    words: tuple[str, ...]
+    python: str
+    nodes: int = 1
+    processes_per_node: int = 1
+    hosts: tuple[str, ...] = ()
+    port: int = PORT
+    options: tuple[str, ...] = ()
+    host: int = 0
+    fewest: int | None = None
+    restarts: int = 0
+    rendezvous: str = ""
+    endpoint: str = ""
+    id: str = ""
+    resources: Resources = Resources()
+    signed: bool = False
+
+    @property
+    def meets_by(self) -> str:
+        """How torchrun's agents meet: as said, or in the simplest way that does."""
+        return self.rendezvous or ("static" if self.fewest is None else "c10d")
+
+    @property
+    def meets_at(self) -> str:
+        """Where torchrun's agents meet, as HOST:PORT."""
+        return self.endpoint or f"{self.hosts[0] if self.hosts else 'localhost'}:{self.port}"
+
+    @property
+    def meets_on(self) -> str:
+        """The host of that."""
+        return self.meets_at.rpartition(":")[0].strip("[]")
+
+    @property
+    def standalone(self) -> bool:
+        """Whether torchrun's only agent needs nobody to meet, and looks for a port by itself."""
+        return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
+
+    @property
+    def trains(self) -> bool:
+        """Whether its words may say how many processes there are to be."""
+        return self.words[0] in _TRAINING
+
+    @property
+    def elastic(self) -> list[str]:
+        """What it asks for that only torchrun's agents can do."""
+        asked = {"--nodes MIN:MAX": self.fewest, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
+        asked |= {"--endpoint": self.endpoint, "--id": self.id}
+        return [option for option, value in asked.items() if value]
+
+    @property
+    def processes(self) -> int:
+        """How many processes all hosts run."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def is_script(self) -> bool:
+        """Whether its words are `python SCRIPT ...`, a script of the user's own."""
+        return self.words[:1] == ("python",)
+
+    @property
+    def module(self) -> list[str]:
+        """What Python is to run, and its arguments."""
+        return [*self.words[1:]] if self.is_script else ["-m", "lockstep", *self.words]
+
+    @property
+    def program(self) -> list[str]:
+        """The command that one process runs."""
+        return [self.python, *self.module]
+
+
+def checked(job: Job) -> Job:
+    """Return the job, or raise UsageError where it says two things at once."""
+    problems = []
+    if not job.words or job.words == ("python",):
+        problems.append("nothing to start; say what after --, such as -- train digits")
+    if job.fewest is not None and job.fewest > job.nodes:
+        problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
+    elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:
+        asked = f"{job.fewest}:{job.nodes}" if job.fewest else str(job.nodes)
+        problems.append(f"--nodes: {asked} asked for, but {len(job.hosts)} hosts are named; leave one of them out")
+    if job.fewest is not None and job.rendezvous == "static":
+        problems.append("--rendezvous: static wants all hosts; for a number that changes use c10d or etcd-v2")
+    if job.rendezvous == "etcd-v2" and not job.endpoint:
+        problems.append("--rendezvous: etcd-v2, but nobody says where it is; say --endpoint HOST:PORT")
+    if job.endpoint and not (job.endpoint.rpartition(":")[0] and job.endpoint.rpartition(":")[2].isdecimal()):
+        problems.append(f"--endpoint: expected HOST:PORT, got {job.endpoint}")
+    twice = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
+    if twice:
+        problems.append(f"--hosts: named more than once: {', '.join(twice)}; use --processes-per-node")
+    problems += [f"--hosts: {host} cannot be the name of a host" for host in job.hosts if host.startswith("-")]
+    problems += resource_problems(job)
+    processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
+    if processes and job.trains and job.fewest is None:
+        problems += other_processes(processes[-1], job.processes)
+    if problems:
+        raise UsageError("\n".join(problems))
+    return job
+
+
+def resource_problems(job: Job) -> list[str]:
+    """Return what is wrong with what Slurm is asked for; empty where that is nothing."""
+    problems, gpus = [], job.resources.gpus_per_node
+    if not _GPUS.fullmatch(gpus):
+        problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
+    given = {word.partition("=")[0] for word in job.options}
+    problems += [
+        f"{name}: said in --option too; leave one of them out" for name in job.resources.named if name in given
+    ]
+    return problems
+
+
+def other_processes(asked: str | int, processes: int) -> list[str]:
+    """Return the problem of placement.processes that asks for other than so many; empty where there is none."""
+    if str(asked) in ("auto", str(processes)):
+        return []
+    made = f"--nodes and --processes-per-node make {processes}"
+    return [f"{_PROCESSES}: {asked} asked for, but {made}; leave {_PROCESSES} out"]

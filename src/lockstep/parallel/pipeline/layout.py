@@ -1,0 +1,136 @@
+"""What is trained on a rank of a pipeline: the parameters of its stages, whole, or rows of them.
+
+Ranks with the same stages in pipelines side by side may share the work of the optimizer, each for its rows, as the
+first stage of ZeRO does (parallel/rows.py). Norms that a step needs are over the stages of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.canonical import CanonicalSum
+from lockstep.comm.world import World
+from lockstep.core.shard import Held, Shard
+from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.pipeline.part import absent
+from lockstep.parallel.pipeline.stage import Stage
+from lockstep.parallel.rows import RowLayout
+from lockstep.parallel.updating import gradient
+from lockstep.parallel.weights import Weights
+from lockstep.parallel.whole import WholeLayout
+from lockstep.tasks.base import MicroBatch
+
+
+@final
+class StageSums:
+    """The canonical sums of the gradients of a rank's stages, made once a step's last backward is done.
+
+    `across` adds over the ranks that have the same stages, where there are several.
+    """
+
+    def __init__(self, stages: Sequence[Stage], across: CanonicalSum | None) -> None:
+        self._stages = stages
+        self._across = across
+        self._leaves = 0
+
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """See GradientSum."""
+        self._leaves = leaves
+
+    def before_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+
+    def after_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+
+    def finish(self) -> None:
+        """See GradientSum."""
+        for stage in self._stages:
+            stage.add_gradients(self._leaves, self._across)
+
+
+@final
+class StageLayout:
+    """The part of `model` on this rank, which is `part`; what is not has no memory here.
+
+    `sharers` are the ranks that share this one's stages by rows. `pipeline` and `replica` are the numbers of this
+    rank's pipeline and of its group of sharers among their like: the first of each tells what all of them know.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        part: nn.Module,
+        sums: GradientSum,
+        sharers: World,
+        pipeline: int,
+        replica: int,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._world = world
+        self._model = model
+        self._all = trained_parameters(model)
+        # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
+        self._absent = {name: absent(tensor) for name, tensor in model.state_dict().items()}
+        whole = sharers.size == 1
+        self._own: Layout = (
+            WholeLayout(Weights(part, dtype), sums) if whole else RowLayout(part, sums, sharers, False, dtype)
+        )
+        self._whole_speaks, self._rows_speak = pipeline == 0, replica == 0
+        self.trained = self._own.trained
+        self.gradients = self._own.gradients
+        own = dict(self.trained)
+        self._parts = [self.held(name, own[name]) if name in own else absent(p) for name, p in self._all]
+        self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
+        self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
+
+    def state(self) -> dict[str, Held]:
+        """See Layout."""
+        own = self._own.state()
+        return {name: self._told(own[name]) if name in own else elsewhere for name, elsewhere in self._absent.items()}
+
+    def own_state(self) -> dict[str, Held]:
+        """Return what of the state is on this rank."""
+        return self._own.state()
+
+    def held(self, name: str, tensor: Tensor) -> Shard:
+        """See Layout."""
+        return self._told(self._own.held(name, tensor.detach()))
+
+    def all_gradients(self) -> dict[str, Held]:
+        """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
+        own = {name: self.held(name, gradient(tensor)) for name, tensor in self.trained}
+        return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
+
+    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Layout: the rows of all ranks, in the model's order."""
+        own: dict[Tensor, Tensor] = {key: tensor for (_, key), tensor in zip(self.trained, tensors, strict=True)}
+        pairs = zip(self._keys, self._parts, strict=True)
+        return self._norms.of_rows({key: own.get(key, part.tensor) for key, part in pairs})
+
+    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """See Layout."""
+        return self._own.norms(tensors)
+
+    def agree_(self, flags: Sequence[Tensor]) -> None:
+        """See Layout."""
+        add_flags_(self._world, flags)
+
+    def settle(self) -> None:
+        """See Layout."""
+        self._own.settle()
+
+    def reload(self) -> None:
+        """See Layout."""
+        self._own.reload()
+
+    def _told(self, held: Held) -> Shard:
+        if isinstance(held, Shard):
+            return replace(held, primary=held.primary and self._rows_speak)
+        return Shard(held, 0, held.shape, self._whole_speaks)

@@ -1,0 +1,70 @@
+"""The part of a model that lies on one rank: its own tensors are real, those of other ranks have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.shard import Shard
+from lockstep.parallel.pipeline.trace import tensors_of
+
+
+def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Return a module that has the parameters and buffers `names` of `model`, by the same names in the same order.
+
+    A module whose tensors all are among them is there itself; of others there is an empty one with what is left.
+    """
+    part = _part(model, names, "")
+    return nn.Module() if part is None else part
+
+
+def keep_only(model: nn.Module, names: Collection[str], device: torch.device, layout: torch.memory_format) -> None:
+    """Move the tensors `names` to `device`, as Module.to would, and all others to the meta device."""
+    gone = {id(tensor): _emptied(tensor) for name, tensor in tensors_of(model) if name not in names}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in gone:
+                module._parameters[name] = gone[id(parameter)]  # type: ignore[assignment]
+            else:
+                parameter.data = _moved(parameter.data, device, layout)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _moved(buffer, device, layout)
+
+
+def absent(tensor: Tensor) -> Shard:
+    """Return a tensor of other ranks as a shard of no rows, which gives its shape and dtype alone."""
+    return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
+
+
+def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module | None:
+    owned = [prefix + name in names for name, _ in tensors_of(module)]
+    if not any(owned):
+        return None
+    if all(owned):
+        return module
+    part = nn.Module()
+    for name, parameter in module._parameters.items():
+        if parameter is not None and prefix + name in names:
+            part.register_parameter(name, parameter)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and prefix + name in names:
+            part.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        inner = _part(child, names, f"{prefix}{name}.")
+        if inner is not None:
+            part.add_module(name, inner)
+    return part
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _moved(tensor: Tensor, device: torch.device, layout: torch.memory_format) -> Tensor:
+    return tensor.to(device, memory_format=layout) if tensor.ndim == 4 else tensor.to(device)

@@ -1,0 +1,135 @@
+"""A stage that runs the model's own forward: up to its first module on a ghost, then on values, and no further.
+
+What enters are the arguments of its first module that depend on modules before it. The rest, such as a mask, follows
+from the model's inputs alone, which each rank has: it is computed again, as in a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core import batch as batches
+from lockstep.core.batch import Inputs
+from lockstep.errors import TrainingError
+from lockstep.parallel.pipeline.ghost import Forward, Ghost, intercept, leaves_of, without_values
+from lockstep.parallel.pipeline.watch import paths_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage: the modules whose first call begins it and ends it, and the paths of what crosses there."""
+
+    begin: str | None  # None for the first stage
+    arriving: tuple[str, ...]
+    end: str | None  # None for the last one
+    leaving: tuple[str, ...]
+
+
+@dataclass
+class _Run:
+    """A forward of a stage; `real` are the values of what code between modules has from a ghost, by its identity."""
+
+    part: Part
+    values: list[Any]
+    begun: bool
+    drawn: Tensor  # the state of the generator where it began
+    real: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+
+class _Left(BaseException):
+    """Ends a forward at the first module of the next stage. No `except Exception` of the model may catch it."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__()
+        self.values = values
+
+
+@final
+class Replay:
+    """Runs stages of `model`, of whose tensors those in `own` have values here; `ghost` is a copy without any."""
+
+    def __init__(
+        self, model: nn.Module, ghost: Ghost, entered: frozenset[str], kept: frozenset[str], own: Collection[str]
+    ) -> None:
+        self._model = model
+        self._ghost = ghost
+        self._now: _Run | None = None
+        self._inside = False
+        leaves = dict(leaves_of(model, entered, kept))
+        for name, leaf in leaves.items():
+            intercept(leaf, partial(self._called, name))
+        inside = {part for leaf in leaves.values() for part in leaf.modules()}
+        for path, module in model.named_modules():
+            if module not in inside:
+                self._hide(path, module, own)
+
+    def stage(self, part: Part) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
+        """Return the stage: given what enters it and the model's inputs, it returns what leaves it."""
+        return partial(self._run, part)
+
+    def _run(self, part: Part, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
+        first = part.begin is None
+        self._now = _Run(part, [*values], first, torch.get_rng_state())
+        try:
+            outputs = batches.call(self._model, batches.like(inputs, [*values]) if first else inputs)
+        except _Left as left:
+            return left.values
+        finally:
+            run, self._now, self._inside = self._now, None, False
+        if part.end is not None:
+            _refuse(f"{part.end}, where the next stage begins, was not called")
+        return batches.tensors_of(batches.mapped(partial(_real, run), outputs))
+
+    def _called(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand for the forward of a module that stays whole."""
+        run = self._now
+        if run is None or self._inside:
+            return forward(*args, **kwargs)
+        if not run.begun and name == run.part.begin:
+            _begin(run, args, kwargs)
+        if not run.begun:
+            return self._ghost.called(name, self._model.training, args, kwargs)
+        if name == run.part.end:
+            leaves = dict(paths_of((args, kwargs)))
+            raise _Left([_real(run, leaves[path]) for path in run.part.leaving])
+        args, kwargs = batches.mapped(partial(_real, run), (args, kwargs))
+        self._inside = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
+        """Let code between modules find tensors without values where those of other ranks are."""
+        blank = self._ghost.model.get_submodule(path)
+        for name in (*module._parameters, *module._buffers):
+            if f"{path}.{name}".lstrip(".") not in own:
+                vars(module)[name] = getattr(blank, name)  # found before the module's parameters and buffers
+
+
+def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.equal(run.drawn, torch.get_rng_state()):
+        _refuse("code between modules draws random numbers before this stage begins")
+    leaves = dict(paths_of((args, kwargs)))
+    for path, value in zip(run.part.arriving, run.values, strict=True):
+        run.real[id(leaves[path])] = leaves[path], value
+    run.begun = True
+
+
+def _real(run: _Run, value: Any) -> Any:
+    """Return a value itself or, where it comes from a ghost, what has arrived of it."""
+    if not without_values(value):
+        return value
+    if id(value) not in run.real:
+        _refuse("what a stage needs of those before it changes from one micro-batch to the next")
+    return run.real[id(value)][1]
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise TrainingError(f"strategy pipeline: {problem}; cut elsewhere, or use another strategy")

@@ -1,0 +1,266 @@
+"""One stage at work: its forwards, its backwards, and the canonical sums of what they give.
+
+What crosses into a stage enters its graph by a function that catches the gradient which comes back, as autograd made
+it: a leaf's `grad` would be laid out anew, and a stage that writes into its input could not do so with a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+from lockstep.comm.canonical import CanonicalSum, add_
+from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
+from lockstep.core.tree import Block, Counter, total
+from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.gradients import summed_dtype, wide_gradient
+
+Gradients = list[Tensor | None]
+Compute = Callable[[Values], Sequence[Tensor | int]]
+Pairs = list[tuple[GradientEdge, Tensor]]
+Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that another stage uses too, and its gradients of them
+
+_SENT_BYTES: Final = 32 << 20  # at a time, so that all gradients of a stage are not there twice
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    leaves: list[Tensor]
+    caught: dict[int, Tensor]  # the gradient of each input that has one
+    width: int  # number of inputs
+    edges: list[GradientEdge | None]  # of the outputs that want a gradient
+    finish: Callable[[], list[Tensor]] | None = None  # what a split backward put off
+
+    def input_gradients(self) -> Gradients:
+        return [self.caught.get(place) for place in range(self.width)]
+
+
+@final
+class Stage:
+    """A stage of a model, whose tensors are those of `part`. With `recompute` it holds inputs instead of a graph.
+
+    What it has `borrowed` is another stage's; its gradients are left in `grad` for whoever sends them there.
+    """
+
+    def __init__(self, part: nn.Module, recompute: bool = False, borrows: bool = False) -> None:
+        self.running = RunningStatistics(part)
+        self._buffers = tuple(part.buffers())
+        self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        self.observed = torch.empty(0)  # by the last step, for each sample
+        self._recompute = recompute
+        self._borrows = borrows
+        self._flights: dict[int, Callable[[], _Flight]] = {}
+        self._split: dict[int, _Flight] = {}
+        self._gradients: Counter[list[Tensor]] = Counter(_add_parts_)
+        self._statistics: Counter[Tensor] = Counter(add_)
+
+    def forward(self, number: int, inputs: Values, samples: int, compute: Compute) -> list[Tensor | int]:
+        """Compute micro-batch `number`, of so many samples, from leaves; return what crosses out, cut off from here.
+
+        With recomputation `compute` is called again in the backward, and must then give the same.
+        """
+        # Backward never reads running statistics after a training forward, yet autograd keeps them and their version.
+        with _unsafe_preserve_version_counter(self._buffers):
+            self.running.before_forward()
+        if self._recompute:
+            with saved_tensors_hooks(_drop, _drop):
+                _, outputs = _fly([_copied(value) for value in inputs], compute)
+            self._flights[number] = lambda: _fly(inputs, compute)[0]
+        else:
+            flight, outputs = _fly(inputs, compute)
+            self._flights[number] = lambda: flight
+        if self.running.size:
+            self._statistics.push(number, self.running.observed(samples))
+        return [
+            output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
+            for output in outputs
+        ]
+
+    def backward(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
+        """Do the whole backward and return the gradient of each input, None where there is none."""
+        flight = self._flights.pop(number)()
+        _run_back(_pairs(flight, gradients))
+        self._gradients.push(number, _taken(self.parameters, lent))
+        return flight.input_gradients()
+
+    def backward_input(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
+        """Return the gradient of each input, and put off what only the weights need, but for what is borrowed."""
+        flight = self._flights.pop(number)()
+        pairs = _pairs(flight, gradients)
+        if not flight.leaves and not self._borrows:
+            flight.finish = lambda: _finished_whole(pairs, self.parameters, lent)
+        elif not self._borrows and all(_reaches_input(edge.node) for edge, _ in pairs):
+            flight.finish = _split(flight, pairs, self.parameters, lent)
+        else:  # torch would lose the weights of an output in which no input takes part
+            gradients_now = _finished_whole(pairs, self.parameters, lent)
+            flight.finish = lambda: gradients_now
+        self._split[number] = flight
+        return flight.input_gradients()
+
+    def backward_weight(self, number: int) -> None:
+        """Do what backward_input put off."""
+        finish = self._split.pop(number).finish
+        assert finish is not None
+        self._gradients.push(number, finish())
+
+    def add_gradients(self, leaves: int, across: CanonicalSum | None) -> None:
+        """Leave the canonical sums of a step of so many micro-batches in `grad`.
+
+        `across` adds over the ranks that have the same stage, where there are several; all of them call this.
+        """
+        pieces = self._gradients.pieces()
+        if across is None:
+            gradients = total(pieces, leaves, _add_parts_)
+        else:
+            gradients = list(_added_across(pieces, leaves, self.parameters, across))
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def observe(self, leaves: int, samples: int, across: CanonicalSum | None) -> None:
+        """Leave the mean of what a step's micro-batches observed in `observed`, as add_gradients does the sums."""
+        if self.running.size:
+            like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
+            statistics = self._statistics.pieces()
+            whole = total(statistics, leaves, add_) if across is None else across(statistics, leaves, like)
+            self.observed = whole / samples
+
+    def move(self, applied: bool) -> None:
+        """Move the running statistics towards what the step observed, or leave them where it was not applied."""
+        if self.running.size and applied:
+            self.running.move(self.observed)
+        elif self.running.size:
+            self.running.restore()
+
+
+@final
+class _Enter(torch.autograd.Function):
+    """The same tensor inside the graph of a stage; the gradient that arrives goes into `caught`, and no further."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, caught: dict[int, Tensor], place: int) -> Tensor:
+        ctx.caught, ctx.place = caught, place
+        ctx.set_materialize_grads(False)
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        if gradient is not None:
+            ctx.caught[ctx.place] = gradient
+        return None, None, None
+
+
+def _fly(inputs: Values, compute: Compute) -> tuple[_Flight, Sequence[Tensor | int]]:
+    caught: dict[int, Tensor] = {}
+    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    entered: Values = [
+        _Enter.apply(value, caught, place) if isinstance(value, Tensor) and value.requires_grad else value
+        for place, value in enumerate(inputs)
+    ]
+    outputs = compute(entered)
+    edges = [
+        get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
+    ]
+    return _Flight(leaves, caught, len(inputs), edges), outputs
+
+
+def _copied(value: Value) -> Value:
+    """Copy what a stage might write into, since it will be read again."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _drop(_: Any) -> Any:
+    return None
+
+
+def _pairs(flight: _Flight, gradients: Values) -> Pairs:
+    pairs = zip(flight.edges, gradients, strict=True)
+    return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
+
+
+def _run_back(pairs: Pairs) -> None:
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+    _run_back(pairs)
+    return _taken(parameters, lent)
+
+
+def _split(flight: _Flight, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
+    edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+    groups = backward_input(edges, gradients, flight.leaves, parameters)
+    # A weight's gradient may be the very tensor that is on its way to the stage before, and sums are made in place.
+    shared = {gradient.data_ptr() for gradient in [*gradients, *flight.caught.values()]}
+
+    def finish() -> list[Tensor]:
+        backward_weight(groups, parameters)
+        return [each.clone() if each.data_ptr() in shared else each for each in _taken(parameters, lent)]
+
+    return finish
+
+
+def _reaches_input(node: Node) -> bool:
+    waiting, met = [node], {node}
+    while waiting:
+        for after, _ in waiting.pop().next_functions:
+            if after is not None and after not in met:
+                if after.name() == "_EnterBackward":
+                    return True
+                met.add(after)
+                waiting.append(after)
+    return node.name() == "_EnterBackward"
+
+
+def _taken(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+    """Take the gradients away; each lies in memory as autograd lays it out, and is zero where there is none.
+
+    The other stage's gradients of what is lent are added as autograd would, in the dtype they came in.
+    """
+    for parameter, gradient in lent:
+        parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+    taken = []
+    for parameter in parameters:
+        gradient, parameter.grad = wide_gradient(parameter), None
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        taken.append(gradient.detach())
+    return taken
+
+
+def _add_parts_(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _added_across(
+    pieces: Mapping[Block, list[Tensor]], leaves: int, parameters: Sequence[nn.Parameter], across: CanonicalSum
+) -> Iterator[Tensor]:
+    for bunch in _in_bunches(parameters):
+        own = [parameters[place] for place in bunch]
+        flat = {block: torch.cat([parts[place].reshape(-1) for place in bunch]) for block, parts in pieces.items()}
+        like = own[0].new_empty(sum(parameter.numel() for parameter in own), dtype=summed_dtype(own[0]))
+        added = torch.split(across(flat, leaves, like), [parameter.numel() for parameter in own])
+        for parameter, part in zip(own, added, strict=True):
+            yield torch.empty_like(parameter, dtype=part.dtype, requires_grad=False).copy_(part.view(parameter.shape))
+
+
+def _in_bunches(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+    bunch: list[int] = []
+    size = 0
+    for place, parameter in enumerate(parameters):
+        if bunch and (size >= _SENT_BYTES or parameters[bunch[0]].dtype != parameter.dtype):
+            yield bunch
+            bunch, size = [], 0
+        bunch.append(place)
+        size += parameter.numel() * parameter.element_size()
+    if bunch:
+        yield bunch

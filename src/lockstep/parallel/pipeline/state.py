@@ -1,0 +1,153 @@
+"""What a rank of a pipeline says of its optimizer's state: under the names and numbers of a single process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lockstep.comm.world import World
+from lockstep.core.shard import Held, Shard, local
+from lockstep.errors import UsageError
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layout import Slots
+from lockstep.parallel.numerics import MakeOptimizer
+from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
+
+_GROUP: Final = "group "  # as optimizer_state.py names a tensor that belongs to a parameter group
+
+
+def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int]) -> None:
+    """Raise UsageError where what the optimizer does to a parameter depends on the others, which are on other ranks.
+
+    It moves tiny parameters of so many `dims` together and one by one, by gradients that any clipping would cut.
+    """
+    shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
+    together = [_tiny(*shape) for shape in shapes]
+    one_by_one = [_tiny(*shape) for shape in shapes]
+    optimizers = [make_optimizer([(f"{place}", each)], whole_norms) for place, each in enumerate(one_by_one)]
+    whole = make_optimizer([(f"{place}", each) for place, each in enumerate(together)], whole_norms)
+    for optimizer in [whole, *optimizers] * 3:
+        optimizer.step()
+    if not all(torch.equal(one, other) for one, other in zip(together, one_by_one, strict=True)):
+        raise UsageError(
+            f"strategy pipeline: optimizer {type(whole).__name__}: what it does to one parameter depends on the "
+            f"others, as where it clips their gradients together; leave that to recipe.clip_norm, or use another"
+        )
+
+
+@final
+class OptimizerNames:
+    """The parameter groups of the optimizer that has all of a model's parameters, by name."""
+
+    def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
+        by_parameter = {parameter: name for name, parameter in trained}
+        self._groups = [[by_parameter[each] for each in group["params"]] for group in optimizer.param_groups]
+        self._group_of = {name: number for number, names in enumerate(self._groups) for name in names}
+        self._place = {name: place for place, name in enumerate(self._group_of)}
+
+    def state(
+        self, world: World, trained: Sequence[Named], optimizer: Optimizer, slots: Slots, primary: bool
+    ) -> tuple[dict[str, Held], dict[str, Any]]:
+        """Return what optimizer_state would return in one process, its tensors as shards. All ranks call it.
+
+        `optimizer` is this rank's and has `trained`, and its tensors lie as `slots` says; where several ranks have the
+        same, one of them is `primary`.
+        """
+        own, scalars = optimizer_state(trained, optimizer)
+        groups = self._own_groups(trained, optimizer)
+        tensors = {self._renamed(name, groups): slots.held(name, tensor) for name, tensor in own.items()}
+        told = {
+            "tensors": {name: [list(held.shape), str(local(held).dtype)] for name, held in tensors.items()},
+            "slots": scalars["slots"],
+            "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
+        }
+        heard = [json.loads(text) for text in exchanged(world, json.dumps(told if primary else {}))]
+        owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
+        forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
+        numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}
+        numbers = {int(key): value for each in heard for key, value in each.get("groups", {}).items()}
+        merged: dict[str, Held] = {
+            name: _shard(tensors.get(name), forms[name], owner[name] == world.rank)
+            for name in sorted(forms, key=self._order)
+        }
+        ordered = {name: numbers_of[name] for name in sorted(numbers_of, key=self._order)}
+        return merged, {"slots": ordered, "groups": [numbers[number] for number in sorted(numbers)]}
+
+    def load(
+        self,
+        trained: Sequence[Named],
+        optimizer: Optimizer,
+        slots: Slots,
+        tensors: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+    ) -> None:
+        """Take over this rank's part of what `state` returned, with whole tensors."""
+        groups = self._own_groups(trained, optimizer)
+        names = {name for name, _ in trained}
+        mine: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            owner, _, slot = name.rpartition("/")
+            if owner.startswith(_GROUP):
+                number = int(owner.removeprefix(_GROUP))
+                if number in groups:
+                    mine[f"{_GROUP}{groups.index(number)}/{slot}"] = tensor
+            elif owner in names:
+                mine[name] = slots.own(name, tensor)
+            elif owner not in self._group_of:
+                raise UsageError(f"optimizer state: it is of another model; this one has no {owner}")
+        told = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
+        own = {"slots": told, "groups": [scalars["groups"][number] for number in groups]}
+        load_optimizer_state(trained, optimizer, mine, own)
+
+    def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
+        """Return the number, in the whole optimizer, of each group that this rank has."""
+        by_parameter = {parameter: name for name, parameter in trained}
+        return [self._group_of[by_parameter[group["params"][0]]] for group in optimizer.param_groups]
+
+    def _renamed(self, name: str, groups: list[int]) -> str:
+        owner, _, slot = name.rpartition("/")
+        if not owner.startswith(_GROUP):
+            return name
+        return f"{_GROUP}{groups[int(owner.removeprefix(_GROUP))]}/{slot}"
+
+    def _order(self, name: str) -> int:
+        owner = name.rpartition("/")[0]
+        if owner.startswith(_GROUP):
+            return len(self._place) + int(owner.removeprefix(_GROUP))
+        return self._place[owner]
+
+
+def exchanged(world: World, text: str) -> list[str]:
+    """Return the text of each rank, by rank, on all ranks."""
+    data = text.encode()
+    lengths = torch.zeros(world.size, dtype=torch.int64)
+    lengths[world.rank] = len(data)
+    sizes = world.add_(lengths).tolist()
+    table = torch.zeros(sum(sizes), dtype=torch.uint8)
+    first = sum(sizes[: world.rank])
+    table[first : first + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [bytes(part.tolist()).decode() for part in torch.split(world.add_(table), sizes)]
+
+
+def _tiny(dim: int, number: int) -> Parameter:
+    values = torch.linspace(-1.0, 1.0 + number, 2**dim).view((2,) * dim)
+    parameter = Parameter(values)
+    parameter.grad = 100.0 * values.flip(0) if dim else 100.0 * values
+    return parameter
+
+
+def _shard(held: Held | None, form: tuple[list[int], str], primary: bool) -> Shard:
+    shape, dtype = form
+    size = torch.Size(shape)
+    if isinstance(held, Shard):
+        return held
+    if held is not None:
+        return Shard(held, 0, size, primary)
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    return Shard(torch.empty((0, *size[1:]), dtype=kind), 0, size, False)

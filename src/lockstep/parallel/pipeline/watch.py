@@ -1,0 +1,202 @@
+"""A model's forward as a row of calls, found by running its code on a ghost: what cannot be traced can still be cut.
+
+Code between modules may then look at shapes, at Python values, and at what follows from the inputs alone, such as a
+mask of padding; each stage runs it again. What it may not look at are values that modules have computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.core import batch as batches
+from lockstep.core.batch import Inputs
+from lockstep.errors import LockstepError
+from lockstep.own_code import described
+from lockstep.parallel.pipeline.ghost import Forward, Ghost, intercept, leaves_of, without_values
+from lockstep.parallel.pipeline.trace import UntraceableError, generators, tensors_of
+
+
+@dataclass
+class _Call:
+    """A call of a module that stays whole, and what is computed behind it up to the next call."""
+
+    name: str
+    arguments: dict[str, int] = field(default_factory=dict)  # what has no value of them: its identity, by its path
+    made: set[int] = field(default_factory=set)  # identities of tensors without values
+    read_behind: set[int] = field(default_factory=set)  # by code that is in no module
+    operations: int = 0
+
+
+@final
+class WatchedLine:
+    """A forward that was run; see Line for its methods. `crossing` are the arguments that a ghost's modules gave.
+
+    The model is put into the mode that `training` says. Code that cannot be run so raises UsageError.
+    """
+
+    def __init__(
+        self, model: nn.Module, entered: frozenset[str], training: bool, kept: frozenset[str], example: Inputs
+    ) -> None:
+        model.train(training)
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._ghost = Ghost(model, torch.device("cpu"))
+        self._leaves = dict(leaves_of(self._ghost.model, entered, kept))
+        self._names = {id(fake): name for name, fake in self._ghost.tensors.items()}
+        self._own = dict(tensors_of(model))
+        self._alive: list[Any] = []  # so that no identity is given twice
+        self._calls: list[_Call] = []
+        self._inside = False
+        self.outputs: Any = self._watched(batches.mapped(_ones, example))
+
+    @property
+    def length(self) -> int:
+        """See Line."""
+        return len(self._calls)
+
+    def calls(self) -> Iterator[tuple[int, str]]:
+        """See Line."""
+        met: set[str] = set()
+        for place, call in enumerate(self._calls):
+            if call.name not in met:
+                met.add(call.name)
+                yield place, call.name
+
+    def tensors(self, part: range) -> dict[int, Tensor]:
+        """See Line."""
+        found = {}
+        for place in part:
+            call = self._calls[place]
+            direct = [self._own[self._names[key]] for key in call.read_behind if key in self._names]
+            for tensor in (*direct, *(tensor for _, tensor in tensors_of(self._modules[call.name]))):
+                found[id(tensor)] = tensor
+        return found
+
+    def obstacle(self, place: int) -> str | None:
+        """See Line."""
+        before = {key: call.name for call in self._calls[:place] for key in call.made}
+        entering = {*self._calls[place].arguments.values()}
+        for call in self._calls[place:]:
+            for key in call.read_behind:
+                if key in before:
+                    return f"code between modules uses what {before[key]} gave, behind {call.name} too"
+            for key in call.arguments.values():
+                if key in before and key not in entering:
+                    return f"{call.name} takes what {before[key]} gave"
+        return None
+
+    def crossing(self, place: int) -> tuple[str, ...]:
+        """Return the paths of those arguments of a call which depend on modules before it."""
+        return tuple(self._calls[place].arguments)
+
+    def trains(self) -> list[bool]:
+        """See Line."""
+        return [
+            any(each.requires_grad for each in self.tensors(range(at, at + 1)).values()) for at in range(self.length)
+        ]
+
+    def measure(self, example: Inputs) -> list[int]:
+        """See Line; it was done as the forward ran."""
+        return [call.operations // 2 for call in self._calls]
+
+    def weights(self) -> list[int]:
+        """See Line."""
+        met: set[int] = set()
+        found = []
+        for place in range(self.length):
+            used = self.tensors(range(place, place + 1))
+            fresh = [tensor for key, tensor in used.items() if key not in met and isinstance(tensor, nn.Parameter)]
+            met |= used.keys()
+            found.append(sum(tensor.numel() for tensor in fresh))
+        return found
+
+    def _watched(self, inputs: Inputs) -> Any:
+        for name, leaf in self._leaves.items():
+            intercept(leaf, partial(self._noted, name))
+        before = generators()
+        try:
+            with torch.no_grad(), _Reading(self):
+                outputs = batches.call(self._ghost.model, inputs)
+        except LockstepError:
+            raise
+        except Exception as error:  # a stranger's code may raise anything once it meets no values
+            raise UntraceableError(
+                f"strategy pipeline: the model cannot be cut: its code between modules depends on values that modules "
+                f"compute: {described(error, 'move that code into a module of its own, or use another strategy')}"
+            ) from error
+        if generators() != before:
+            raise UntraceableError(
+                "strategy pipeline: the model cannot be cut: its own forward draws random numbers; move that code into "
+                "a module of its own, or use another strategy"
+            )
+        if not self._calls:
+            raise UntraceableError("strategy pipeline: the model cannot be cut: its forward calls no modules")
+        self._read(outputs)
+        return outputs
+
+    def _noted(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand for the forward of a module that stays whole."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if without_values(leaf)]
+        self._calls.append(_Call(name, {path: id(leaf) for path, leaf in fakes}))
+        self._alive += [leaf for _, leaf in fakes]
+        state = torch.get_rng_state()
+        self._inside = True
+        try:
+            with FlopCounterMode(display=False) as counter:
+                outputs = batches.mapped(self._ghost.without_values, forward(*args, **kwargs))
+        finally:
+            self._inside = False
+            torch.set_rng_state(state)
+        self._calls[-1].operations = counter.get_total_flops()
+        self._made(outputs)
+        return outputs
+
+    def _read(self, values: Any) -> None:
+        """Note what code between modules, or the end of the forward, makes use of."""
+        if self._calls:
+            self._calls[-1].read_behind |= {id(each) for each in pytree.tree_leaves(values) if without_values(each)}
+
+    def _made(self, values: Any) -> None:
+        found = [each for each in pytree.tree_leaves(values) if without_values(each)]
+        self._alive += found
+        if self._calls:
+            known = set().union(*(call.made for call in self._calls))
+            self._calls[-1].made |= {id(each) for each in found} - known
+
+
+@final
+class _Reading(TorchFunctionMode):
+    """Notes what code between modules computes, and from what; to look at a shape is no use of a tensor."""
+
+    def __init__(self, line: WatchedLine) -> None:
+        super().__init__()
+        self._line = line
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._line._inside and (result is None or batches.tensors_of(result)):
+            self._line._read((args, kwargs))
+            self._line._made(result)
+        return result
+
+
+def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a call's arguments by their paths."""
+    for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        yield pytree.keystr(path), leaf
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    """Return real values for an example: row numbers that every table has, and masks that leave nothing out."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,88 @@
+"""Binds a rank on a GPU, and all that it starts later, to the cores of the NUMA node of its card.
+
+Copies to a card start in memory, and memory lies where the thread ran that first wrote to it. The number of threads is
+the recipe's, so no bit depends on where they run.
+
+torch has this for torchrun (`torch.numa.binding`), but as private functions that need the program numactl, share cores
+out among the cards that one process sees (under Slurm often one), and do not ask whether its launcher bound it before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lockstep.comm.world import World
+from lockstep.device.cores import Cores, Seat, bound, listed, parse
+
+_SYSFS: Final = Path("/sys")
+_SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
+    """Bind this process, and return for each rank which cores it has and why; nothing on the CPU. All ranks call it."""
+    if not world.on_gpu:
+        return []
+    seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
+    seats = [_read(text) for text in world.all_tell(_written(seat))]
+    binding = bound(world.rank, seats, siblings(seat.usable, sysfs), threads)
+    if binding.cores != seat.usable:
+        _bind_threads(binding.cores)
+    return world.all_tell(f"{listed(binding.cores)}: {binding.why}")
+
+
+def pci_address(device: torch.device) -> str:
+    """Return where the card is, as sysfs names it: 0000:9d:00.0."""
+    found = torch.cuda.get_device_properties(device)
+    # torch has them without a type.
+    domain, bus, number = found.pci_domain_id, found.pci_bus_id, found.pci_device_id  # type: ignore[attr-defined]
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+
+
+def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
+    """Return where a rank with the card at `address` runs."""
+    card = sysfs / "bus/pci/devices" / address
+    # Without a node (-1) Linux lists all cores as local.
+    near = _cores(card / "local_cpulist") if _text(card / "numa_node") not in ("", "-1") else frozenset()
+    online = _cores(sysfs / "devices/system/cpu/online")
+    return Seat(host, near, usable, limited=bool(online - usable))
+
+
+def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
+    """Return for each core the first of those that are one physical core with it."""
+    return {core: min({core, *_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
+
+
+def _cores(file: Path) -> Cores:
+    with suppress(ValueError):
+        return parse(_text(file))
+    return frozenset()
+
+
+def _text(file: Path) -> str:
+    with suppress(OSError):  # a container may not show it
+        return file.read_text().strip()
+    return ""
+
+
+def _written(seat: Seat) -> str:
+    return json.dumps([seat.host, listed(seat.near), listed(seat.usable), seat.limited])
+
+
+def _read(text: str) -> Seat:
+    host, near, usable, limited = json.loads(text)
+    return Seat(host, parse(near), parse(usable), limited)
+
+
+def _bind_threads(cores: Cores) -> None:
+    """Bind the threads that run where this one may; what starts later, loader processes too, inherits it."""
+    before = os.sched_getaffinity(0)
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has ended since
+            if os.sched_getaffinity(thread) == before:  # else a library bound it, as NCCL does
+                os.sched_setaffinity(thread, cores)

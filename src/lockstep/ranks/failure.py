@@ -1,0 +1,115 @@
+"""How a rank failed: what it leaves for the others, and for whoever started them, to say."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any, Final, final
+
+from lockstep.comm.peers import PeerLostError, lost_peer
+from lockstep.core.rank import RankInfo
+from lockstep.core.text import printable, printable_line
+from lockstep.device.limits import over_files
+from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
+from lockstep.own_code import own_error
+from lockstep.ranks.job_store import fields, whole
+from lockstep.ranks.voice import Voice, tagged
+
+_LONGEST: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a rank by an error. `secondary`: only because of another rank. `log` is its file, if it has one.
+
+    Its text is fit to print, and the middle of a long one is left out.
+    """
+
+    rank: int
+    size: int
+    host: str
+    text: str
+    exit_code: int = EXIT_FAILED
+    secondary: bool = False
+    log: str = ""
+    time: float = 0.0  # seconds since 1970
+
+    def __post_init__(self) -> None:
+        text = printable(self.text)
+        if len(text) > _LONGEST:
+            cut = f"\n... {len(text) - _LONGEST:,} characters ...\n"
+            text = f"{text[: _LONGEST // 2]}{cut}{text[-(_LONGEST // 2) + len(cut) :]}"
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "host", printable_line(self.host))
+        object.__setattr__(self, "log", printable_line(self.log))
+
+    @property
+    def words(self) -> str:
+        """What the user is told: who, what, and where to read on."""
+        log = f"\n  its log: {self.log}" if self.log else ""
+        return tagged(self.rank, self.size, self.host, f"{self.text}{log}")
+
+    @property
+    def line(self) -> str:
+        """The same in one line, where the rest was said elsewhere: the last one of a traceback."""
+        lines = self.text.splitlines() or [""]
+        line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+        return tagged(self.rank, self.size, self.host, line)
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str | bytes) -> Failure:
+    """Return the failure that `to_json` wrote; raise ValueError for any other text."""
+    return parsed(json.loads(text))
+
+
+def parsed(value: Any) -> Failure:
+    """Return the failure that JSON tells; raise ValueError for anything that no failure is."""
+    kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
+    failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float}))
+    whole(failure.rank, most=whole(failure.size, least=1) - 1)
+    whole(failure.exit_code, least=1, most=255)  # not 0: nobody may say of a failure that all went well
+    if not isfinite(failure.time):
+        raise ValueError("time: expected a finite number")
+    return failure
+
+
+def failure_of(error: BaseException, info: RankInfo, voice: Voice) -> Failure:
+    """Return the failure that an error is. Of a lost peer or a limit only the log has the traceback."""
+    known = over_files(error) or lost_peer(error)
+    if known is not None:
+        voice.note("".join(traceback.format_exception(error)))
+        error = known
+    error = own_error(error) or error
+    secondary = isinstance(error, PeerLostError | PeerFailedError)
+    code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
+    log = str(voice.log) if voice.log and voice.log.exists() else ""
+    return Failure(info.rank, info.size, voice.host, _described(error), code, secondary, log, time.time())
+
+
+def _described(error: BaseException) -> str:
+    """Return what to tell the user of an error: the text of ours, the traceback of any other."""
+    if isinstance(error, LockstepError):
+        return error.told
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+@final
+class PeerFailedError(TrainingError):
+    """Another rank failed, and said how."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"ended, because another rank failed: {failure.line}")
+        self.failure = failure
+        self.exit_code = failure.exit_code
+
+
+@final
+class RanksDifferError(UsageError):
+    """Ranks of one run were started with different things. All of them raise it, with the same text."""

@@ -1,0 +1,187 @@
+"""Each rank says twice a second that it is alive, and listens for the others: nobody waits for one that is gone.
+
+A process that is killed, stopped or cut off says nothing any more, and one that hangs in an exchange does not hear that
+another rank failed. So a thread of each rank says at the store where the ranks met how often it has looked there, and
+what it does. Rank 0 looks at what all say, the others at what rank 0 says; and who fails leaves there why. All patience
+is counted in own looks: no clocks of two hosts are compared, and a job that is stopped as a whole goes on as a whole.
+
+A rank may also be silent because other code keeps Python's threads from running. Of a process of this machine the
+kernel knows better: one that runs is waited for, and one that is gone is not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, final
+
+from lockstep.core.rank import ranks_in_words
+from lockstep.core.text import printable_line
+from lockstep.ranks import alive, oom
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.job_store import UntrustedError, fields, whole
+from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.voice import log_name
+
+_BEAT_S: Final = 0.5
+_MISSED: Final = 4  # beats; a rank that runs does not miss as many
+_GRACE: Final = 6  # looks, for the main thread to hear by itself of a failure elsewhere
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself at a look: what the others may want to know of it when they hear no more.
+
+    `left`: it is done, and this is its last one.
+    """
+
+    look: int
+    process: str = ""
+    peak: int = 0  # bytes
+    doing: str = ""
+    left: bool = False
+
+
+def parsed(value: Any) -> Beat:
+    """Return the beat that JSON tells; raise ValueError for anything that is none."""
+    kinds = {"look": int, "process": str, "peak": int, "doing": str, "left": bool}
+    beat = Beat(**fields(value, kinds))
+    whole(beat.look)
+    whole(beat.peak)
+    return replace(beat, doing=printable_line(beat.doing))
+
+
+@final
+class Heartbeat:
+    """Enter to beat and to listen, once the ranks have met.
+
+    It ends this process where another rank failed and the main thread does not take notice, and where nothing was heard
+    of a rank for `patience_s`.
+    """
+
+    def __init__(self, meeting: Meeting, patience_s: float) -> None:
+        self._meeting = meeting
+        self._patience = max(_MISSED, round(patience_s / _BEAT_S))
+        rank, size = meeting.info.rank, meeting.info.size
+        self._watched = range(1, size) if rank == 0 else range(1)
+        self._beats: dict[int, Beat] = {}  # by rank: the last one heard
+        self._killed = oom.Killed()
+        self._looks = 0  # at the store
+        self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's last new beat
+        self._failed: Failure | None = None
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
+
+    def __enter__(self) -> Heartbeat:
+        for thread in self._threads if self._meeting.store else []:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_BEAT_S)  # one that talks to a store which is gone may never end
+        if self._meeting.store and kind is None:
+            with suppress(RuntimeError):  # rank 0 has left
+                self._meeting.store.set(_key(self._meeting.info.rank), asdict(Beat(self._looks + 1, left=True)))
+
+    def cause(self) -> Failure | None:
+        """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
+        more = 2 if self._meeting.info.rank == 0 else 4  # the others hear of it from rank 0
+        looks, until = self._looks, time.monotonic() + (_MISSED + more) * _BEAT_S
+        while self._failed is None and time.monotonic() < until:
+            time.sleep(_BEAT_S / 5)
+            if lost := self._lost(_MISSED):
+                return self._failure_of(lost)
+        if self._failed:
+            return replace(self._failed, secondary=True)
+        return None if self._looks - looks >= _MISSED else self._alone(_MISSED)
+
+    def _beat(self) -> None:
+        """Say the next beat, read those of the others, and look whether one failed."""
+        assert self._meeting.store is not None
+        process = alive.identity()
+        with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
+            store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
+            while not self._over.is_set():
+                store.set(_key(self._meeting.info.rank), asdict(self._own(process)))
+                heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
+                # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
+                beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parsed), strict=True))
+                for rank in self._watched:
+                    self._hear(rank, beats.get(rank))
+                if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
+                    self._over.set()  # done, all of them; nobody listens any more
+                if self._failed is None and all(missed < _MISSED for missed in self._silent.values()):
+                    self._killed.look()
+                self._failed = self._failed or self._meeting.failed(store)
+                self._looks += 1
+                self._over.wait(_BEAT_S)
+
+    def _own(self, process: str) -> Beat:
+        return Beat(self._looks, process, oom.peak_bytes(), self._meeting.doing().words)
+
+    def _hear(self, rank: int, beat: Beat | UntrustedError | None) -> None:
+        """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""
+        last = self._beats.get(rank)
+        if isinstance(beat, Beat) and (last is None or beat.look > last.look):
+            self._beats[rank], self._silent[rank] = beat, 0
+        elif last is None or not last.left:
+            self._silent[rank] += 1
+
+    def _listen(self) -> None:
+        """End where nothing more is to be expected."""
+        looks = stuck = heard = 0
+        while not self._over.wait(_BEAT_S):
+            stuck = 0 if self._looks != looks else stuck + 1
+            looks = self._looks
+            if self._failed:
+                heard += 1
+                if heard >= _GRACE:
+                    self._meeting.end(replace(self._failed, secondary=True))
+            elif stuck >= self._patience:
+                self._meeting.end(self._alone(stuck))
+            elif lost := self._lost(self._patience):
+                self._meeting.end(self._failure_of(lost))
+
+    def _lost(self, looks: int) -> list[int]:
+        """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
+        silent = [rank for rank, missed in self._silent.items() if missed >= _MISSED]
+        seen = {rank: alive.state(self._last(rank).process) for rank in silent}
+        enough = {rank for rank in silent if self._silent[rank] >= looks}
+        return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
+
+    def _last(self, rank: int) -> Beat:
+        """Return what a rank said last."""
+        return self._beats.get(rank, Beat(0))
+
+    def _failure_of(self, lost: list[int]) -> Failure:
+        """Return the failure of ranks that are lost."""
+        rank = lost[0]
+        last = self._last(rank)
+        gone = alive.state(last.process) == "gone"
+        near = self._meeting.hosts[rank] == self._meeting.voice.host
+        memory = self._killed.words(last.peak) if near else oom.had(last.peak)
+        doing = f", last {last.doing}" if last.doing else ""
+        why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
+        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * _BEAT_S:.0f} s{doing}", why)
+
+    def _alone(self, looks: int) -> Failure:
+        """Return the failure where the store does not answer."""
+        where = "the agent of torchrun" if self._meeting.info.hosted else "rank 0, where the ranks met,"
+        return self._gone([0], f"{where} has not answered for {looks * _BEAT_S:.0f} s", "killed, stopped or cut off")
+
+    def _gone(self, ranks: list[int], what: str, why: str) -> Failure:
+        hosts = self._meeting.hosts
+        others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
+        text = f"error: {what}: {why}{others}"
+        own = self._meeting.voice.log
+        log = str(own.with_name(log_name(ranks[0]))) if own else ""
+        return Failure(ranks[0], self._meeting.info.size, hosts[ranks[0]], text, log=log, time=time.time())
+
+
+def _key(rank: int) -> str:
+    return f"beat {rank}"

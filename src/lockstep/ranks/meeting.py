@@ -1,0 +1,465 @@
+"""Where the ranks of a start come together, before any process group: who is here, and have all of them the same?
+
+They meet at a store of torch.distributed: rank 0 listens, or torchrun's agent does, or they share a file. Such a store
+may hold what an earlier start left there, whose ranks are gone. So rank 0 draws a name for this start, the others ask
+for it, and all that is said lies under that name. Who finds itself already there has read an old name and waits for
+another; and nothing begins before rank 0 has seen all ranks under its name and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from math import inf
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+
+import torch.distributed as dist
+
+from lockstep.comm.peers import PeerLostError
+from lockstep.core.rank import RankInfo, meeting_place, ranks_in_words
+from lockstep.core.text import printable, printable_line
+from lockstep.device import ports
+from lockstep.errors import TrainingError, UsageError
+from lockstep.ranks.doing import Doing
+from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parsed
+from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.voice import Voice
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
+
+_START: Final = "lockstep start"
+_BEGIN: Final = "begin"
+_FAILURE: Final = "failure"
+_LEFT: Final = "left"
+_SAY_S: Final = 1.5  # of waiting, before who is missing is named; then ever less often
+_SLOW_S: Final = 10.0  # the same for rank 0, once it is here
+_SHORTEST_PAUSE_S: Final = 0.005
+_LONGEST_PAUSE_S: Final = 0.2
+_LINGER_S: Final = 5.0
+_LATE_S: Final = 30.0  # that rank 0 of a new start may come after others of it
+_UNKNOWN_S: Final = 10.0  # that the name of rank 0's host may take to be known here
+_VALUE_LENGTH: Final = 60  # of what is shown of a fact
+_SHOWN: Final = 5  # differences
+_ANOTHER_RUN: Final = "if another run meets there, choose another port"
+
+
+@final
+class Meeting:
+    """The ranks of a start, from `join` to `leave`.
+
+    `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
+    `doing` tells, on any thread, what this rank does; whoever works with the ranks that have met replaces it. With the
+    `secret` of the job the ranks sign what they say to each other.
+    """
+
+    def __init__(
+        self, info: RankInfo, timeout_s: float, end: Callable[[Meeting, Failure], NoReturn], secret: bytes = b""
+    ) -> None:
+        self.info = info
+        self.secret = secret
+        self.voice = voice = Voice(info)
+        self._end = end
+        self._ending = threading.Lock()
+        self.timeout_s = timeout_s
+        self.store: JobStore | None = None
+        self.hosts: tuple[str, ...] = (voice.host,)
+        self.doing: Callable[[], Doing] = Doing
+        self.serves = False  # this process is where the others ask
+        self._exchanges = 0
+        self._warned = False
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Raise RanksDifferError on all ranks where `facts`, ready for JSON, are not those of rank 0. All call it."""
+        if self.store is None:
+            return
+        key = self._exchange("compare")
+        with self._asking():
+            self.store.set(f"{key} {self.info.rank}", _short_enough(facts), LONGEST_FACTS)
+            if self.store.add(f"{key} count", 1) == self.info.size:
+                self.store.set(f"{key} all", True)
+            if self.info.rank == 0:  # for all: else each would read what each has said
+                self._wait(f"{key} all", key)
+                self.store.set(f"{key} verdict", "\n".join(self._compared(key)), LONGEST_FACTS)
+            self._wait(f"{key} verdict", key)
+            verdict = self.store.read(f"{key} verdict", text, LONGEST_FACTS)
+        if verdict:
+            raise RanksDifferError(printable(verdict))
+
+    def _compared(self, key: str) -> list[str]:
+        """Return the differences between what all ranks have said at a comparison."""
+        assert self.store is not None
+        keys = [f"{key} {rank}" for rank in range(self.info.size)]
+        unlike: dict[int, dict[str, Any]] = {}
+        first = ""
+        for rank, facts in enumerate(self.store.read_all(keys, _facts, LONGEST_FACTS)):
+            if isinstance(facts, UntrustedError):
+                raise facts
+            said = json.dumps(facts, sort_keys=True)
+            first = first or said
+            if rank == 0 or said != first:
+                unlike[rank] = facts
+        return differences(unlike, self.hosts)
+
+    def tell(self, words: str = "") -> str:
+        """Return rank 0's `words` on every rank. All call it."""
+        if self.store is None:
+            return words
+        key = self._exchange("tell")
+        with self._asking():
+            if self.info.rank == 0:
+                self.store.set(f"{key} 0", words)
+            self._wait(f"{key} 0", key)
+            return self.store.read(f"{key} 0", text)
+
+    def failed(self, store: JobStore | None = None) -> Failure | None:
+        """Return the first failure of a rank that had a cause of its own, if there is one.
+
+        `store` is another connection to the same store, for another thread.
+        """
+        store = store or self.store
+        if store is None or not store.has(_FAILURE):
+            return None
+        try:
+            return store.read(_FAILURE, parsed)
+        except UntrustedError as error:  # a stranger's: no reason to end
+            if not self._warned:
+                self._warned = True
+                self.voice.say(f"warning: ignored: {error}")
+            return None
+
+    def fail(self, failure: Failure) -> Failure | None:
+        """Let the others know of a failure that ends this rank, and return the first of all failures.
+
+        None: there is no store to tell them by, or it is gone, and so is who had it.
+        """
+        if self.store is None:
+            return None
+        with suppress(RuntimeError):
+            if not failure.secondary:
+                return self.store.settle(_FAILURE, asdict(failure), parsed)
+            return self.failed() or failure
+        return None
+
+    def end(self, failure: Failure) -> NoReturn:
+        """End this process for a failure, its own or another rank's, from whatever thread; who comes second waits."""
+        self._ending.acquire()
+        self._end(self, failure)
+
+    def leave(self) -> None:
+        """Say that this rank asks no more. Where the others ask, it stays a while for those that still do."""
+        if self.store is None:
+            return
+        until = time.monotonic() + _LINGER_S
+        with suppress(RuntimeError):  # rank 0 has not stayed
+            left = self.store.add(_LEFT, 1)
+            while self.serves and left < self.info.size and time.monotonic() < until:
+                time.sleep(_SHORTEST_PAUSE_S)
+                left = self.store.add(_LEFT, 0)
+
+    def join(self, rendezvous: str) -> None:
+        """Find the others at `rendezvous` (env://, tcp://HOST:PORT, file:///PATH). All call it, before anything else.
+
+        Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError.
+        """
+        if self.info.size == 1:
+            return
+        address = meeting_place(self.info, rendezvous)
+        there = self.info.hosted and rendezvous == "env://"
+        own = not there and address.startswith("tcp://")  # rank 0's, and so a new one at each start
+        self.serves = self.info.rank == 0 and own
+        with self._asking():
+            base = JobStore(_store(self, address), self.secret)
+            if self.info.rank == 0:
+                self._gather(base)
+            else:
+                self._follow(base, 0.0 if own else min(_LATE_S, self.timeout_s))
+
+    def _gather(self, base: JobStore) -> None:
+        name = uuid.uuid4().hex
+        self.store = base.part(name)
+        here = {0: self._self()}
+        self.store.set("here 0", here[0])
+        base.set(_START, name)
+        for _ in self._looks(lambda: self._missing("here"), _SAY_S):
+            for rank in set(range(1, self.info.size)) - here.keys():
+                if self.store.has(f"here {rank}"):
+                    here[rank] = self.store.read(f"here {rank}", _here)
+                    self._check_size(rank, here[rank], "0")
+            if len(here) == self.info.size:
+                break
+        self.hosts = tuple(here[rank]["host"] for rank in range(self.info.size))
+        self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
+
+    def _follow(self, base: JobStore, late_s: float) -> None:
+        """Find the part of the store that is this start's, where rank 0 may come so long after this one."""
+        old: set[str] = set()
+        name, doubted_until, over = "", 0.0, False
+        trusts_until = time.monotonic() + late_s
+        for _ in self._looks(lambda: self._missing("here") if self.store else [0], _SAY_S):
+            found = name
+            if base.has(_START):
+                try:
+                    found = base.read(_START, _name)
+                except UntrustedError:  # what another job left may be there until rank 0 comes
+                    if self.store is None and time.monotonic() >= trusts_until:
+                        raise
+            if found not in {name, *old}:
+                part = base.part(found)
+                over = part.has(_BEGIN) or self.failed(part) is not None  # without this rank
+                if part.add(f"came {self.info.rank}", 1) > 1:
+                    if not late_s:
+                        raise UsageError(f"where the ranks meet another process has come as this rank; {_ANOTHER_RUN}")
+                    old.add(found)
+                    continue
+                name, self.store = found, part
+                doubted_until = time.monotonic() + late_s if over else 0.0
+                self.store.set(f"here {self.info.rank}", self._self())
+            if self.store is None or time.monotonic() < doubted_until:
+                continue
+            if self._come(_BEGIN):
+                hosts = self.store.read(_BEGIN, _begun, LONGEST_FACTS)
+                if over:
+                    self.store = None  # a run that goes on without this rank has nothing to hear of it
+                self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
+                self.hosts = hosts
+                return
+
+    def _self(self) -> dict[str, Any]:
+        return {"size": self.info.size, "host": self.voice.host}
+
+    def _check_size(self, other: int, said: Mapping[str, Any], mine: str) -> None:
+        if said["size"] != self.info.size:
+            raise UsageError(
+                f"WORLD_SIZE: rank {other} ({said['host']}) was started as one of {said['size']} ranks, rank {mine} "
+                f"({self.voice.host}) as one of {self.info.size}; start all ranks with the same; {_ANOTHER_RUN}"
+            )
+
+    def _exchange(self, what: str) -> str:
+        self._exchanges += 1
+        return f"{what} {self._exchanges}"
+
+    def _wait(self, key: str, who: str) -> None:
+        """Wait for `key`, which is there once `who RANK` is of every rank that has to say something."""
+        assert self.store is not None
+        for _ in self._looks(lambda: self._missing(who), _SLOW_S):
+            if self._come(key):
+                return
+
+    def _come(self, key: str) -> bool:
+        """Return whether `key` is there; raise PeerFailedError if another rank failed without it."""
+        assert self.store is not None
+        failure = self.failed()  # looked for first: who says `key` and then fails has said it
+        come = self.store.has(key)
+        if failure is not None and not come:
+            raise PeerFailedError(failure)
+        return come
+
+    def _missing(self, who: str) -> list[int]:
+        assert self.store is not None
+        missing = [rank for rank in range(self.info.size) if not self.store.has(f"{who} {rank}")]
+        return [rank for rank in missing if rank != self.info.rank] or [0]
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Give a name to what torch raises where the store is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            first, *_ = *str(error).splitlines(), type(error).__name__
+            raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
+
+    def _looks(self, missing: Callable[[], list[int]], say_of_rank_0_s: float) -> Iterator[None]:
+        """Yield for look after look; say now and then who is missing, and raise TrainingError at the timeout.
+
+        Rank 0 says it, and of rank 0 one rank of each host.
+        """
+
+        def words() -> str:
+            return ranks_in_words(missing(), self.hosts)
+
+        def say(text: str) -> None:
+            if 0 in missing():
+                self.voice.say(text)
+
+        if self.info.rank == 0:
+            return looks(self.timeout_s, words, self.voice.say)
+        # rank 0 has the last word
+        return looks(self.timeout_s + _LINGER_S, words, say if _speaks(self.info) else None, say_of_rank_0_s)
+
+
+def looks(
+    timeout_s: float, missing: Callable[[], str], say: Callable[[str], None] | None, say_at: float = _SAY_S
+) -> Iterator[None]:
+    """Yield for look after look, ever less often; say now and then who is missing; raise TrainingError at the end."""
+    began, pause = time.monotonic(), _SHORTEST_PAUSE_S
+    while (waited := time.monotonic() - began) < timeout_s:
+        yield
+        if say and waited >= say_at:
+            say(f"has waited {waited:.0f} s for {missing()}")
+            say_at *= 2
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+    raise TrainingError(f"waited {timeout_s:.0f} s for {missing()}, in vain")
+
+
+def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Return a line for each fact of rank 0 that other ranks have otherwise: the ranks, and the values of the first."""
+    lines = []
+    for name in facts[0]:
+        others = [rank for rank in facts if facts[rank].get(name) != facts[0][name]]
+        if others:
+            what = "; ".join(_unlike(facts[0][name], facts[others[0]].get(name)))
+            verb = "differs" if len(others) == 1 else "differ"
+            who = ranks_in_words(others, hosts)
+            lines.append(f"{name}: {who} {verb} from rank 0 ({hosts[0]}): {what}; start all ranks with the same")
+    return lines
+
+
+def _name(value: Any) -> str:
+    """Return a value that is the name of a start; else raise ValueError."""
+    if not re.fullmatch("[0-9a-f]{32}", text(value)):
+        raise ValueError("expected the name of a start")
+    return str(value)
+
+
+def _here(value: Any) -> dict[str, Any]:
+    """Return what a rank says that has come; raise ValueError for anything else."""
+    said = fields(value, {"size": int, "host": str})
+    return {"size": whole(said["size"], least=1), "host": printable_line(said["host"])}
+
+
+def _begun(value: Any) -> tuple[str, ...]:
+    """Return the hosts of all ranks, from what rank 0 says to begin; raise ValueError for anything else."""
+    said = fields(value, {"size": int, "hosts": list})
+    if not 1 <= said["size"] == len(said["hosts"]):
+        raise ValueError("hosts: expected one for each rank")
+    return tuple(printable_line(text(host)) for host in said["hosts"])
+
+
+def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts with a hash in the place of one that is too long to send, such as a million names."""
+    said = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+    most = LONGEST_FACTS // (2 * max(len(facts), 1))
+    return {
+        name: value if len(said[name]) <= most else hashlib.sha256(said[name].encode()).hexdigest()
+        for name, value in facts.items()
+    }
+
+
+def _facts(value: Any) -> dict[str, Any]:
+    """Return facts that a rank has; raise ValueError for anything else."""
+    if type(value) is not dict:
+        raise ValueError("expected facts by their names")
+    return value
+
+
+def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
+    """Return where two values differ, part by part, as `name: other's, not first's`."""
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
+    found = []
+    for key in sorted({*first, *other}):
+        if first.get(key) != other.get(key):
+            shown = printable_line(str(key))
+            found += _unlike(first.get(key), other.get(key), f"{name}.{shown}" if name else shown)
+    return found if len(found) <= _SHOWN else [*found[:_SHOWN], f"{len(found) - _SHOWN} more"]
+
+
+def _short(value: Any) -> str:
+    shown = printable_line(value if isinstance(value, str) else json.dumps(value))
+    return shown if len(shown) <= _VALUE_LENGTH else f"{shown[: _VALUE_LENGTH - 3]}..."
+
+
+def _store(meeting: Meeting, address: str) -> Store:
+    """Return a connection to the store; rank 0 opens it, unless somebody else does."""
+    info, timeout = meeting.info, timedelta(seconds=meeting.timeout_s)
+    if address.startswith("file://"):
+        path = Path(address.removeprefix("file://"))
+        try:
+            # For this user alone, as others could write there what ranks read; and a FIFO would be waited for.
+            os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
+            if not path.is_file():
+                raise UsageError(f"rendezvous {address}: is no file; name one that all ranks can write")
+        except OSError as error:  # torch would try for minutes
+            raise UsageError(f"rendezvous {address}: {error.strerror}; name a file that all ranks can write") from error
+        return dist.FileStore(str(path), info.size)  # type: ignore[attr-defined]
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, number = host.strip("[]"), int(port)
+
+    def opened(listener: int | None = None) -> Store:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, number, None, meeting.serves, timeout, wait_for_workers=False, master_listen_fd=listener
+        )
+
+    if not meeting.serves:
+        return _connected(meeting, host, number, opened)
+    # Left to itself torch listens on all interfaces, whatever the address.
+    return opened(ports.listener(host, number, near=info.local_size == info.size).detach())
+
+
+def _connected(meeting: Meeting, host: str, port: int, opened: Callable[[], Store]) -> Store:
+    """Return the connection that `opened` returns once somebody listens and answers.
+
+    torch waits too, without a word; and for ever for who listens and does not answer.
+    """
+    info, reason = meeting.info, ""
+    answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            answers.put(opened())
+        except RuntimeError as error:
+            answers.put(error)
+
+    def missing() -> str:
+        return f"{_listener(info)} at {host}:{port} ({reason})"
+
+    connecting = threading.Thread(target=connect, daemon=True)
+    gives_up, known_at = inf, time.monotonic()
+    for _ in looks(meeting.timeout_s, missing, meeting.voice.say if _speaks(info) else None):
+        if time.monotonic() > gives_up:
+            raise UsageError(f"waited {_LATE_S:.0f} s for {missing()}; {_ANOTHER_RUN}")
+        if not connecting.ident:
+            try:
+                socket.create_connection((host, port), timeout=_SAY_S).close()
+            except socket.gaierror as error:
+                reason = str(error.strerror)
+                if time.monotonic() - known_at >= _UNKNOWN_S:
+                    raise ports.unknown(host, port, error) from error
+                continue
+            except OSError as error:
+                known_at = time.monotonic()
+                reason = error.strerror or str(error)
+                continue
+            reason = "somebody listens there, but does not answer"
+            connecting.start()
+            gives_up = time.monotonic() + _LATE_S
+        with suppress(Empty):
+            answer = answers.get(timeout=_SAY_S)
+            if isinstance(answer, RuntimeError):
+                raise answer
+            return answer
+    raise AssertionError  # looks raises
+
+
+def _speaks(info: RankInfo) -> bool:
+    """Return whether this rank speaks of rank 0: one does on each host, or each that may have a terminal of its own."""
+    beside_rank_0 = info.local_rank == info.rank
+    return info.local_rank == int(beside_rank_0) or info.launcher == "environment"
+
+
+def _listener(info: RankInfo) -> str:
+    return "the agent of torchrun" if info.hosted else "rank 0"

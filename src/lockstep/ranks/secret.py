@@ -1,0 +1,51 @@
+"""The secret of a job, with which its ranks sign what they tell each other where they meet."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from lockstep.core.rank import SECRET
+from lockstep.errors import UsageError
+
+_FILE: Final = f"{SECRET}_FILE"
+_SHORTEST: Final = 16
+_LONGEST: Final = 4096
+_ADVICE: Final = f"make one by: (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
+
+
+def drawn() -> str:
+    """Return a new secret."""
+    return secrets.token_hex(32)
+
+
+def job_secret(env: Mapping[str, str]) -> bytes:
+    """Return the secret that the environment names, or the file that it names; empty where it names none.
+
+    UsageError for one that is short, and for a file that others than its owner, who is this user, can read or write.
+    """
+    if SECRET in env:
+        return _checked(SECRET, os.fsencode(env[SECRET]))
+    if _FILE not in env:
+        return b""
+    path = Path(env[_FILE])
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would be waited for
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise UsageError(f"{_FILE} {path}: must be a file that you alone can read; {_ADVICE}")
+            return _checked(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
+    except OSError as error:
+        raise UsageError(f"{_FILE} {path}: {error.strerror}; {_ADVICE}") from error
+
+
+def _checked(name: str, secret: bytes) -> bytes:
+    if b"\n" in secret or b"\0" in secret:
+        raise UsageError(f"{name}: a secret is one line; {_ADVICE}")
+    if not _SHORTEST <= len(secret) <= _LONGEST:
+        raise UsageError(f"{name}: a secret has {_SHORTEST} to {_LONGEST} bytes, this one {len(secret)}; {_ADVICE}")
+    return secret

@@ -1,0 +1,265 @@
+"""Says which rank the others wait for, and where in its code that one is.
+
+A thread of each rank looks once a second where the main thread is. A rank that has waited for others at one place for
+longer than it has patience asks, through the store at which the ranks met; every rank's thread answers with its step,
+its place and its stack. Nobody sends anything before somebody asks, and no clocks of two hosts are compared. A rank
+that does not answer is stopped, hung or gone.
+
+With a GPU it is the device that waits for others, and the main thread for the device, wherever it reads a result or the
+queue of the device is full. From outside this looks like work. So there any place may be a wait, and who is late is
+known only where one has done fewer steps than another.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, final, get_args
+
+from lockstep.core.text import printable_line
+from lockstep.ranks.doing import Doing, Phase
+from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.meeting import Meeting
+
+_LOOK_S: Final = 1.0
+_ANSWER_S: Final = 5.0  # some looks, so that every rank that runs at all has seen the question
+_PAUSE_S: Final = 0.05
+_LINES: Final = 8  # of a late rank's stack
+_SENT_LINES: Final = 100  # of a stack, which may be deep
+
+_OURS: Final = "lockstep/"
+_TORCH: Final = "torch/distributed/"
+# Where a main thread of ours is that waits for other ranks.
+_DOORS: Final = (
+    "lockstep/ranks/meeting.py",
+    "lockstep/comm/world.py",
+    "lockstep/comm/canonical.py",
+    "lockstep/comm/carrier.py",
+    "lockstep/comm/lane.py",
+    "lockstep/comm/p2p.py",
+)
+
+
+_Role = Literal["is late", "is behind", "computes or waits", "waits"]
+# What a report ends with, by the first of these that a rank is.
+_ENDINGS: Final[Mapping[_Role, str]] = {
+    "is late": "",
+    "is behind": "",
+    "computes or waits": "  no rank is behind: a GPU computes, or one of these threads, and the others wait for it",
+    "waits": "  no rank is late: they wait for each other, in different places or over a link that is cut",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the main thread of a rank is: what it does, and its stack, as `file:line function`, innermost last.
+
+    `waits`: for other ranks; None where that cannot be seen.
+    """
+
+    doing: Doing
+    stack: tuple[str, ...]
+    waits: bool | None
+    record: str = ""  # where this rank wrote torch's record of its exchanges
+
+    @property
+    def words(self) -> str:
+        """What it does, and the innermost line of ours that tells most: behind the doors all waits look alike."""
+        own = [line for line in self.stack if line.startswith(_OURS)]
+        telling = [line for line in own if not line.startswith(_DOORS)]
+        return f"{self.doing.words}, {(telling or own or self.stack)[-1]}"
+
+
+@final
+class StallWatch:
+    """Enter to watch the thread that enters; all ranks that have met do, once.
+
+    The rank that asks gives the report to `tell`, on a thread of its own, and asks again for as long as nothing moves.
+    `record` writes torch's record of the exchanges of this rank and returns where; "" where there is none. `hidden`: a
+    device waits for the other ranks in place of this thread, once it is set up.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        patience_s: float,
+        tell: Callable[[str], None],
+        record: Callable[[], str] = str,
+        hidden: bool = False,
+    ) -> None:
+        self._meeting = meeting
+        self._rank, self._size = meeting.info.rank, meeting.info.size
+        self._patience_s = patience_s
+        self._tell = tell
+        self._record = record
+        self._hidden = hidden
+        self._watched = threading.get_ident()
+        self._question = 0  # the first that this rank has not answered
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look_on, self._answer)]
+
+    def __enter__(self) -> StallWatch:
+        for thread in self._threads if self._meeting.store else []:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_LOOK_S)  # one that talks to a store which is gone may never end
+
+    def _look_on(self) -> None:
+        """Look where the main thread is, and ask once it has waited too long."""
+        last, answered, since = self._place(), 0, time.monotonic()
+        while not self._over.wait(self._pause_s):
+            place, now = self._place(), time.monotonic()
+            if (place, self._question) != (last, answered):
+                last, answered, since = place, self._question, now
+            elif place.waits is not False and now - since >= self._patience_s:
+                asking = threading.Thread(target=self._ask, args=(place, now - since), daemon=True)
+                asking.start()
+                asking.join(2 * _ANSWER_S)
+                if asking.is_alive() and not self._over.is_set():
+                    self._tell(_unanswered(self._rank, place, now - since))
+                since = time.monotonic()
+
+    def _ask(self, place: Place, seconds: float) -> None:
+        """Ask all ranks where they are and tell what they answer, unless another rank has asked."""
+        question = self._question
+        with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
+            store = self._connected()
+            if store.add(f"stall {question} first", 1) > 1:
+                return
+            store.set(_asked_key(question), question)
+            until = time.monotonic() + _ANSWER_S
+            found: dict[int, tuple[str, Place]] = {}
+            while len(found) < self._size and time.monotonic() < until and not self._over.wait(_PAUSE_S):
+                for rank in range(self._size):
+                    if rank not in found and store.has(_answer_key(question, rank)):
+                        with suppress(UntrustedError):
+                            found[rank] = store.read(_answer_key(question, rank), parsed)
+            if not self._over.is_set():
+                self._tell(told(found, self._size, _first_line(self._rank, place, seconds)))
+
+    def _answer(self) -> None:
+        """Answer each question, with where the main thread is then."""
+        with suppress(RuntimeError):
+            store = self._connected()
+            while not self._over.wait(self._pause_s):
+                if store.has(_asked_key(self._question)) and self._is_asked(store):
+                    place = self._place()  # first: what comes next takes a while
+                    said = {"host": self._meeting.voice.host, **asdict(place), "record": self._record()}
+                    said["stack"] = place.stack[-_SENT_LINES:]
+                    store.set(_answer_key(self._question, self._rank), said)
+                    self._question += 1
+
+    def _is_asked(self, store: JobStore) -> bool:
+        """Return whether it is a rank that asks."""
+        with suppress(UntrustedError):
+            return store.read(_asked_key(self._question), whole) == self._question
+        return False
+
+    @property
+    def _pause_s(self) -> float:
+        return min(_LOOK_S, self._patience_s / 4)
+
+    def _connected(self) -> JobStore:
+        """Return a connection of its own for a thread: whoever waits in one keeps the others from it."""
+        assert self._meeting.store is not None
+        return self._meeting.store.clone()
+
+    def _place(self) -> Place:
+        frame = sys._current_frames().get(self._watched)
+        summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
+        files = [_short(each.filename) for each in summary]
+        ours = next((file for file in files if file.startswith(_OURS)), "")
+        stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
+        doing = self._meeting.doing()
+        if ours in _DOORS or files[0].startswith(_TORCH):
+            return Place(doing, _to_the_door(stack), True)
+        return Place(doing, stack, None if self._hidden and doing.phase != "setting up" else False)
+
+
+def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str:
+    """Return the report: who is late and where, what the others wait in, and who does not answer."""
+    most = max((place.doing.step for _, place in answers.values()), default=0)
+    alike: dict[tuple[_Role, str], list[str]] = {}
+    for rank, (host, place) in sorted(answers.items()):
+        role = _role(place, most)
+        stack = [] if role == "waits" else [f"      {line}" for line in place.stack[-_LINES:]]
+        name = str(rank) if role == "waits" else f"{rank} ({host})"
+        alike.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
+    silent = [rank for rank in range(size) if rank not in answers]
+    lines = [first]
+    lines += [f"  rank {rank} does not answer: it is stopped or hung, its host is gone, or cut off" for rank in silent]
+    for role in _ENDINGS:
+        lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in alike.items() if its == role]
+    records = [place.record for _, place in answers.values() if place.record]
+    if records:
+        lines.append(f"  torch's record of their exchanges: {', '.join(sorted(records))}")
+    if not silent:
+        found = {role for role, _ in alike}
+        lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
+    return "\n".join(line for line in lines if line)
+
+
+def _role(place: Place, most: int) -> _Role:
+    """Return what a rank is for the others, of which one has done `most` steps."""
+    if place.waits is None:
+        return "is behind" if place.doing.step < most else "computes or waits"
+    return "waits" if place.waits else "is late"
+
+
+def _first_line(rank: int, place: Place, seconds: float) -> str:
+    what = (
+        f"has waited {seconds:.0f} s for other ranks" if place.waits else f"has been at one place for {seconds:.0f} s"
+    )
+    return f"stalled: rank {rank} {what}"
+
+
+def _unanswered(rank: int, place: Place, seconds: float) -> str:
+    return (
+        f"{_first_line(rank, place, seconds)}: {place.words}\n"
+        f"  where the ranks met does not answer: rank 0 or the launcher's agent is stopped, or its host cut off"
+    )
+
+
+def _asked_key(question: int) -> str:
+    return f"stall {question} asked"
+
+
+def _answer_key(question: int, rank: int) -> str:
+    return f"stall {question} answer {rank}"
+
+
+def parsed(value: Any) -> tuple[str, Place]:
+    """Return the host and the place that an answer in JSON tells; raise ValueError for anything that is none."""
+    waits = value.get("waits") if type(value) is dict else None
+    kinds = {"host": str, "doing": dict, "stack": list, "waits": type(waits), "record": str}
+    said = fields(value, kinds)
+    doing = Doing(**fields(said["doing"], {"phase": str, "step": int}))
+    whole(doing.step)
+    stack = tuple(printable_line(text(line)) for line in said["stack"])
+    if doing.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
+        raise ValueError("expected the place of a rank")
+    return printable_line(said["host"]), Place(doing, stack, waits, printable_line(said["record"]))
+
+
+def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a stack without what lies behind the door of a wait, where a wait itself moves from line to line."""
+    own = [at for at, line in enumerate(stack) if line.startswith(_OURS)]
+    inside = max((at for at in own if not stack[at].startswith(_DOORS)), default=-1)
+    door = next((at for at in own if at > inside), len(stack))
+    return stack[: door + 1]
+
+
+def _short(filename: str) -> str:
+    """Return a file's name from its package on."""
+    folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
+    return filename.removeprefix(f"{max(folders, key=len)}/") if folders else filename

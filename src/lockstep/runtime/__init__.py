@@ -1,1 +1,0 @@
-"""The door to torch.distributed, devices, processes and signals."""

@@ -1,0 +1,1 @@
+"""Checkpoints: folders that are whole or absent, with the names of one process, hashed and signed."""

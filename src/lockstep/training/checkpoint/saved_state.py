@@ -1,0 +1,145 @@
+"""What state.json holds, checked strictly: types, ranges, and how far a run can have come after so many steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lockstep.core import schemas
+from lockstep.core.order import Steps
+from lockstep.errors import UsageError
+from lockstep.tasks.base import Task
+from lockstep.training.checkpoint import store
+from lockstep.training.loop import Progress
+
+_STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+_SHOWN: Final = 5  # problems of one file
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Figure = Annotated[float, Field(allow_inf_nan=True)]
+Number = bool | Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | float | None
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The state of a checkpoint: how far it came, what of its engine is no tensor, and what decided its numbers."""
+
+    progress: Progress
+    slots: Mapping[str, Number]  # of the optimizer's state, by `<parameter>/<slot>`
+    groups: Sequence[Mapping[str, Number]]  # of the optimizer's parameters
+    loss_scale: Mapping[str, int | float]  # empty but for fp16
+    recipe: Mapping[str, Any]
+    numerics: Mapping[str, str | int | None]
+    facts: Mapping[str, Any] | None  # of its data; None where an older version wrote it
+    source: Mapping[str, str] | None  # hashes of the user's own files; None likewise
+
+
+def parsed(path: Path, state: Mapping[str, Any]) -> SavedState:
+    """Return the state of the checkpoint `path`. UsageError where it is not what this version writes.
+
+    Its hash was right, so it is not damage that made it so.
+    """
+    schemas.check(state.get("schema"), path / store.STATE)
+    try:
+        found = _State.model_validate(schemas.state(state))
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}, got {repr(each['input'])[:60]}"
+            for each in error.errors()[:_SHOWN]
+        ]
+        raise UsageError("\n".join([f"{path / store.STATE}: not what this version writes:", *lines])) from None
+    named, step = store.step_of(path), found.progress.step
+    if named not in (None, step):
+        raise UsageError(
+            f"{path}: the folder is named after step {named}, what lies in it is of step {step}; give it back its name "
+            f"{store.step_name(step)}, or remove it"
+        )
+    engine = found.engine
+    return SavedState(
+        progress=Progress(**found.progress.model_dump()),
+        slots=engine.optimizer.slots,
+        groups=engine.optimizer.groups,
+        loss_scale=engine.loss_scale,
+        recipe=found.recipe,
+        numerics=found.numerics,
+        facts=found.data,
+        source=found.source,
+    )
+
+
+def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
+    """Yield what cannot be true after `progress.step` steps of a run.
+
+    `task` says which evaluation is the best; `may_skip` whether the run may leave an update out.
+    """
+    step = progress.step
+    if step > steps.total:
+        yield f"step {step}, but the run has {steps.total} steps"
+        return
+    last = steps[step - 1] if step else None
+    epoch, samples = (last.epoch, last.samples_seen + last.samples) if last else (0, 0)
+    if (progress.epoch, progress.samples) != (epoch, samples):
+        found = f"epoch {progress.epoch} and {progress.samples} samples"
+        yield f"{found}; after step {step} it is epoch {epoch} and {samples} samples"
+    if progress.skipped_steps > (step if may_skip else 0):
+        yield f"{progress.skipped_steps} skipped updates in {step} steps"
+    monitor, has_best = task.monitor, progress.best_at > 0
+    for what, figures in (("figures", progress.figures), ("best", progress.best)):
+        if has_best and monitor.name not in (*figures, "loss"):
+            yield f"{what} has {', '.join(figures) or 'nothing'}; the run's figures have {monitor.name}"
+            return
+        for name in task.fractions:
+            if not 0 <= figures.get(name, 0.0) <= 1:
+                yield f"{what}: {name} is {figures[name]}, which is no share of one"
+    latest, best = (figures.get(monitor.name, math.nan) for figures in (progress.figures, progress.best))
+    if ((progress.figures or progress.best) and not has_best) or progress.best_at > step:
+        yield f"best_at is {progress.best_at}, which does not go with step {step} and the best evaluation's figures"
+    elif not has_best and (progress.best_at != -1 or progress.best_loss != math.inf):
+        yield f"best_at is {progress.best_at} and best_loss {progress.best_loss}, without a best evaluation"
+    elif latest > best if monitor.higher else latest < best:
+        yield f"the best {monitor.name} is {best}, and that of the last evaluation, {latest}, is better"
+
+
+class _Progress(BaseModel):
+    model_config = _STRICT
+
+    step: Count
+    epoch: Count
+    samples: Count
+    skipped_steps: Count
+    figures: dict[str, Figure]
+    best: dict[str, Figure]
+    best_loss: Annotated[float, Field(allow_inf_nan=True)]  # infinite before the first evaluation
+    best_at: Annotated[int, Field(ge=-1, lt=1 << 63)]
+
+
+class _Optimizer(BaseModel):
+    model_config = _STRICT
+
+    slots: dict[str, Number]
+    groups: list[dict[str, Number]]
+
+
+class _Engine(BaseModel):
+    model_config = _STRICT
+
+    optimizer: _Optimizer
+    loss_scale: dict[str, int | float]
+
+
+class _State(BaseModel):
+    model_config = _STRICT
+
+    schema_: Literal[2] = Field(alias="schema")
+    progress: _Progress
+    engine: _Engine
+    recipe: dict[str, Any]
+    numerics: dict[str, str | int | None]
+    data: dict[str, Any] | None = None  # what follows is not in checkpoints up to 0.1
+    source: dict[str, str] | None = None
+    microbatches: Count | None = None  # up to 0.1 they stood here too

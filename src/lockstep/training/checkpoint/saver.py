@@ -1,0 +1,129 @@
+"""Saves a run's state: before training goes on, or beside it.
+
+Beside it, training waits only until what a checkpoint needs is copied: the rest, hashing, writing and agreeing with the
+other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next one
+waits for the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+import torch
+
+from lockstep.comm.world import World
+from lockstep.core.shard import Held, Shard, whole
+from lockstep.errors import TrainingError
+from lockstep.training.agreement import Disagreement, disagreement
+from lockstep.training.checkpoint import shards, store
+from lockstep.training.checkpoint.store import Snapshot
+from lockstep.training.events import Saved
+from lockstep.training.loop import Progress
+
+
+@final
+class Saver:
+    """Writes checkpoints into `folder`, keeping the newest `keep`. All ranks make one, and call it alike.
+
+    `buffers` are the names of tensors that are no parameters, for the message where ranks disagree. With a `key` each
+    checkpoint is signed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        keep: int,
+        beside: bool,
+        buffers: frozenset[str] = frozenset(),
+        key: bytes | None = None,
+    ) -> None:
+        self._world = world.beside() if beside else world
+        self._folder = folder
+        self._keep = keep
+        self._buffers = buffers
+        self._key = key
+        self._executor = ThreadPoolExecutor(1, "saver") if beside else None
+        self._running: Future[Saved] | None = None
+
+    def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
+        """Save, or begin to; return what is saved by now. A failure to write raises TrainingError, at the latest then.
+
+        Beside training it is the save before this one whose end is told and whose failure raises.
+        """
+        began = time.perf_counter()
+        at = (progress.step, progress.epoch, progress.samples, progress.best_at == progress.step)
+        if self._executor is None:
+            return [self._written(*at, snapshot, began)]
+        before = self.wait()
+        kept = _copied(snapshot)
+        self._running = self._executor.submit(self._written, *at, kept, began)
+        return before
+
+    def finished(self) -> list[Saved]:
+        """Return the save that has ended since it was last asked for, if one has."""
+        return self.wait() if self._running is not None and self._running.done() else []
+
+    def wait(self) -> list[Saved]:
+        """Return the save under way, once it has ended."""
+        running, self._running = self._running, None
+        return [] if running is None else [running.result()]
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _written(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
+        weights = store.weights_sha256(whole(snapshot.model))
+        if (found := disagreement(self._world, snapshot.model, weights)) is not None:
+            raise TrainingError(_not_saved(step, found, self._buffers))
+        if not snapshot.is_whole:
+            weights = shards.save(self._world, self._folder, step, snapshot, self._keep, best, self._key)
+        elif self._world.rank == 0:
+            store.save(self._folder, step, snapshot, self._keep, best, self._key)
+        return Saved(
+            step=step,
+            epoch=epoch,
+            samples=samples,
+            path=str(self._folder / store.step_name(step)),
+            weights_sha256=weights,
+            best=best,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
+    """Say of ranks that disagree what differs, who is the odd one, what may have done it and what to do."""
+    fault = "a fault of a processor or its memory"
+    if buffers.issuperset(found.names):
+        kind = "buffer"
+        cause = f"the forward pass changes them, each rank by its own micro-batches, or {fault}"
+    else:
+        kind = "weight" if buffers.isdisjoint(found.names) else "weight or buffer"
+        cause = f"{fault}, or code that changes weights other than by the optimizer"
+    subject = f"a {kind} differs" if len(found.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
+    return (
+        f"after step {step} {subject} between ranks: {found.listed}: {found.who}; not saved. Likely: {cause}. "
+        f"`lockstep verify` names code that does it; placement.audit_every finds a rank that computes wrongly; the "
+        f"same command goes on from the last checkpoint"
+    )
+
+
+@torch.no_grad()
+def _copied(snapshot: Snapshot) -> Snapshot:
+    files = [
+        None if tensors is None else {name: _copy(held) for name, held in tensors.items()}
+        for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema)
+    ]
+    model, optimizer, ema = files
+    return Snapshot(model or {}, optimizer or {}, ema, snapshot.state)
+
+
+def _copy(held: Held) -> Held:
+    if isinstance(held, Shard):
+        return Shard(held.tensor.to("cpu", copy=True), held.first, held.shape, held.primary)
+    return held.to("cpu", copy=True)

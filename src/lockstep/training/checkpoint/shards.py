@@ -1,0 +1,78 @@
+"""Saves a model that lies cut on the ranks: each writes its rows at their places in the files, nobody gathers them.
+
+The files are those of a single process, byte for byte, so a run goes on from them under any strategy on any number of
+processes. All ranks see the run's folder, as they must to go on. Rank 0 makes the files, reads them once they are
+written, for their hashes, and gives the checkpoint its name.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import safetensors.torch
+import torch
+
+from lockstep.comm.world import World
+from lockstep.errors import TrainingError
+from lockstep.training.checkpoint import durable, store, tensorfile
+from lockstep.training.checkpoint.store import Snapshot
+
+T = TypeVar("T")
+
+
+def save(
+    world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None
+) -> str:
+    """Write the checkpoint of `step`, as store.save does; return the SHA-256 of the weights. All ranks call it.
+
+    Where one rank cannot write, all raise TrainingError.
+    """
+    final = folder / store.step_name(step)
+    frames = {name: tensorfile.frame(tensors) for name, tensors in snapshot.files.items()}
+
+    def prepare() -> str:
+        temporary = store.prepare(final)
+        for name, frame in frames.items():
+            durable.allot(temporary / name, frame.head, frame.bytes)
+        return str(temporary)
+
+    def write(temporary: Path) -> None:
+        for name, tensors in snapshot.files.items():
+            durable.write_at(temporary / name, tensorfile.own_parts(tensors, frames[name].starts, world.rank))
+
+    def publish(temporary: Path) -> str:
+        files = {name: durable.hashed(temporary / name) for name in frames}
+        weights = _weights_sha256(temporary / store.MODEL)
+        store.publish(final, files, weights, snapshot.state, keep, best, key)
+        return weights
+
+    try:
+        temporary = Path(world.tell(_agreed(world, prepare if world.rank == 0 else str)))
+        _agreed(world, lambda: write(temporary))
+        return world.tell(_agreed(world, (lambda: publish(temporary)) if world.rank == 0 else str))
+    except OSError as error:
+        if world.rank == 0:
+            store.abandon(final)
+        raise TrainingError(store.not_written(final, error)) from error
+
+
+def _agreed(world: World, action: Callable[[], T]) -> T:
+    """Return what `action` does here, once all ranks have done theirs; where one fails, all raise OSError."""
+    failed = torch.zeros(world.size, dtype=torch.int64)
+    try:
+        result = action()
+    except OSError as error:
+        failed[world.rank] = error.errno or errno.EIO
+        world.add_(failed)
+        raise
+    ranks = world.add_(failed).nonzero().flatten().tolist()
+    if ranks:
+        raise OSError(int(failed[ranks[0]]), f"rank {', '.join(map(str, ranks))} could not write")
+    return result
+
+
+def _weights_sha256(path: Path) -> str:
+    return store.weights_sha256(safetensors.torch.load_file(path))  # mapped: read one tensor after the other

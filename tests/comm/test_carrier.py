@@ -1,0 +1,72 @@
+"""Tensors by way of the host: in which order, from which memory, and over which groups."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from lockstep.comm import carrier
+from lockstep.comm.carrier import Addressed, Staged, Transfer
+from lockstep.comm.world import World
+from lockstep.core.rank import RankInfo
+
+CPU = torch.device("cpu")
+
+
+def mesh_backends(world: World) -> list[str]:
+    """Return the backends of the groups that fully_shard uses, where torch sees a CUDA device beside gloo."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        placed = World(RankInfo(world.rank, world.size, 0, 1, "part"), CPU, world._groups, world._timeout, Staged)
+        return [dist.get_backend(placed.grid(members).mesh.get_group()) for members in (2, 4)]
+
+
+@pytest.mark.worlds
+def test_no_group_of_nccl_is_made_beside_gloo() -> None:
+    assert worlds.run(4, mesh_backends) == [["gloo", "gloo"]] * 4
+
+
+def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without memory: the order of things, and that none of them reaches the backend."""
+    done: list[str] = []
+    stream = mock.Mock(synchronize=lambda: done.append("synchronised"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def started(group: object, sent: list[Addressed], received: list[Addressed]) -> list[Any]:
+        assert all(tensor.device == CPU for tensor, _ in sent + received)
+        assert [len(tensor) for tensor, _ in sent + received] == [4, 2]
+        done.append("started")
+        return [mock.Mock(wait=lambda: done.append("waited"))]
+
+    monkeypatch.setattr(carrier, "_started", started)
+    host_like = carrier._host_like
+
+    def noted(tensor: Tensor) -> Tensor:
+        done.append("host")
+        return host_like(tensor)
+
+    monkeypatch.setattr(carrier, "_host_like", noted)
+    with FakeTensorMode():
+        sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
+        transfer = Staged(mock.Mock()).start([(sent, 1)], [(received, 1)])
+        assert done == ["host", "synchronised", "host", "started"]
+        assert not transfer.over()
+        transfer.wait()
+    assert done[-1] == "waited"
+
+
+def test_copies_of_what_is_on_a_device_are_pinned() -> None:
+    with mock.patch.object(torch, "empty") as empty:
+        carrier._host_like(mock.Mock(shape=(3,), dtype=torch.int8, device=torch.device("cuda")))
+        carrier._host_like(mock.Mock(shape=(3,), dtype=torch.int8, device=CPU))
+    assert [call.kwargs["pin_memory"] for call in empty.call_args_list] == [True, False]
+
+
+def test_memory_goes_once_all_is_known_to_be_done() -> None:
+    works = [mock.Mock(is_completed=lambda: True), mock.Mock(is_completed=lambda: False)]
+    assert Transfer(works[:1], [], []).over()
+    assert not Transfer(works, [], []).over()

@@ -1,0 +1,43 @@
+"""Ranks that have one device between them: NCCL refuses them on all ranks, gloo carries their tensors."""
+
+from types import SimpleNamespace
+from typing import Literal
+from unittest import mock
+
+import pytest
+import torch
+import worlds
+
+from lockstep.comm.world import World, _sharing
+from lockstep.errors import UsageError
+
+
+def found(world: World, names: list[str], backend: Literal["nccl", "gloo"]) -> str | list[list[int]]:
+    """Return what a rank whose device has this name finds; that there is a device at all is feigned."""
+    device = SimpleNamespace(uuid=names[world.rank])
+    world.backend, before = backend, world.backend
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=device):
+        try:
+            return _sharing(world)
+        except UsageError as error:
+            return str(error)
+        finally:
+            world.backend = before
+
+
+@pytest.mark.worlds
+def test_two_ranks_on_one_device_are_refused_on_all_ranks() -> None:
+    [said] = set(worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "nccl"))
+    assert said.startswith("placement.device: ranks 0, 2 have one CUDA device between them; let the launcher show")
+    assert said.endswith("or use placement.backend=gloo, which lets processes share a device")
+
+
+@pytest.mark.worlds
+def test_gloo_lets_them_share_and_names_them() -> None:
+    assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "gloo") == [[[0, 2]]] * 3
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_ranks_with_devices_of_their_own_do_not(backend: str) -> None:
+    assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-c"], backend) == [[]] * 3

@@ -1,0 +1,177 @@
+"""Ranks meet, say small exact things to each other, and refuse what cannot work before they start."""
+
+import os
+import socket
+
+import pytest
+import torch
+import worlds
+
+from lockstep.comm.lane import InlineLane, ThreadLane
+from lockstep.comm.peers import PeerLostError
+from lockstep.comm.world import World, _stay_on_this_host, choose_device
+from lockstep.core.mesh import Place
+from lockstep.core.rank import ALONE, RankInfo
+from lockstep.core.tree import Block
+from lockstep.errors import UsageError
+
+CPU = torch.device("cpu")
+
+
+def place(world: World) -> tuple[int, int, int, int, str]:
+    return world.rank, world.size, world.local_rank, world.local_size, str(world.device)
+
+
+def added(world: World) -> tuple[list[int], list[float]]:
+    whole = world.add_(torch.tensor([world.rank, 1]))
+    disjoint = torch.zeros(world.size, dtype=torch.float64)
+    disjoint[world.rank] = 0.1 * (world.rank + 1)
+    return whole.tolist(), world.add_(disjoint).tolist()
+
+
+def told(world: World, texts: list[str]) -> list[str]:
+    return [world.tell(text if world.rank == 0 else "ignored") for text in texts]
+
+
+def told_by_all(world: World, texts: list[str]) -> list[str]:
+    return world.all_tell(texts[world.rank])
+
+
+def compared(world: World, odd: list[int]) -> str:
+    try:
+        world.compare({"recipe": {"seed": 1, "batch": 2}, "data": 5 if world.rank in odd else 4})
+    except UsageError as error:
+        return str(error)
+    return "the same"
+
+
+def agreed(world: World, wishes: list[list[int]]) -> list[int]:
+    heard = [world.agree_to_stop(wish) for wish in wishes[world.rank]]
+    return [*heard, world.agree_to_stop(0)]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("size", [2, 3])
+def test_places_and_sums(size: int) -> None:
+    assert worlds.run(size, place) == [(rank, size, rank, size, "cpu") for rank in range(size)]
+    total = [size * (size - 1) // 2, size], [0.1 * (rank + 1) for rank in range(size)]
+    assert worlds.run(size, added) == [total] * size
+
+
+@pytest.mark.worlds
+def test_every_rank_hears_rank_0() -> None:
+    texts = ["", "/runs/épreuve ✓", "x" * 100_000]
+    assert worlds.run(3, told, texts) == [texts] * 3
+
+
+@pytest.mark.worlds
+def test_ranks_that_differ_are_named_on_all() -> None:
+    assert worlds.run(3, compared, []) == ["the same"] * 3
+    assert worlds.run(3, compared, [1]) == ["data: rank 1 differs from rank 0; start all ranks with the same"] * 3
+    assert worlds.run(3, compared, [0]) == ["data: rank 1, 2 differs from rank 0; start all ranks with the same"] * 3
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("texts", [["a", "bcd", "e"], ["", "\u00fc" * 5000, ""], ["", "", ""]])
+def test_each_rank_tells_all_others(texts: list[str]) -> None:
+    assert worlds.run(3, told_by_all, texts) == [texts] * 3
+
+
+@pytest.mark.worlds
+def test_all_agree_one_step_later_on_the_largest_wish() -> None:
+    wishes = [[0, 1, 1], [0, 0, 2], [0, 0, 0]]
+    heard = worlds.run(3, agreed, wishes)
+    assert heard == [[heard[0][0], 0, 1, 2]] * 3
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    world = World(ALONE, CPU)
+    assert (world.rank, world.size, world.host) == (0, 1, socket.gethostname())
+    assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
+    assert world.tell("text") == "text"
+    assert world.all_tell("text") == ["text"]
+    assert [world.agree_to_stop(wish) for wish in (0, 2, 1)] == [0, 2, 1]
+    world.compare({"anything": 1})
+    world.barrier()
+    assert world.canonical([Place()])({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
+    assert isinstance(world.lane(), InlineLane)
+    assert world.generators() == [torch.default_generator]
+    world.close()
+
+
+def lane_kind(world: World) -> str:
+    lane = world.lane()
+    lane.close()
+    return type(lane).__name__
+
+
+@pytest.mark.worlds
+def test_more_than_one_process_have_a_lane_beside() -> None:
+    assert worlds.run(2, lane_kind) == [ThreadLane.__name__] * 2
+
+
+def lost(world: World) -> str:
+    if world.rank == 1:
+        os._exit(1)
+    try:
+        for _ in range(3):
+            world.barrier()
+    except PeerLostError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.worlds
+def test_a_rank_that_dies_is_an_error_of_its_own_kind_on_the_others() -> None:
+    with pytest.raises(worlds.WorldError, match="rank 1 of 2: the process died") as caught:
+        worlds.run(2, lost)
+    assert caught.value.answers[0].startswith("lost another rank during an exchange (")
+    assert "\n" not in caught.value.answers[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "local_rank", "problem"),
+    [
+        ("cuda", 0, 0, "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto"),
+        ("auto", 2, 2, "placement.processes: 3 processes on this host but 2 CUDA devices; use at most 2, or "),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int, local_rank: int, problem: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UsageError) as caught:
+        choose_device(device, RankInfo(local_rank, 3, local_rank, 3, "torchrun"))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(problem)
+
+
+def test_ranks_share_devices_where_gloo_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    chosen = [choose_device("auto", RankInfo(rank, 3, rank, 3, "torchrun"), "gloo") for rank in range(3)]
+    assert chosen == taken == [torch.device("cuda", number) for number in (0, 1, 0)]
+    for backend in ("auto", "nccl"):
+        with pytest.raises(UsageError, match=r"3 processes on this host but 2 CUDA devices.*placement\.backend=gloo"):
+            choose_device("auto", RankInfo(2, 3, 2, 3, "torchrun"), backend)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^placement\.backend: nccl asked for, but this run is on the CPU"):
+        choose_device("cpu", RankInfo(0, 1, 0, 1, "none"), "nccl")
+
+
+@pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cpu", 4), ("auto", 0)])
+def test_the_cpu_is_taken_where_asked_for_or_where_there_is_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert choose_device(device, RankInfo(0, 1, 0, 1, "none")) == CPU  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_variables_for_several_hosts_hold_for_no_run_of_our_own_on_one(own: bool, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    _stay_on_this_host(own)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if own else "ib0")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"

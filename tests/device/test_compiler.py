@@ -1,0 +1,68 @@
+"""What torch.compile builds kernels with is checked before a run, and is in its fingerprint."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.device import compiler, machine
+from lockstep.errors import UsageError
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match="there is no no-such-compiler on this host; install it"):
+        compiler.check_compiler(gpu=False)
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_compiler_that_is_switched_off_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UsageError, match=f"{name} is 1, which makes torch compute uncompiled"):
+        compiler.check_compiler(gpu=False)
+
+
+def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P4")
+    monkeypatch.setattr(compiler, "_triton", lambda: "3.7")
+    monkeypatch.setenv("CC", "sh")
+    with pytest.raises(UsageError, match=r"capability 7\.0 and later, and Tesla P4 has 6\.1"):
+        compiler.check_compiler(gpu=True)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="a C compiler builds, and there is none"):
+        compiler.check_compiler(gpu=True)
+    monkeypatch.setattr(compiler, "_triton", lambda: None)
+    with pytest.raises(UsageError, match="compiles for CUDA with Triton, which is not installed here; pip install"):
+        compiler.check_compiler(gpu=True)
+
+
+def test_a_setting_that_changes_kernels_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    before = machine.numerics(cpu, compiled=True)
+    assert set(before) - set(machine.numerics(cpu)) == {"compile", "compiler"}
+    compiler.prepare({})  # which makes settings of its own
+    assert machine.numerics(cpu, compiled=True) == before
+    with monkeypatch.context() as patched:
+        patched.setattr("torch._inductor.config.max_autotune", True)  # which we set
+        assert machine.numerics(cpu, compiled=True) == before
+    for setting, value in (
+        ("torch._inductor.config.split_reductions", False),
+        ("torch._dynamo.config.specialize_float", True),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(setting, value)
+            changed = machine.numerics(cpu, compiled=True)
+        assert [line.partition(":")[0] for line in machine.numerics_differences(before, changed)] == ["compile"]
+
+
+def test_what_another_machine_built_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    folders = []
+    for fingerprint in ({"cpu": "old"}, {"cpu": "new"}, {"cpu": "old"}):
+        compiler.prepare(fingerprint)
+        folders.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    assert folders[0] == folders[2] != folders[1]
+    assert {folder.parent for folder in folders} == {tmp_path}

@@ -1,0 +1,34 @@
+"""Freed memory stays with the process: using it again costs no page faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own, because the setting cannot be taken back.
+PROGRAM = """
+import resource, sys
+from lockstep.device.memory import keep_freed_memory
+
+def use():
+    return len([bytearray(8 << 20) for _ in range(12)])
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+use(), use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(word: str) -> int:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, word], capture_output=True, text=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")
+def test_memory_is_kept() -> None:
+    assert page_faults("keep") < 100 < page_faults("leave")

@@ -1,0 +1,56 @@
+"""Speed is samples, and what they weigh, over seconds since the last look; memory is the most that was held."""
+
+import resource
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.device.meter import Meter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
+def test_samples_and_weight_over_seconds_since_the_last_read(clock: Clock) -> None:
+    meter = Meter(torch.device("cpu"))
+    meter.add(30, 3000)
+    meter.add(10, 200)
+    clock.now += 4.0
+    assert meter.read() == (10.0, 800.0)
+    meter.add(6, 6)
+    clock.now += 2.0
+    assert meter.read() == (3.0, 3.0)
+
+
+def test_what_is_not_training_is_left_out(clock: Clock) -> None:
+    meter = Meter(torch.device("cpu"))
+    clock.now += 50.0
+    meter.restart()
+    meter.add(8, 16)
+    clock.now += 2.0
+    assert meter.read() == (4.0, 8.0)
+
+
+def test_nothing_trained_is_no_speed(clock: Clock) -> None:
+    assert Meter(torch.device("cpu")).read() == (0.0, 0.0)  # no time has passed either
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    meter = Meter(torch.device("cpu"))
+    held = np.ones(60_000_000, np.uint8)
+    assert meter.peak_bytes() >= held.nbytes
+    assert meter.peak_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

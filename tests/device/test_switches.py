@@ -1,0 +1,41 @@
+"""Variables that change what kernels compute are recorded where they count, and refused where a recipe forbids it."""
+
+import pytest
+import torch
+
+from lockstep.device.switches import NONE, check_switches, recorded
+from lockstep.errors import UsageError
+
+VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED")
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "CUBLAS_WORKSPACE_CONFIG", "TIMM_FUSED_ATTN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_what_is_set_is_recorded_where_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded(torch.device("cuda")) == NONE
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
+    assert recorded(torch.device("cuda")) == "TIMM_FUSED_ATTN=0 CUBLAS_WORKSPACE_CONFIG=:16:8"
+    assert recorded(torch.device("cpu")) == "TIMM_FUSED_ATTN=0"
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_what_would_break_fp32_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    check_switches("fp32")
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UsageError, match=name):
+        check_switches("fp32")
+
+
+def test_tf32_may_be_forced_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    check_switches("tf32")
+    check_switches("bf16")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    with pytest.raises(UsageError, match="forbids it"):
+        check_switches("tf32")

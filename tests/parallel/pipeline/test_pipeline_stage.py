@@ -1,0 +1,188 @@
+"""A stage alone, without ranks: gradients of what crosses, of weights, and of what hangs on neither."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.p2p import Values
+from lockstep.parallel.pipeline.stage import Stage
+
+
+class Uneven(nn.Module):
+    """Two inputs, of which one is used at times, and an output that hangs on a weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.added = nn.Parameter(torch.randn(3, 4))
+        self.turned = nn.Parameter(torch.randn(4, 3))
+        self.alone = nn.Parameter(torch.randn(4))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor, y: Tensor, number: Tensor) -> list[Tensor]:
+        z = (x + self.added + self.turned.t()) @ self.weight
+        if number > 0:
+            z = z + y.mul_(2.0).square()
+        return [z, self.alone * 2, number + 1, y]
+
+
+class Token(nn.Module):
+    """A weight that meets the input twice, once through a computation with weights of its own, as class tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.norm = nn.LayerNorm(4)
+        self.mix = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(len(x), -1, -1)
+        mixed = self.mix(self.norm(torch.cat([token, x], dim=1))).tanh()
+        return token + self.scale * mixed.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weight_that_meets_the_input_twice_can_wait_too(recompute: bool) -> None:
+    torch.manual_seed(0)
+    model = Token()
+    inputs, gradient = torch.randn(3, 2, 4), torch.randn(3, 1, 4)
+    found = []
+    for split in (False, True):
+        stage = Stage(model, recompute)
+        stage.forward(0, [inputs.clone().requires_grad_()], 3, lambda values: [model(*values)])
+        if split:
+            back = stage.backward_input(0, [gradient])
+            assert all(parameter.grad is None for parameter in stage.parameters)
+            stage.backward_weight(0)
+        else:
+            back = stage.backward(0, [gradient])
+        stage.add_gradients(1, None)
+        found.append([*back, *[parameter.grad for parameter in stage.parameters]])
+        model.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
+def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor | None]], list[Tensor]]:
+    """Do two micro-batches, the second one's forward before the first one's backward."""
+    torch.manual_seed(0)
+    model = Uneven()
+    stage = Stage(model, recompute)
+
+    def compute(values: Values) -> Sequence[Tensor]:
+        outputs: list[Tensor] = model(*values)
+        return outputs
+
+    for number in range(2):
+        inputs: Values = [torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_(), torch.tensor(number)]
+        outputs = stage.forward(number, inputs, 3, compute)
+        assert [output.requires_grad for output in outputs] == [True, True, False, True]
+        assert all(output.is_leaf for output in outputs)
+    back: list[list[Tensor | None]] = []
+    for number in range(2):
+        gradients: Values = [
+            torch.randn(3, 4),
+            torch.randn(4) if alone else None,
+            None,
+            None if number else torch.randn(3, 4),
+        ]
+        if split:
+            back.append(stage.backward_input(number, gradients))
+        else:
+            back.append(stage.backward(number, gradients))
+    if split:
+        for number in range(2):
+            stage.backward_weight(number)
+    stage.add_gradients(2, None)
+    sums = []
+    for parameter in stage.parameters:
+        assert parameter.grad is not None
+        sums.append(parameter.grad)
+    return back, sums
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("split", "recompute"), [(True, False), (False, True), (True, True)])
+def test_every_way_back_gives_the_same_gradients(split: bool, recompute: bool, alone: bool) -> None:
+    expected_back, expected = stepped(False, False, alone)
+    back, sums = stepped(split, recompute, alone)
+    for expected_values, values in zip(expected_back, back, strict=True):
+        for one, other in zip(expected_values, values, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (torch.equal(one, other) and one.stride() == other.stride())
+    for one, other in zip(expected, sums, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+
+
+def test_the_gradients_are_those_of_autograd() -> None:
+    back, sums = stepped(False, False, True)
+    assert [[each is None for each in values] for values in back] == [[False, False, True], [False, False, True]]
+    torch.manual_seed(0)
+    model = Uneven()
+    inputs = [[torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_()] for _ in range(2)]
+    for number, values in enumerate(inputs):
+        entered = [value.clone() for value in values]
+        outputs = model(*entered, torch.tensor(number))
+        gradients = [torch.randn(3, 4), torch.randn(4), None if number else torch.randn(3, 4)]
+        pairs = [(o, g) for o, g in zip([outputs[0], outputs[1], outputs[3]], gradients, strict=True) if g is not None]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        for value, found in zip(values, back[number], strict=False):
+            assert value.grad is not None
+            assert found is not None
+            torch.testing.assert_close(found, value.grad)
+    for parameter, found in zip(model.parameters(), sums, strict=True):
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_a_weight_adds_is_not_what_travels_back() -> None:
+    """The gradient of a bias as large as the input is the very tensor that the stage before is given."""
+    model = Uneven()
+    stage = Stage(model)
+
+    def compute(values: Values) -> Sequence[Tensor]:
+        (x,) = values
+        assert x is not None
+        return [x + model.added]
+
+    given = []
+    for number in range(2):
+        stage.forward(number, [torch.randn(3, 4).requires_grad_()], 3, compute)
+        given += stage.backward_input(number, [torch.ones(3, 4)])
+        stage.backward_weight(number)
+    stage.add_gradients(2, None)
+    assert torch.equal(model.added.grad, torch.full((3, 4), 2.0))  # type: ignore[arg-type]
+    assert all(torch.equal(each, torch.ones(3, 4)) for each in given if each is not None)
+
+
+class Held:
+    """A tensor that autograd keeps; `count` says how many there are."""
+
+    def __init__(self, count: list[int], tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # with its graph it would keep itself alive
+        self._count = count
+        count[0] += 1
+
+    def __del__(self) -> None:
+        self._count[0] -= 1
+
+
+@pytest.mark.parametrize(("recompute", "some"), [(False, True), (True, False)])
+def test_recomputation_holds_no_activations(recompute: bool, some: bool) -> None:
+    count = [0]
+    layer = nn.Linear(4, 4)
+    stage = Stage(layer, recompute)
+
+    def compute(values: Values) -> Sequence[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(partial(Held, count), lambda held: held.tensor):
+            outputs: Tensor = layer(values[0]).relu()
+        return [outputs]
+
+    stage.forward(0, [torch.randn(3, 4).requires_grad_()], 3, compute)
+    assert (count[0] > 0) is some
+    stage.backward(0, [torch.ones(3, 4)])
+    assert count[0] == 0

@@ -1,0 +1,155 @@
+"""Workers on this machine, and which of them is blamed; tests/commands lets runs fail."""
+
+import errno
+import multiprocessing
+import multiprocessing.util
+import os
+import pickle
+import resource
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.errors import EXIT_FAILED, EXIT_PREFLIGHT, PreflightError, TrainingError
+from lockstep.ranks.agent import End, cause, run_workers
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.meeting import Meeting
+from lockstep.run import training
+from lockstep.run.session import Start
+
+
+def note(folder: Path, meeting: Meeting) -> int:
+    """Be a worker that says who it is, and what rank 0 told it."""
+    info = meeting.info
+    (folder / str(info.rank)).write_text(f"{info.size} {info.local_rank} {meeting.tell('hello')}")
+    return info.rank
+
+
+def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
+    assert run_workers(partial(note, tmp_path), 2, "spawn", 60.0) == 1
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 hello", "2 1 hello"]
+
+
+def stay(failing: Path, meeting: Meeting) -> int:
+    """Be a worker that fails, with no room for its words in any file, or one that is stopped and so does not end."""
+    if meeting.info.rank == 0:
+        meeting.tell("")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        failing.touch()
+        raise TrainingError("gone wrong")
+    meeting.tell()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def test_a_stopped_worker_does_not_outlive_a_failure_for_long(tmp_path, capsys):
+    failing = tmp_path / "failing"
+    assert run_workers(partial(stay, failing), 2, "fork", 60.0, tmp_path) == 1
+    assert time.time() - failing.stat().st_mtime < 25  # torch alone would wait for 30 s
+    said = capsys.readouterr().err
+    assert said.startswith("[rank 0 of 2, ")
+    assert said.endswith("] error: gone wrong\n")
+
+
+def leave(leaving: tuple[int, ...], meeting: Meeting) -> int:
+    """Be a worker that waits for rank 0, or leaves without a word."""
+    if meeting.info.rank in leaving:
+        os._exit(0)
+    meeting.tell()
+    return 0
+
+
+@pytest.mark.parametrize("leaving", [(0,), (0, 1)])
+def test_a_worker_that_exits_with_0_before_its_work_is_done_has_failed(leaving, capsys):
+    assert run_workers(partial(leave, leaving), 2, "fork", 60.0) == EXIT_FAILED
+    said = capsys.readouterr().err
+    assert "] error: exited with code 0 before its work was done; the other ranks were stopped" in said
+    assert said.startswith("[rank 0 of 2, ") or leaving == (0, 1)
+
+
+def test_a_worker_that_crashes_after_its_work_was_done_has_done_it(capsys):
+    assert run_workers(crash_at_exit, 2, "fork", 60.0) == 0
+    assert capsys.readouterr().err == ""
+
+
+def crash_at_exit(_: Meeting) -> int:
+    multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGKILL), exitpriority=1)
+    return 0
+
+
+LOST = Failure(0, 3, "a", "error: lost another rank", secondary=True, time=1.0)
+OWN = Failure(0, 3, "a", "error: gone wrong", time=3.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ([End(0, 0, 1.0, result=0), End(1, 0, 1.0, result=75)], None),
+        ([End(0, 1, 1.0, failure=LOST), End(1, -9, 2.0)], 1),  # killed, and seen late
+        ([End(0, 1, 1.0, failure=LOST), End(1, 0, 2.0)], 1),  # os._exit(0)
+        ([End(0, 1, 1.0, failure=LOST), End(1, 1, 3.1, failure=OWN)], 1),
+        ([End(0, -6, 3.2), End(1, -9, 2.0), End(2, 1, 3.1, failure=OWN)], 1),
+        ([End(0, -6, 3.2), End(1, 1, 3.3, failure=OWN)], 1),  # it is the time of the error that counts
+        ([End(0, 0, 5.0, result=0), End(1, 1, 1.0, failure=LOST)], 1),  # nobody knows more
+    ],
+)
+def test_the_cause_is_the_first_failure_that_is_no_lost_peer(ends: list[End], first: int | None) -> None:
+    found = cause(ends)
+    assert (found.rank if found else None) == first
+
+
+def limited(kind: int, room: int) -> None:
+    """Start workers where the user may have only so much more of a thing."""
+    signal.alarm(60)  # it must not hang
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    resource.setrlimit(kind, (room, room))
+    try:
+        run_workers(partial(leave, ()), 8, "fork", 60.0)
+    except PreflightError as error:
+        os.write(2, error.told.encode())
+        os._exit(error.exit_code)
+
+
+def test_a_limit_on_open_files_is_named(capfd):
+    starting = multiprocessing.get_context("fork").Process(target=limited, args=(resource.RLIMIT_NOFILE, 32))
+    starting.start()
+    starting.join()
+    said = capfd.readouterr().err
+    assert starting.exitcode == EXIT_PREFLIGHT, said
+    assert "Too many open files: a process may open no more files (ulimit -n); now at most 32 files" in said
+
+
+def test_a_worker_that_cannot_be_started_ends_those_that_were(monkeypatch):
+    fork, forks = os.fork, []
+
+    def fork_once() -> int:
+        if forks:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        forks.append(fork())
+        return forks[0]
+
+    monkeypatch.setattr(os, "fork", fork_once)
+    with pytest.raises(PreflightError, match=r"cannot start rank 1: .* may have no more processes \(ulimit -u\)"):
+        run_workers(partial(leave, ()), 3, "fork", 60.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(forks[0], 0)
+
+
+def test_a_loopback_interface_that_is_down_is_named_at_once(monkeypatch):
+    def unreachable(*_args, **_options):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(PreflightError, match=r"the loopback interface does not work \(Network is unreachable\)"):
+        run_workers(partial(leave, ()), 2, "fork", 60.0)
+
+
+def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():
+    start = Start(Path("run"), None)
+    sent = partial(training._train, load("digits"), start, None, None)
+    assert pickle.loads(pickle.dumps(sent)).args[1] == start  # noqa: S301

@@ -1,0 +1,79 @@
+"""What is said of a rank that failed, and by whom; tests/commands lets ranks fail."""
+
+import errno
+from dataclasses import replace
+
+import pytest
+
+from lockstep.comm.peers import PeerLostError
+from lockstep.core.rank import RankInfo
+from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
+from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
+from lockstep.ranks.member import _to_say
+from lockstep.ranks.voice import Voice
+
+OWN = RankInfo(1, 4, 1, 2, "slurm")
+FAILURE = Failure(1, 4, "a", "Traceback (most recent call last):\n  in x\nValueError: no", log="logs/rank-1.log")
+
+
+def test_a_failure_tells_who_what_and_where_to_read_on() -> None:
+    assert FAILURE.words == (
+        "[rank 1 of 4, a] Traceback (most recent call last):\n  in x\nValueError: no\n  its log: logs/rank-1.log"
+    )
+    assert FAILURE.line == "[rank 1 of 4, a] ValueError: no"
+    assert replace(FAILURE, text="error: a\nb", log="").line == "[rank 1 of 4, a] error: a"
+    assert from_json(FAILURE.to_json()) == FAILURE
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "code", "secondary"),
+    [
+        (UsageError("no"), "error: no", 2, False),
+        (ConfigError(["a", "b"]), "error: 2 problems\na\nb", 2, False),
+        (TrainingError("no"), "error: no", 1, False),
+        (PeerLostError("gone"), "error: gone", 1, True),
+        (
+            PeerFailedError(replace(FAILURE, exit_code=2)),
+            f"error: ended, because another rank failed: {FAILURE.line}",
+            2,
+            True,
+        ),
+    ],
+)
+def test_an_error_of_ours_is_told_by_its_words(error: Exception, text: str, code: int, secondary: bool) -> None:
+    failure = failure_of(error, OWN, Voice(OWN))
+    assert (failure.text, failure.exit_code, failure.secondary, failure.rank) == (text, code, secondary, 1)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("/gloo/device.cc: Too many open files")]
+)
+def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
+    lost = PeerLostError("lost another rank")
+    lost.__cause__ = error
+    for each in (error, lost):
+        failure = failure_of(each, OWN, Voice(OWN))
+        assert failure.text.startswith("error: Too many open files: a process may open no more files (ulimit -n); now")
+        assert (failure.exit_code, failure.secondary) == (EXIT_PREFLIGHT, False)
+
+
+def test_any_other_error_comes_with_its_traceback() -> None:
+    text = failure_of(ZeroDivisionError("x"), OWN, Voice(OWN)).text
+    assert text.endswith("ZeroDivisionError: x")
+
+
+def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
+    elsewhere = replace(FAILURE, secondary=True)
+    on_host = [RankInfo(rank, 4, rank % 2, 2, "slurm") for rank in range(4)]
+    assert _to_say(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
+    said = [_to_say(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
+    assert said == [[f"rank 0 ends with it: {FAILURE.line}"], [f"rank 2 ends with it: {FAILURE.line}"], []]
+
+
+def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_terminals_of_their_own() -> None:
+    own = replace(FAILURE, rank=2)
+    other = replace(own, text="error: another")
+    by_slurm, by_hand = RankInfo(2, 4, 0, 2, "slurm"), RankInfo(2, 4, 0, 2, "environment")
+    assert _to_say(by_slurm, own, FAILURE) == []
+    assert _to_say(by_hand, own, FAILURE) == [own.words]
+    assert _to_say(by_slurm, other, FAILURE) == [other.words]

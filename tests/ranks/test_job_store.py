@@ -1,0 +1,137 @@
+"""What is believed of the values at a store that anybody may reach."""
+
+import json
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.ranks.job_store import LONGEST, JobStore, UntrustedError, fields, text, whole
+
+SECRET = b"of this job, and nobody else's"
+
+
+@pytest.fixture
+def raw() -> Any:
+    return dist.HashStore()
+
+
+def as_is(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("secret", [SECRET, b""], ids=["signed", "unsigned"])
+def test_values_come_back_as_they_were_set(raw: Any, secret: bytes) -> None:
+    store = JobStore(raw, secret).part("start")
+    for value in ({"a": [1, 2.5, None, True]}, "Grüße \udcff \x1b", 7, ""):
+        store.set("key", value)
+        assert store.read("key", as_is) == value
+        assert store.read_all(["key", "key"], as_is) == [value, value]
+    assert store.read_all([], as_is) == []
+
+
+def refused(store: JobStore, key: str = "key") -> str:
+    with pytest.raises(UntrustedError) as caught:
+        store.read(key, as_is)
+    [found] = store.read_all([key], as_is)
+    assert str(found) == str(caught.value)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_what_another_job_or_nobody_signed_is_refused(raw: Any) -> None:
+    store = JobStore(raw, SECRET)
+    for stranger in (JobStore(raw, b"of another job altogether"), JobStore(raw, b"")):
+        stranger.set("key", "go")
+        assert "'key' is not signed with the secret of this job; give all ranks the same LOCKSTEP_JOB_SEC" in refused(
+            store
+        )
+    for value in ("", " ", "-", '"go"', "0" * 64 + ' "go"', "\x1b[2J"):
+        raw.set("key", value)
+        assert "is not signed with the secret of this job" in refused(store)
+
+
+def test_a_rank_without_the_secret_says_that_it_has_none(raw: Any) -> None:
+    JobStore(raw, SECRET).set("key", "go")
+    assert "'key' is signed, and this rank has no secret of the job; give all" in refused(JobStore(raw, b""))
+
+
+def test_a_signed_value_holds_for_its_key_and_its_start_alone(raw: Any) -> None:
+    store = JobStore(raw, SECRET).part("start")
+    store.set("here 1", "go")
+    sealed = raw.get("start/here 1").decode()
+    for key in ("start/here 2", "later/here 1", "here 1", "start/here 1 "):
+        raw.set(key, sealed)
+    refused(store, "here 2")
+    refused(store, "here 1 ")
+    refused(JobStore(raw, SECRET).part("later"), "here 1")
+    refused(JobStore(raw, SECRET), "here 1")
+    raw.set("start/here 1", sealed.replace("go", "no"))
+    refused(store, "here 1")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "go", "{", "[" * 100_000, "1" * 100_000, "\xff", "nan", '"' + "x" * LONGEST + '"'],
+    ids=["empty", "word", "half", "deep", "number", "bytes", "nan", "long"],
+)
+def test_without_a_secret_form_and_length_are_checked(raw: Any, value: str) -> None:
+    raw.set("key", f"- {value}")
+    found = refused(JobStore(raw, b""))
+    assert ("bytes long" in found) == (len(value) > LONGEST)
+    assert "; if another run meets there, choose another port" in found
+
+
+def test_what_a_caller_cannot_parse_is_refused(raw: Any) -> None:
+    store = JobStore(raw, SECRET)
+    store.set("key", "-1")
+    with pytest.raises(UntrustedError, match="'key' has not the form in which ranks of this version write it"):
+        store.read("key", whole)
+
+
+def test_nothing_longer_than_others_read_is_set(raw: Any) -> None:
+    store = JobStore(raw, SECRET)
+    store.set("key", "x" * (LONGEST - 2))
+    assert len(store.read("key", text)) == LONGEST - 2
+    with pytest.raises(ValueError, match="key: 131,073 bytes are more than the 131,072 that ranks may write"):
+        store.set("key", "x" * (LONGEST - 1))
+
+
+def test_what_comes_first_stays_unless_a_stranger_wrote_it(raw: Any) -> None:
+    store = JobStore(raw, SECRET)
+    raw.set("failure", "- 0")
+    assert [store.settle("failure", value, text) for value in ("first", "second")] == ["first", "first"]
+    assert store.read("failure", text) == "first"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        "a",
+        {},
+        {"rank": 1},
+        {"rank": 1, "host": "a", "more": 1},
+        {"rank": True, "host": "a"},
+        {"rank": "1", "host": "a"},
+        {"rank": 1.0, "host": "a"},
+        {"rank": 1, "host": None},
+    ],
+    ids=json.dumps,
+)
+def test_fields_are_just_those_of_just_these_types(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        fields(value, {"rank": int, "host": str})
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, 4, 10**30])
+def test_whole_numbers_are_within_their_limits(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected a whole number from 0 to 3"):
+        whole(value, most=3)
+
+
+@pytest.mark.parametrize("value", [1, None, ["a"], "a\0b"])
+def test_text_is_text(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected text"):
+        text(value)

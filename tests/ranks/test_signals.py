@@ -1,0 +1,100 @@
+"""The first request to stop is kept for a step boundary; a second Ctrl-C ends at once."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
+from lockstep.ranks.signals import EXIT_CODES, WISHES, StopRequest, stopping
+
+TRAINER = """
+import time
+from lockstep.parent import die_with_parent
+from lockstep.ranks.signals import StopRequest
+die_with_parent()
+stop = StopRequest()
+print("ready", flush=True)
+before = 0
+while True:
+    wish = stop.wish
+    if wish != before:
+        print(f"wish {wish}", flush=True)
+    before = wish
+    time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    before = {number: signal.getsignal(number) for number in stopping()}
+    yield StopRequest()
+    for number, action in before.items():
+        signal.signal(number, action)
+
+
+def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
+    assert stop.wish == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wish"),
+    [
+        ([signal.SIGUSR1], 1),
+        ([signal.SIGUSR1, signal.SIGUSR1], 1),
+        ([signal.SIGHUP], 2),
+        ([signal.SIGTERM], 3),
+        ([signal.SIGTERM, signal.SIGUSR1], 3),
+        ([signal.SIGTERM, signal.SIGTERM], 3),
+        ([signal.SIGINT], 4),
+        ([signal.SIGTERM, signal.SIGINT], 4),
+        ([signal.SIGINT, signal.SIGTERM], 4),  # somebody at the terminal wins
+    ],
+)
+def test_the_strongest_wish_is_kept(stop: StopRequest, numbers: list[signal.Signals], wish: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert stop.wish == wish
+
+
+def test_wishes_have_names_and_exit_codes() -> None:
+    assert {WISHES[wish]: EXIT_CODES[WISHES[wish]] for wish in (1, 2, 3, 4)} == {
+        "SIGUSR1": EXIT_SAVED,
+        "SIGHUP": EXIT_SAVED,
+        "SIGTERM": EXIT_SAVED,
+        "SIGINT": EXIT_INTERRUPTED,
+    }
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stopping()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in stopping()
+
+
+@pytest.fixture
+def trainer() -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> None:
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "ready\n"
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.stdout.readline() == "wish 3\n"
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.stdout.readline() == "wish 4\n"
+    assert trainer.poll() is None
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.wait(10) == EXIT_INTERRUPTED

@@ -1,0 +1,366 @@
+"""What somebody can do who reaches the store at which the ranks of a job meet, and writes there whatever they like."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+from waiting import until
+
+from lockstep.core.rank import RankInfo
+from lockstep.errors import LockstepError, UsageError
+from lockstep.ranks import failure, heartbeat, stall
+from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
+from lockstep.ranks.heartbeat import Beat, Heartbeat
+from lockstep.ranks.job_store import JobStore, UntrustedError
+from lockstep.ranks.meeting import Meeting, differences
+from lockstep.ranks.stall import StallWatch
+
+SECRET = b"of this job, and nobody else's"
+FORGED = Failure(1, 2, "b", "error: disk full", exit_code=75)
+
+
+def end(_: Meeting, failure: Failure) -> NoReturn:
+    raise AssertionError(failure.words)
+
+
+def started(
+    work: Callable[[Meeting], Any], secrets: tuple[bytes, bytes] = (SECRET, SECRET), timeout_s: float = 20.0
+) -> list[Any]:
+    """Do `work` in two ranks that meet by a port, the first of them where it listens; return what they return."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def one(rank: int) -> Any:
+        info = RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port)
+        meeting = Meeting(info, timeout_s, end, secrets[rank])
+        try:
+            meeting.join("env://")
+            result = work(meeting)
+        except LockstepError as error:
+            result = error
+        meeting.leave()
+        return result
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+def stranger(meeting: Meeting) -> Any:
+    """Return a connection to the part of the store where the ranks have met, for raw values."""
+    assert meeting.store is not None
+    return meeting.store.unsigned.clone()
+
+
+def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(meeting: Meeting) -> Failure | None:
+        if meeting.info.rank == 0:
+            stranger(meeting).set("failure", f"- {FORGED.to_json()}")
+        meeting.compare({"recipe": 1})
+        meeting.tell("folder")
+        return meeting.failed()
+
+    assert started(work) == [None, None]
+    said = [line for line in capfd.readouterr().err.splitlines() if "warning: ignored: " in line]
+    assert len(said) == 2  # once each
+    assert "where the ranks meet, 'failure' is not signed with the secret of this job" in said[0]
+
+
+def test_a_failure_of_a_rank_is_heard_though_a_stranger_was_first() -> None:
+    def work(meeting: Meeting) -> Failure | None:
+        if meeting.info.rank == 0:
+            stranger(meeting).set("failure", f"- {FORGED.to_json()}")
+            stranger(meeting).add("failures", 7)
+            return meeting.fail(Failure(0, 2, "a", "error: no such file", exit_code=2))
+        meeting.compare({})  # for which rank 0 does not come
+        return None
+
+    own, heard = started(work)
+    assert isinstance(heard, PeerFailedError)
+    assert (own.text, heard.failure.text, heard.exit_code) == ("error: no such file", "error: no such file", 2)
+
+
+def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escapes() -> None:
+    def work(meeting: Meeting) -> Any:
+        text = "error: \x1b[2J\x1b]0;owned\x07\u202e\rdisk full"
+        if meeting.info.rank == 0:
+            stranger(meeting).set("failure", f"- {json.dumps(asdict(FORGED) | {'exit_code': 0})}")
+            meeting.compare({})
+            forged = asdict(FORGED) | {"text": text, "host": "b\n\x1b[1A", "log": "\x9b1A"}
+            stranger(meeting).set("failure", f"- {json.dumps(forged)}")
+        else:
+            meeting.compare({})
+        until(lambda: meeting.failed() is not None)
+        return meeting.failed()
+
+    for found in started(work, (b"", b"")):
+        assert found.exit_code == 75
+        assert found.words == (
+            "[rank 1 of 2, b\\n\\x1b[1A] error: \\x1b[2J\\x1b]0;owned\\x07\\u202e\\rdisk full\n  its log: \\x9b1A"
+        )
+        assert "\x1b" not in found.line
+
+
+@pytest.mark.parametrize(("key", "value"), [("here 1", {"size": 2, "host": "b"}), ("begin", {"size": 2, "hosts": []})])
+def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) -> None:
+    """Both ranks stop: who overwrites what is needed can keep a run from starting, and no more than that."""
+    sealed = f"- {json.dumps(value)}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    infos = [RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port) for rank in range(2)]
+    first, other = (Meeting(info, 2.0, end, SECRET) for info in infos)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(first.join, "env://")
+        until(lambda: first.store is not None and first.store.has("here 0"))
+        stranger(first).set(key, sealed)
+        with pytest.raises(UsageError, match=f"where the ranks meet, '{key}' is not signed with the secret of this"):
+            joining.result() if key == "here 1" else other.join("env://")
+
+
+@pytest.mark.parametrize(
+    "secrets", [(SECRET, b""), (b"", SECRET), (SECRET, b"x" * 16)], ids=["1 none", "0 none", "two"]
+)
+def test_ranks_with_different_secrets_say_so_at_once(secrets: tuple[bytes, bytes]) -> None:
+    missing, error = started(lambda _: None, secrets, timeout_s=1.5)
+    assert isinstance(error, UntrustedError)
+    assert "'lockstep start' is" in str(error)
+    assert "; give all ranks the same LOCKSTEP_JOB_SECRET, or none; if another run meets there, " in str(error)
+    assert "rank 1" in str(missing)
+
+
+def test_a_start_of_a_job_with_another_secret_is_waited_out(tmp_path: Any) -> None:
+    """What a killed run left in a file that is used again is not ours, and no reason to give up."""
+    place = f"file://{tmp_path}/meet"
+    JobStore(dist.FileStore(f"{tmp_path}/meet", 2), b"of the job before this one").set("lockstep start", "ab" * 16)
+    infos = [RankInfo(rank, 2, rank, 2, "environment") for rank in range(2)]
+    first, other = (Meeting(info, 20.0, end, SECRET) for info in infos)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(other.join, place)
+        threading.Event().wait(0.3)
+        first.join(place)
+        joining.result(10)
+    assert first.hosts == other.hosts
+
+
+def test_later_starts_and_ranks_that_are_not_there_change_nothing() -> None:
+    def work(meeting: Meeting) -> Failure | None:
+        raw = stranger(meeting)
+        if meeting.info.rank == 0:
+            for key in ("here -1", "here 2", "beat -1", "beat 2", "compare -1 0", "compare 99 verdict", "tell 99 0"):
+                raw.set(key, "- {}")
+            base = dist.TCPStore(meeting.info.master, meeting.info.port, None, False, wait_for_workers=False)  # type: ignore[arg-type]
+            base.set("lockstep start", f'- "{"cd" * 16}"')
+            base.set(f"{'cd' * 16}/failure", f"- {FORGED.to_json()}")
+        meeting.compare({"recipe": 1})
+        return meeting.failed()
+
+    assert started(work) == [None, None]
+
+
+def test_what_ranks_compare_and_tell_is_believed_of_ranks_alone() -> None:
+    def work(meeting: Meeting) -> Any:
+        if meeting.info.rank == 1:
+            meeting.compare({})
+            return meeting.tell()
+        raw = stranger(meeting)
+        meeting.compare({})
+        raw.set("tell 2 0", '- "/of/a/stranger"')
+        raw.wait(["tell 2 0"], timedelta(seconds=5))
+        return None
+
+    _, error = started(work)
+    assert isinstance(error, UntrustedError)
+    assert "'tell 2 0' is not signed" in str(error)
+
+
+def test_facts_of_ranks_are_shown_without_escapes() -> None:
+    facts = {0: {"data": {"a": 1}}, 1: {"data": {"a": "\x1b[2J", "\x1b]0;": 2}}}
+    [line] = differences(facts, ["a", "b"])
+    assert "a: \\x1b[2J, not 1" in line
+    assert "\x1b" not in line
+
+    def work(meeting: Meeting) -> None:
+        meeting.compare({"data": ["\x1b"] * (1 + meeting.info.rank)})
+
+    for error in started(work):
+        assert isinstance(error, RanksDifferError)
+        assert "\x1b" not in str(error)
+
+
+def test_facts_that_are_too_long_to_send_are_compared_by_their_hash() -> None:
+    def work(meeting: Meeting) -> None:
+        meeting.compare({"classes": ["x" * 100] * 50_000, "samples": 5})
+        meeting.compare({"classes": ["x" * 100] * 50_000 + ["y"] * meeting.info.rank, "samples": 5})
+
+    for error in started(work):
+        assert isinstance(error, RanksDifferError)
+        assert str(error).startswith("classes: rank 1 (")
+        assert len(str(error)) < 300
+
+
+GOOD = json.loads(FORGED.to_json())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"exit_code": 0},
+        {"exit_code": 256},
+        {"exit_code": -9},
+        {"exit_code": True},
+        {"rank": -1},
+        {"rank": 2},
+        {"size": 0},
+        {"rank": 10**30, "size": 10**31},
+        {"text": None},
+        {"text": ["a"]},
+        {"host": 1},
+        {"time": float("nan")},
+        {"time": 1},
+        {"secondary": "yes"},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_failure_is_refused(wrong: dict[str, Any]) -> None:
+    assert failure.parsed(GOOD) == FORGED
+    with pytest.raises(ValueError, match="expected"):
+        failure.parsed(GOOD | wrong)
+
+
+def test_a_failure_that_is_too_long_keeps_its_ends() -> None:
+    long = Failure(0, 1, "a", "first\n" + "\x1b" * 20_000 + "\nlast")
+    assert len(long.text) == 8_000
+    assert long.text.startswith("first\n\\x1b")
+    assert long.text.endswith("\\x1b\nlast")
+    assert " characters ...\n" in long.text
+    assert failure.from_json(long.to_json()) == long
+
+
+BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"look": -1},
+        {"look": "3"},
+        {"look": 10**30},
+        {"peak": -1},
+        {"peak": 1.5},
+        {"doing": None},
+        {"left": 1},
+        {"x": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
+    assert heartbeat.parsed(BEAT | {"doing": "\x1b[2J"}).doing == "\\x1b[2J"
+    with pytest.raises(ValueError, match="expected"):
+        heartbeat.parsed(BEAT | wrong)
+
+
+def test_only_a_later_beat_of_a_rank_is_a_sign_of_life() -> None:
+    """A stranger can write none, but can write again what a rank once wrote."""
+    watching = Heartbeat(Meeting(RankInfo(0, 2, 0, 2, "environment"), 20.0, end), 30.0)
+    watching._hear(1, Beat(5))
+    for found in (Beat(4), Beat(5), None, UntrustedError("beat 1", "is forged")):
+        before = watching._silent[1]
+        watching._hear(1, found)
+        assert watching._silent[1] == before + 1
+    watching._hear(1, Beat(6))
+    assert watching._silent[1] == 0
+    watching._hear(1, Beat(7, left=True))
+    watching._hear(1, Beat(7, left=True))
+    assert watching._silent[1] == 0
+
+
+def test_a_stranger_does_not_end_the_heartbeat() -> None:
+    """By the words of all ranks that they have left."""
+    ended = threading.Event()
+
+    def note(_: Meeting, failure: Failure) -> NoReturn:
+        if failure.rank == 1:
+            ended.set()
+        threading.Event().wait()  # a process would not go on
+        raise AssertionError
+
+    def work(meeting: Meeting) -> bool:
+        meeting._end = note
+        raw = stranger(meeting)
+        with Heartbeat(meeting, 2.0) as beating:
+            if meeting.info.rank == 1:
+                until(lambda: beating._looks > 1)
+                beating._over.set()
+                while not ended.wait(0.1):
+                    raw.set("beat 1", f"- {json.dumps(asdict(Beat(10**6, left=True)))}")
+                return True
+            return ended.wait(15)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.ranks.alive.state", lambda _: "unknown")
+        assert started(work) == [True, True]
+
+
+ANSWER = {
+    "host": "b",
+    "doing": {"phase": "training", "step": 4},
+    "stack": ["a.py:1 f"],
+    "waits": None,
+    "record": "",
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": 1},
+        {"doing": {}},
+        {"doing": {"phase": "sleeping", "step": 4}},
+        {"doing": {"phase": "training", "step": -1}},
+        {"stack": []},
+        {"stack": [1]},
+        {"stack": "a"},
+        {"waits": 1},
+        {"waits": "no"},
+        {"record": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:
+    host, place = stall.parsed(ANSWER | {"host": "\x1b", "stack": ["\x1b:1 f"], "record": "\x1b"})
+    assert "\x1b" not in host + place.words + place.record + "".join(place.stack)
+    for value in (ANSWER | wrong, [], None):
+        with pytest.raises(ValueError, match="expected"):
+            stall.parsed(value)
+
+
+def test_a_stranger_does_not_make_ranks_report_where_they_are() -> None:
+    def work(meeting: Meeting) -> list[bool]:
+        reports: list[str] = []
+        with StallWatch(meeting, 0.4, reports.append):
+            if meeting.info.rank == 0:
+                stranger(meeting).add("stall 0 asked", 1)
+                stranger(meeting).set("stall 0 asked", "- 0")
+            threading.Event().wait(0.8)
+        assert meeting.store is not None
+        return [meeting.store.has(f"stall 0 answer {rank}") for rank in range(2)] + [bool(reports)]
+
+    assert started(work) == [[False, False, False]] * 2
+
+
+@pytest.mark.parametrize("found", [Beat(1), replace(Beat(1), process="boot ns host x 99")])
+def test_a_process_that_is_none_is_not_looked_for(found: Beat) -> None:
+    from lockstep.ranks import alive
+
+    numbers = alive.identity().rsplit(" ", 2)[0]
+    assert alive.state(found.process.replace("boot ns host", numbers)) == "unknown"
