@@ -27,9 +27,9 @@ def tell(report):
     print(report, flush=True)
     os._exit(7)
 
-meeting = met(RankInfo(int(sys.argv[1]), 2, 0, 1, "test"), "tcp://h0:29511", 30)
-with StallWatch(meeting, 1, tell):
-    open_world(meeting, torch.device("cpu"))
+rendezvous = met(RankInfo(int(sys.argv[1]), 2, 0, 1, "test"), "tcp://h0:29511", 30)
+with StallWatch(rendezvous, 1, tell):
+    open_world(rendezvous, torch.device("cpu"))
 """
 
 

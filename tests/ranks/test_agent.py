@@ -18,15 +18,15 @@ from lockstep.config.load import load
 from lockstep.errors import EXIT_FAILED, EXIT_PREFLIGHT, PreflightError, TrainingError
 from lockstep.ranks.agent import End, cause, run_workers
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
 from lockstep.run.session import Start
 
 
-def note(folder: Path, meeting: Meeting) -> int:
+def note(folder: Path, rendezvous: Rendezvous) -> int:
     """Be a worker that says who it is, and what rank 0 told it."""
-    info = meeting.info
-    (folder / str(info.rank)).write_text(f"{info.size} {info.local_rank} {meeting.tell('hello')}")
+    info = rendezvous.info
+    (folder / str(info.rank)).write_text(f"{info.size} {info.local_rank} {rendezvous.tell('hello')}")
     return info.rank
 
 
@@ -35,14 +35,14 @@ def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 hello", "2 1 hello"]
 
 
-def stay(failing: Path, meeting: Meeting) -> int:
+def stay(failing: Path, rendezvous: Rendezvous) -> int:
     """Be a worker that fails, with no room for its words in any file, or one that is stopped and so does not end."""
-    if meeting.info.rank == 0:
-        meeting.tell("")
+    if rendezvous.info.rank == 0:
+        rendezvous.tell("")
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         failing.touch()
         raise TrainingError("gone wrong")
-    meeting.tell()
+    rendezvous.tell()
     os.kill(os.getpid(), signal.SIGSTOP)
     return 0
 
@@ -56,11 +56,11 @@ def test_a_stopped_worker_does_not_outlive_a_failure_for_long(tmp_path, capsys):
     assert said.endswith("] error: gone wrong\n")
 
 
-def leave(leaving: tuple[int, ...], meeting: Meeting) -> int:
+def leave(leaving: tuple[int, ...], rendezvous: Rendezvous) -> int:
     """Be a worker that waits for rank 0, or leaves without a word."""
-    if meeting.info.rank in leaving:
+    if rendezvous.info.rank in leaving:
         os._exit(0)
-    meeting.tell()
+    rendezvous.tell()
     return 0
 
 
@@ -77,7 +77,7 @@ def test_a_worker_that_crashes_after_its_work_was_done_has_done_it(capsys):
     assert capsys.readouterr().err == ""
 
 
-def crash_at_exit(_: Meeting) -> int:
+def crash_at_exit(_: Rendezvous) -> int:
     multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGKILL), exitpriority=1)
     return 0
 

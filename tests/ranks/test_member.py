@@ -14,7 +14,7 @@ from lockstep.comm.peers import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.ranks import member
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 
 LOST = Failure(0, 4, "a", "error: rank 0, where the ranks met, has not answered")
 
@@ -31,27 +31,27 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", end)
 
 
-def meeting(rank: int, launcher: str = "slurm") -> Meeting:
+def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
     """Return a rank of two hosts with two ranks each; its store is gone."""
-    met = Meeting(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, member._end)
+    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, member._end)
     met.hosts = (*[met.voice.host] * 2, "b", "b") if rank < 2 else ("a", "a", *[met.voice.host] * 2)
     return met
 
 
 def test_one_rank_of_each_host_says_that_rank_0_is_gone() -> None:
-    said = {rank: member._to_say_unheard(meeting(rank), LOST) for rank in (1, 2, 3)}
+    said = {rank: member._to_say_unheard(rendezvous(rank), LOST) for rank in (1, 2, 3)}
     assert said == {1: [LOST.words], 2: [LOST.words], 3: []}
-    assert all(member._to_say_unheard(meeting(rank, "environment"), LOST) for rank in (1, 2, 3))
+    assert all(member._to_say_unheard(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
 
 
 def test_a_cause_of_its_own_is_said_by_any_rank() -> None:
     own = Failure(3, 4, "b", "error: disk full")
-    assert member._to_say_unheard(meeting(3), own) == [own.words]
-    assert member._to_say_unheard(meeting(3), replace(own, secondary=True)) == []
+    assert member._to_say_unheard(rendezvous(3), own) == [own.words]
+    assert member._to_say_unheard(rendezvous(3), replace(own, secondary=True)) == []
 
 
 def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_path: Path) -> None:
-    ending = meeting(1)
+    ending = rendezvous(1)
     os.close(ending.voice._terminal)
     ending.voice.log = tmp_path  # a folder cannot be written
     with pytest.raises(Ended, match="1"):
@@ -60,7 +60,7 @@ def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_pat
 
 def test_a_rank_ends_whose_last_words_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_END_S", 0.2)
-    ending = meeting(1)
+    ending = rendezvous(1)
     monkeypatch.setattr(type(ending.voice), "announce", lambda *_: time.sleep(3))  # a terminal that was stopped
     began = time.monotonic()
     with pytest.raises(Ended, match="1"):
@@ -72,7 +72,7 @@ def test_a_lost_exchange_is_told_where_no_rank_knows_why(capfd: pytest.CaptureFi
     """As when the link between two other hosts is cut: all ranks live, and none has failed by itself."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
-    def lose(_: Meeting) -> NoReturn:
+    def lose(_: Rendezvous) -> NoReturn:
         raise PeerLostError("lost another rank during an exchange (timed out)")
 
     def one(rank: int) -> None:

@@ -19,14 +19,14 @@ from lockstep.comm.world import World
 from lockstep.core.rank import RankInfo
 from lockstep.ranks import stall
 from lockstep.ranks.doing import Doing
-from lockstep.ranks.meeting import Meeting
 from lockstep.ranks.member import alone, met
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import Place, StallWatch, told
 
 PATIENCE_S = 0.4
 
 
-def meeting(world: World, folder: Path, doing: Doing = Doing("training", 6)) -> Meeting:  # noqa: B008 - frozen
+def rendezvous(world: World, folder: Path, doing: Doing = Doing("training", 6)) -> Rendezvous:  # noqa: B008 - frozen
     """Let the ranks of a world meet once more; say what this one does."""
     ranks = met(RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20)
     ranks.doing = lambda: doing
@@ -55,7 +55,7 @@ def opened(world: World, late: int, folder: Path) -> list[str]:
         reports.append(report)
         (folder / "told").touch()
 
-    with StallWatch(meeting(world, folder, Doing()), PATIENCE_S, tell):
+    with StallWatch(rendezvous(world, folder, Doing()), PATIENCE_S, tell):
         if world.rank == late:
             dawdle(folder / "told")
         world.beside()
@@ -71,7 +71,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
         reports.append(report)
         (folder / "told").touch()
 
-    ranks = meeting(world, folder, Doing("training", steps[world.rank]))
+    ranks = rendezvous(world, folder, Doing("training", steps[world.rank]))
     with StallWatch(ranks, PATIENCE_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
             device.submit(dawdle, folder / "told")
@@ -89,7 +89,7 @@ def kept_waiting(world: World, late: int, by: str, folder: Path) -> list[str]:
 
     heard = torch.zeros(1)
     world.barrier()  # the first to come is not to wait for the others before this begins
-    with StallWatch(meeting(world, folder), PATIENCE_S, tell) as watch:
+    with StallWatch(rendezvous(world, folder), PATIENCE_S, tell) as watch:
         pids = torch.zeros(world.size, dtype=torch.int64)
         pids[world.rank] = os.getpid()
         pid = int(world.add_(pids)[late])
@@ -168,7 +168,7 @@ def test_where_waiting_is_not_seen_ranks_of_one_step_are_not_told_apart(tmp_path
 def quick(world: World, folder: Path) -> list[str]:
     reports: list[str] = []
     steps = 0
-    ranks = meeting(world, folder)
+    ranks = rendezvous(world, folder)
     ranks.doing = lambda: Doing("training", steps)
     with StallWatch(ranks, PATIENCE_S, reports.append):
         until = time.monotonic() + 4 * PATIENCE_S
@@ -185,7 +185,7 @@ def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
 
 def computing(world: World, doing: Doing, hidden: bool, folder: Path) -> list[str]:
     reports: list[str] = []
-    with StallWatch(meeting(world, folder, doing), PATIENCE_S, reports.append, hidden=hidden):
+    with StallWatch(rendezvous(world, folder, doing), PATIENCE_S, reports.append, hidden=hidden):
         time.sleep(4 * PATIENCE_S)  # both: nobody waits for anybody
     world.barrier()
     return reports

@@ -19,19 +19,19 @@ from lockstep.ranks import failure, heartbeat, stall
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
 from lockstep.ranks.heartbeat import Beat, Heartbeat
 from lockstep.ranks.job_store import JobStore, UntrustedError
-from lockstep.ranks.meeting import Meeting, differences
+from lockstep.ranks.rendezvous import Rendezvous, differences
 from lockstep.ranks.stall import StallWatch
 
 SECRET = b"of this job, and nobody else's"
 FORGED = Failure(1, 2, "b", "error: disk full", exit_code=75)
 
 
-def end(_: Meeting, failure: Failure) -> NoReturn:
+def end(_: Rendezvous, failure: Failure) -> NoReturn:
     raise AssertionError(failure.words)
 
 
 def started(
-    work: Callable[[Meeting], Any], secrets: tuple[bytes, bytes] = (SECRET, SECRET), timeout_s: float = 20.0
+    work: Callable[[Rendezvous], Any], secrets: tuple[bytes, bytes] = (SECRET, SECRET), timeout_s: float = 20.0
 ) -> list[Any]:
     """Do `work` in two ranks that meet by a port, the first of them where it listens; return what they return."""
     with socket.socket() as probe:
@@ -40,32 +40,32 @@ def started(
 
     def one(rank: int) -> Any:
         info = RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port)
-        meeting = Meeting(info, timeout_s, end, secrets[rank])
+        rendezvous = Rendezvous(info, timeout_s, end, secrets[rank])
         try:
-            meeting.join("env://")
-            result = work(meeting)
+            rendezvous.join("env://")
+            result = work(rendezvous)
         except LockstepError as error:
             result = error
-        meeting.leave()
+        rendezvous.leave()
         return result
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(one, range(2)))
 
 
-def stranger(meeting: Meeting) -> Any:
+def stranger(rendezvous: Rendezvous) -> Any:
     """Return a connection to the part of the store where the ranks have met, for raw values."""
-    assert meeting.store is not None
-    return meeting.store.unsigned.clone()
+    assert rendezvous.store is not None
+    return rendezvous.store.unsigned.clone()
 
 
 def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[str]) -> None:
-    def work(meeting: Meeting) -> Failure | None:
-        if meeting.info.rank == 0:
-            stranger(meeting).set("failure", f"- {FORGED.to_json()}")
-        meeting.compare({"recipe": 1})
-        meeting.tell("folder")
-        return meeting.failed()
+    def work(rendezvous: Rendezvous) -> Failure | None:
+        if rendezvous.info.rank == 0:
+            stranger(rendezvous).set("failure", f"- {FORGED.to_json()}")
+        rendezvous.compare({"recipe": 1})
+        rendezvous.tell("folder")
+        return rendezvous.failed()
 
     assert started(work) == [None, None]
     said = [line for line in capfd.readouterr().err.splitlines() if "warning: ignored: " in line]
@@ -74,12 +74,12 @@ def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[
 
 
 def test_a_failure_of_a_rank_is_heard_though_a_stranger_was_first() -> None:
-    def work(meeting: Meeting) -> Failure | None:
-        if meeting.info.rank == 0:
-            stranger(meeting).set("failure", f"- {FORGED.to_json()}")
-            stranger(meeting).add("failures", 7)
-            return meeting.fail(Failure(0, 2, "a", "error: no such file", exit_code=2))
-        meeting.compare({})  # for which rank 0 does not come
+    def work(rendezvous: Rendezvous) -> Failure | None:
+        if rendezvous.info.rank == 0:
+            stranger(rendezvous).set("failure", f"- {FORGED.to_json()}")
+            stranger(rendezvous).add("failures", 7)
+            return rendezvous.fail(Failure(0, 2, "a", "error: no such file", exit_code=2))
+        rendezvous.compare({})  # for which rank 0 does not come
         return None
 
     own, heard = started(work)
@@ -88,17 +88,17 @@ def test_a_failure_of_a_rank_is_heard_though_a_stranger_was_first() -> None:
 
 
 def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escapes() -> None:
-    def work(meeting: Meeting) -> Any:
+    def work(rendezvous: Rendezvous) -> Any:
         text = "error: \x1b[2J\x1b]0;owned\x07\u202e\rdisk full"
-        if meeting.info.rank == 0:
-            stranger(meeting).set("failure", f"- {json.dumps(asdict(FORGED) | {'exit_code': 0})}")
-            meeting.compare({})
+        if rendezvous.info.rank == 0:
+            stranger(rendezvous).set("failure", f"- {json.dumps(asdict(FORGED) | {'exit_code': 0})}")
+            rendezvous.compare({})
             forged = asdict(FORGED) | {"text": text, "host": "b\n\x1b[1A", "log": "\x9b1A"}
-            stranger(meeting).set("failure", f"- {json.dumps(forged)}")
+            stranger(rendezvous).set("failure", f"- {json.dumps(forged)}")
         else:
-            meeting.compare({})
-        until(lambda: meeting.failed() is not None)
-        return meeting.failed()
+            rendezvous.compare({})
+        until(lambda: rendezvous.failed() is not None)
+        return rendezvous.failed()
 
     for found in started(work, (b"", b"")):
         assert found.exit_code == 75
@@ -116,7 +116,7 @@ def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) ->
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     infos = [RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port) for rank in range(2)]
-    first, other = (Meeting(info, 2.0, end, SECRET) for info in infos)
+    first, other = (Rendezvous(info, 2.0, end, SECRET) for info in infos)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(first.join, "env://")
         until(lambda: first.store is not None and first.store.has("here 0"))
@@ -141,7 +141,7 @@ def test_a_start_of_a_job_with_another_secret_is_waited_out(tmp_path: Any) -> No
     place = f"file://{tmp_path}/meet"
     JobStore(dist.FileStore(f"{tmp_path}/meet", 2), b"of the job before this one").set("lockstep start", "ab" * 16)
     infos = [RankInfo(rank, 2, rank, 2, "environment") for rank in range(2)]
-    first, other = (Meeting(info, 20.0, end, SECRET) for info in infos)
+    first, other = (Rendezvous(info, 20.0, end, SECRET) for info in infos)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(other.join, place)
         threading.Event().wait(0.3)
@@ -151,27 +151,27 @@ def test_a_start_of_a_job_with_another_secret_is_waited_out(tmp_path: Any) -> No
 
 
 def test_later_starts_and_ranks_that_are_not_there_change_nothing() -> None:
-    def work(meeting: Meeting) -> Failure | None:
-        raw = stranger(meeting)
-        if meeting.info.rank == 0:
+    def work(rendezvous: Rendezvous) -> Failure | None:
+        raw = stranger(rendezvous)
+        if rendezvous.info.rank == 0:
             for key in ("here -1", "here 2", "beat -1", "beat 2", "compare -1 0", "compare 99 verdict", "tell 99 0"):
                 raw.set(key, "- {}")
-            base = dist.TCPStore(meeting.info.master, meeting.info.port, None, False, wait_for_workers=False)  # type: ignore[arg-type]
+            base = dist.TCPStore(rendezvous.info.master, rendezvous.info.port, None, False, wait_for_workers=False)  # type: ignore[arg-type]
             base.set("lockstep start", f'- "{"cd" * 16}"')
             base.set(f"{'cd' * 16}/failure", f"- {FORGED.to_json()}")
-        meeting.compare({"recipe": 1})
-        return meeting.failed()
+        rendezvous.compare({"recipe": 1})
+        return rendezvous.failed()
 
     assert started(work) == [None, None]
 
 
 def test_what_ranks_compare_and_tell_is_believed_of_ranks_alone() -> None:
-    def work(meeting: Meeting) -> Any:
-        if meeting.info.rank == 1:
-            meeting.compare({})
-            return meeting.tell()
-        raw = stranger(meeting)
-        meeting.compare({})
+    def work(rendezvous: Rendezvous) -> Any:
+        if rendezvous.info.rank == 1:
+            rendezvous.compare({})
+            return rendezvous.tell()
+        raw = stranger(rendezvous)
+        rendezvous.compare({})
         raw.set("tell 2 0", '- "/of/a/stranger"')
         raw.wait(["tell 2 0"], timedelta(seconds=5))
         return None
@@ -187,8 +187,8 @@ def test_facts_of_ranks_are_shown_without_escapes() -> None:
     assert "a: \\x1b[2J, not 1" in line
     assert "\x1b" not in line
 
-    def work(meeting: Meeting) -> None:
-        meeting.compare({"data": ["\x1b"] * (1 + meeting.info.rank)})
+    def work(rendezvous: Rendezvous) -> None:
+        rendezvous.compare({"data": ["\x1b"] * (1 + rendezvous.info.rank)})
 
     for error in started(work):
         assert isinstance(error, RanksDifferError)
@@ -196,9 +196,9 @@ def test_facts_of_ranks_are_shown_without_escapes() -> None:
 
 
 def test_facts_that_are_too_long_to_send_are_compared_by_their_hash() -> None:
-    def work(meeting: Meeting) -> None:
-        meeting.compare({"classes": ["x" * 100] * 50_000, "samples": 5})
-        meeting.compare({"classes": ["x" * 100] * 50_000 + ["y"] * meeting.info.rank, "samples": 5})
+    def work(rendezvous: Rendezvous) -> None:
+        rendezvous.compare({"classes": ["x" * 100] * 50_000, "samples": 5})
+        rendezvous.compare({"classes": ["x" * 100] * 50_000 + ["y"] * rendezvous.info.rank, "samples": 5})
 
     for error in started(work):
         assert isinstance(error, RanksDifferError)
@@ -270,7 +270,7 @@ def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_only_a_later_beat_of_a_rank_is_a_sign_of_life() -> None:
     """A stranger can write none, but can write again what a rank once wrote."""
-    watching = Heartbeat(Meeting(RankInfo(0, 2, 0, 2, "environment"), 20.0, end), 30.0)
+    watching = Heartbeat(Rendezvous(RankInfo(0, 2, 0, 2, "environment"), 20.0, end), 30.0)
     watching._hear(1, Beat(5))
     for found in (Beat(4), Beat(5), None, UntrustedError("beat 1", "is forged")):
         before = watching._silent[1]
@@ -287,17 +287,17 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
     """By the words of all ranks that they have left."""
     ended = threading.Event()
 
-    def note(_: Meeting, failure: Failure) -> NoReturn:
+    def note(_: Rendezvous, failure: Failure) -> NoReturn:
         if failure.rank == 1:
             ended.set()
         threading.Event().wait()  # a process would not go on
         raise AssertionError
 
-    def work(meeting: Meeting) -> bool:
-        meeting._end = note
-        raw = stranger(meeting)
-        with Heartbeat(meeting, 2.0) as beating:
-            if meeting.info.rank == 1:
+    def work(rendezvous: Rendezvous) -> bool:
+        rendezvous._end = note
+        raw = stranger(rendezvous)
+        with Heartbeat(rendezvous, 2.0) as beating:
+            if rendezvous.info.rank == 1:
                 until(lambda: beating._looks > 1)
                 beating._over.set()
                 while not ended.wait(0.1):
@@ -345,15 +345,15 @@ def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_a_stranger_does_not_make_ranks_report_where_they_are() -> None:
-    def work(meeting: Meeting) -> list[bool]:
+    def work(rendezvous: Rendezvous) -> list[bool]:
         reports: list[str] = []
-        with StallWatch(meeting, 0.4, reports.append):
-            if meeting.info.rank == 0:
-                stranger(meeting).add("stall 0 asked", 1)
-                stranger(meeting).set("stall 0 asked", "- 0")
+        with StallWatch(rendezvous, 0.4, reports.append):
+            if rendezvous.info.rank == 0:
+                stranger(rendezvous).add("stall 0 asked", 1)
+                stranger(rendezvous).set("stall 0 asked", "- 0")
             threading.Event().wait(0.8)
-        assert meeting.store is not None
-        return [meeting.store.has(f"stall 0 answer {rank}") for rank in range(2)] + [bool(reports)]
+        assert rendezvous.store is not None
+        return [rendezvous.store.has(f"stall 0 answer {rank}") for rank in range(2)] + [bool(reports)]
 
     assert started(work) == [[False, False, False]] * 2
 

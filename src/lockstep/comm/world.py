@@ -269,8 +269,8 @@ class World:
             dist.destroy_process_group()
 
 
-class Met(Protocol):
-    """Ranks that have come together, as ranks/meeting.py brings them; `store` is None for one that is alone."""
+class Gathered(Protocol):
+    """Ranks that have come together, as ranks/rendezvous.py brings them; `store` is None for one that is alone."""
 
     @property
     def info(self) -> RankInfo: ...
@@ -285,22 +285,22 @@ class Met(Protocol):
     def store(self) -> Any: ...
 
 
-def open_world(meeting: Met, device: torch.device, backend: Backend = "auto") -> World:
+def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "auto") -> World:
     """Make a process group of the ranks that have met and return their world. All of them call it."""
-    info = meeting.info
+    info = rendezvous.info
     on_gpu = device.type == "cuda"
     carried_by = resolved_backend(backend, on_gpu)
-    if meeting.store is None:
+    if rendezvous.store is None:
         return World(info, device)
-    if info.local_size == info.size and len(set(meeting.hosts)) == 1:
+    if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
         _stay_on_this_host(info.launcher == "lockstep")
     if carried_by == "nccl":
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
-    timeout = timedelta(seconds=meeting.timeout_s)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
     with naming_lost_peers():
-        own = dist.PrefixStore("group", meeting.store.unsigned)  # type: ignore[attr-defined]
+        own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)

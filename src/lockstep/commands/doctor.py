@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.core.rank import RankInfo, meeting_place
+from lockstep.core.rank import RankInfo, rendezvous_address
 from lockstep.core.text import printable, printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
 from lockstep.launchers import Look, environment, located, look
@@ -149,7 +149,7 @@ def _meet(info: RankInfo, rendezvous: str) -> str:
     from lockstep.device import ports
 
     info = located(info, os.environ)
-    address = meeting_place(info, rendezvous)
+    address = rendezvous_address(info, rendezvous)
     if info.hosted and rendezvous == "env://":
         return f"{info.master}:{info.port}, where torchrun listens"
     if not address.startswith("tcp://"):

@@ -58,7 +58,7 @@ RESTARTS: Final = 10
     help="How torchrun's agents meet; left out, static, or c10d where hosts may go and come.",
 )
 @click.option("--endpoint", default="", metavar="HOST:PORT", help="Where they meet; left out, the first host's --port.")
-@click.option("--id", "name", default="", help="Tells this meeting from others there; for --on ssh one is drawn.")
+@click.option("--id", "name", default="", help="Tells this rendezvous from others there; for --on ssh one is drawn.")
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host (slurm).")
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process (slurm).")
 @click.option("--partition", default="", help="The partition to run in (slurm).")
@@ -198,12 +198,12 @@ def _unused_port(on: str, job: Job) -> str:
 
 
 def _with_id(on: str, job: Job) -> Job:
-    """Return the job with a name for its meeting, where it wants one and one line or one process knows all hosts."""
+    """Return the job with a name for its rendezvous, where it wants one and one line or one process knows all hosts."""
     if job.id or job.meets_by == "static":
         return job
     if on == "ssh" or job.nodes == 1:
         return replace(job, id=uuid.uuid4().hex[:12])
-    if job.rendezvous == "etcd-v2":  # what etcd keeps of a meeting that has ended refuses another of its name
+    if job.rendezvous == "etcd-v2":  # what etcd keeps of a rendezvous that has ended refuses another of its name
         raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; say it in --id")
     return job
 

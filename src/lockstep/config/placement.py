@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, named
-from lockstep.core.rank import MEETING_PLACE, MEETING_PLACES
+from lockstep.core.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 
@@ -53,8 +53,8 @@ class Placement(Section):
     rendezvous: Annotated[
         str,
         Field(
-            pattern=MEETING_PLACE,
-            description=MEETING_PLACES,
+            pattern=RENDEZVOUS_ADDRESS,
+            description=RENDEZVOUS_ADDRESSES,
         ),
     ] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
@@ -63,7 +63,7 @@ class Placement(Section):
     on_stall: Literal["report", "end"] = "report"
 
 
-def rendezvous(words: Sequence[str]) -> str:
+def rendezvous_in(words: Sequence[str]) -> str:
     """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
     said = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
     return said[-1] if said else "env://"

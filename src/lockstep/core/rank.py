@@ -30,21 +30,21 @@ class RankInfo:
 
 
 SECRET: Final = "LOCKSTEP_JOB_SECRET"  # in the environment of all ranks
-MEETING_PLACES: Final = "env://, tcp://HOST:PORT or file:///PATH"
-MEETING_PLACE: Final = r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):(\d+)|file:///.+)$"
+RENDEZVOUS_ADDRESSES: Final = "env://, tcp://HOST:PORT or file:///PATH"
+RENDEZVOUS_ADDRESS: Final = r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):(\d+)|file:///.+)$"
 ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
-def meeting_place(info: RankInfo, rendezvous: str) -> str:
+def rendezvous_address(info: RankInfo, address: str) -> str:
     """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it.
 
     UsageError where `rendezvous` is none of `MEETING_PLACES`, or env:// where the launcher told none.
     """
-    match = re.match(MEETING_PLACE, rendezvous)
+    match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):
-        raise UsageError(f"rendezvous {rendezvous}: expected {MEETING_PLACES}; ports go from 1 to 65535")
-    if rendezvous != "env://":
-        return rendezvous
+        raise UsageError(f"rendezvous {address}: expected {RENDEZVOUS_ADDRESSES}; ports go from 1 to 65535")
+    if address != "env://":
+        return address
     if not (info.master and info.port):
         raise UsageError(
             "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them"

@@ -28,6 +28,6 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that horovodrun gave this process, or None."""
     if "HOROVOD_RANK" not in env and "HOROVOD_SIZE" not in env:
         return None
-    meeting = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # of one job alone, the same on all ranks
-    port = port_of(crc32(meeting.encode()))
+    rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # of one job alone, the same on all ranks
+    port = port_of(crc32(rendezvous.encode()))
     return place(env, "horovodrun", Names(*VARIABLES[:4]), port=port, missing=_MISSING, advice=_ADVICE)

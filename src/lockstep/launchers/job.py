@@ -45,7 +45,7 @@ class Job:
     host has one of its own. With `fewest` the job goes on as long as so many of its `nodes` are there. `restarts` is
     how often the processes are started again after one failed. `rendezvous` is how torchrun's agents meet, chosen for
     the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`, and `id` tells their
-    meeting from others at the same place. `signed`: the launcher brings the ranks a secret of the job, in `SECRET`.
+    rendezvous from others at the same place. `signed`: the launcher brings the ranks a secret of the job, in `SECRET`.
     """
 
     words: tuple[str, ...]

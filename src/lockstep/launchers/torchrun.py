@@ -83,7 +83,7 @@ def command(job: Job) -> list[str]:
     Of several hosts, whose number is fixed, the ranks learn how many they are to be: with clocks that differ, an agent
     may take the others for dead and start alone.
     """
-    line = [job.python, "-m", "torch.distributed.run", *_meeting(job), f"--nproc-per-node={job.processes_per_node}"]
+    line = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
     if job.fewest is not None:
         line = ["env", _OWN_STORE, *line]
     if job.restarts:
@@ -93,7 +93,7 @@ def command(job: Job) -> list[str]:
     return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *told]
 
 
-def _meeting(job: Job) -> list[str]:
+def _rendezvous(job: Job) -> list[str]:
     if job.standalone:
         return ["--standalone"]
     if not (job.endpoint or job.hosts or job.nodes == 1):

@@ -30,11 +30,11 @@ from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
 from lockstep.parent import die_with_parent
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, failure_of, from_json
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
 from lockstep.ranks.voice import log_name, outliving_terminal
 
-Worker = Callable[[Meeting], int]  # returns the exit code
+Worker = Callable[[Rendezvous], int]  # returns the exit code
 
 _LOOK_S: Final = 0.5
 _PATIENCE_S: Final = 2.0  # for the cause to show where a worker has ended only because it lost another
@@ -83,10 +83,10 @@ def run_workers(
     started = _Started(oom.Killed())
     with ExitStack() as held:
         received = held.enter_context(_relayed_signals(started))
-        rendezvous = held.enter_context(_nameless_file())
+        address = held.enter_context(_nameless_file())
         held.callback(started.end)  # while the file is there: who looks for one that is gone waits for it
         for rank in range(processes):
-            started.start(rank, method, partial(_begin, worker, rank, processes, rendezvous, timeout_s))
+            started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s))
         ends = started.watch()
         first = cause(ends)
         if first is None:
@@ -222,7 +222,7 @@ def _end_of(rank: int, worker: _Process) -> End | None:
     return End(rank, code, now)
 
 
-def _begin(worker: Worker, rank: int, size: int, rendezvous: str, timeout_s: float, words: Connection) -> None:
+def _begin(worker: Worker, rank: int, size: int, address: str, timeout_s: float, words: Connection) -> None:
     """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
@@ -231,21 +231,21 @@ def _begin(worker: Worker, rank: int, size: int, rendezvous: str, timeout_s: flo
         signal.signal(number, signal.SIG_DFL)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # a model may ask
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    meeting = Meeting(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, words))
+    rendezvous = Rendezvous(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, words))
     try:
         with outliving_terminal():  # of a spawned process: a forked one has its parent's
-            meeting.join(rendezvous)
-            code = worker(meeting)
+            rendezvous.join(address)
+            code = worker(rendezvous)
     except BaseException as error:
-        meeting.end(failure_of(error, meeting.info, meeting.voice))
+        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
     os.write(words.fileno(), _DONE + str(code).encode())
 
 
-def _end(words: Connection, meeting: Meeting, failure: Failure) -> NoReturn:
+def _end(words: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     """End this worker; what there is to say, the agent says."""
     try:
         os.write(words.fileno(), failure.to_json().encode())
-        meeting.fail(failure)
+        rendezvous.fail(failure)
         sys.stdout.flush()
     finally:  # whatever becomes of its last words
         os._exit(failure.exit_code)

@@ -22,7 +22,7 @@ from lockstep.core.text import printable_line
 from lockstep.ranks import alive, oom
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.voice import log_name
 
 _BEAT_S: Final = 0.5
@@ -61,10 +61,10 @@ class Heartbeat:
     of a rank for `patience_s`.
     """
 
-    def __init__(self, meeting: Meeting, patience_s: float) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, patience_s: float) -> None:
+        self._rendezvous = rendezvous
         self._patience = max(_MISSED, round(patience_s / _BEAT_S))
-        rank, size = meeting.info.rank, meeting.info.size
+        rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched = range(1, size) if rank == 0 else range(1)
         self._beats: dict[int, Beat] = {}  # by rank: the last one heard
         self._killed = oom.Killed()
@@ -75,7 +75,7 @@ class Heartbeat:
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
 
     def __enter__(self) -> Heartbeat:
-        for thread in self._threads if self._meeting.store else []:
+        for thread in self._threads if self._rendezvous.store else []:
             thread.start()
         return self
 
@@ -84,13 +84,13 @@ class Heartbeat:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(_BEAT_S)  # one that talks to a store which is gone may never end
-        if self._meeting.store and kind is None:
+        if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # rank 0 has left
-                self._meeting.store.set(_key(self._meeting.info.rank), asdict(Beat(self._looks + 1, left=True)))
+                self._rendezvous.store.set(_key(self._rendezvous.info.rank), asdict(Beat(self._looks + 1, left=True)))
 
     def cause(self) -> Failure | None:
         """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
-        more = 2 if self._meeting.info.rank == 0 else 4  # the others hear of it from rank 0
+        more = 2 if self._rendezvous.info.rank == 0 else 4  # the others hear of it from rank 0
         looks, until = self._looks, time.monotonic() + (_MISSED + more) * _BEAT_S
         while self._failed is None and time.monotonic() < until:
             time.sleep(_BEAT_S / 5)
@@ -102,12 +102,12 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Say the next beat, read those of the others, and look whether one failed."""
-        assert self._meeting.store is not None
+        assert self._rendezvous.store is not None
         process = alive.identity()
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
-            store = self._meeting.store.clone()  # who waits for an answer in one connection keeps the others from it
+            store = self._rendezvous.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.is_set():
-                store.set(_key(self._meeting.info.rank), asdict(self._own(process)))
+                store.set(_key(self._rendezvous.info.rank), asdict(self._own(process)))
                 heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
                 beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parsed), strict=True))
@@ -117,12 +117,12 @@ class Heartbeat:
                     self._over.set()  # done, all of them; nobody listens any more
                 if self._failed is None and all(missed < _MISSED for missed in self._silent.values()):
                     self._killed.look()
-                self._failed = self._failed or self._meeting.failed(store)
+                self._failed = self._failed or self._rendezvous.failed(store)
                 self._looks += 1
                 self._over.wait(_BEAT_S)
 
     def _own(self, process: str) -> Beat:
-        return Beat(self._looks, process, oom.peak_bytes(), self._meeting.doing().words)
+        return Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.doing().words)
 
     def _hear(self, rank: int, beat: Beat | UntrustedError | None) -> None:
         """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""
@@ -141,11 +141,11 @@ class Heartbeat:
             if self._failed:
                 heard += 1
                 if heard >= _GRACE:
-                    self._meeting.end(replace(self._failed, secondary=True))
+                    self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck >= self._patience:
-                self._meeting.end(self._alone(stuck))
+                self._rendezvous.end(self._alone(stuck))
             elif lost := self._lost(self._patience):
-                self._meeting.end(self._failure_of(lost))
+                self._rendezvous.end(self._failure_of(lost))
 
     def _lost(self, looks: int) -> list[int]:
         """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
@@ -163,7 +163,7 @@ class Heartbeat:
         rank = lost[0]
         last = self._last(rank)
         gone = alive.state(last.process) == "gone"
-        near = self._meeting.hosts[rank] == self._meeting.voice.host
+        near = self._rendezvous.hosts[rank] == self._rendezvous.voice.host
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         doing = f", last {last.doing}" if last.doing else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
@@ -171,16 +171,16 @@ class Heartbeat:
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""
-        where = "the agent of torchrun" if self._meeting.info.hosted else "rank 0, where the ranks met,"
+        where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
         return self._gone([0], f"{where} has not answered for {looks * _BEAT_S:.0f} s", "killed, stopped or cut off")
 
     def _gone(self, ranks: list[int], what: str, why: str) -> Failure:
-        hosts = self._meeting.hosts
+        hosts = self._rendezvous.hosts
         others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {what}: {why}{others}"
-        own = self._meeting.voice.log
+        own = self._rendezvous.voice.log
         log = str(own.with_name(log_name(ranks[0]))) if own else ""
-        return Failure(ranks[0], self._meeting.info.size, hosts[ranks[0]], text, log=log, time=time.time())
+        return Failure(ranks[0], self._rendezvous.info.size, hosts[ranks[0]], text, log=log, time=time.time())
 
 
 def _key(rank: int) -> str:

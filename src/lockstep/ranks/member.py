@@ -18,7 +18,7 @@ from lockstep.core.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
 
 _REFUSE_S: Final = 4.0
@@ -28,80 +28,80 @@ _END_S: Final = 10.0  # in all; a terminal may be gone, or stopped, and a disk f
 
 
 def as_rank(
-    info: RankInfo, rendezvous: str, timeout_s: float, lost_after_s: float, work: Callable[[Meeting], int]
+    info: RankInfo, address: str, timeout_s: float, lost_after_s: float, work: Callable[[Rendezvous], int]
 ) -> int:
     """Meet the other ranks, do `work` with them, and return its exit code; see `membership` for errors."""
-    with membership(info, rendezvous, timeout_s, lost_after_s) as meeting:
-        return work(meeting)
+    with membership(info, address, timeout_s, lost_after_s) as rendezvous:
+        return work(rendezvous)
 
 
 @contextmanager
-def membership(info: RankInfo, rendezvous: str, timeout_s: float, lost_after_s: float) -> Iterator[Meeting]:
+def membership(info: RankInfo, address: str, timeout_s: float, lost_after_s: float) -> Iterator[Rendezvous]:
     """Meet the other ranks and be one of them while the block runs.
 
     An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
     """
-    meeting = Meeting(info, timeout_s, _end, job_secret(os.environ))
-    heartbeat = Heartbeat(meeting, lost_after_s)
+    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ))
+    heartbeat = Heartbeat(rendezvous, lost_after_s)
     try:
-        meeting.join(rendezvous)
+        rendezvous.join(address)
         with heartbeat:
             try:
-                yield meeting
+                yield rendezvous
             except Exception as error:
                 if lost_peer(error) is None:
                     raise
                 # Where nobody knows of a cause, as when a link between two other hosts is cut, this is all there is.
-                unexplained = replace(failure_of(error, meeting.info, meeting.voice), secondary=False)
-                meeting.end(heartbeat.cause() or unexplained)
-        meeting.leave()
+                unexplained = replace(failure_of(error, rendezvous.info, rendezvous.voice), secondary=False)
+                rendezvous.end(heartbeat.cause() or unexplained)
+        rendezvous.leave()
     except PeerFailedError as error:
-        meeting.end(replace(error.failure, secondary=True))
+        rendezvous.end(replace(error.failure, secondary=True))
     except (Exception, SystemExit) as error:  # the user's code may exit
-        meeting.end(failure_of(error, meeting.info, meeting.voice))
+        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
 
 
-def refuse(info: RankInfo, rendezvous: str, error: LockstepError) -> NoReturn:
+def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
     """End this rank for a mistake that it found before it met the others, and let them know if they come soon.
 
     Where all ranks found the same mistake it is said once.
     """
-    meeting = Meeting(info, _REFUSE_S, _end)
+    rendezvous = Rendezvous(info, _REFUSE_S, _end)
     try:
-        meeting.secret = job_secret(os.environ)
-        meeting.join(rendezvous)
+        rendezvous.secret = job_secret(os.environ)
+        rendezvous.join(address)
     except (LockstepError, RuntimeError):
-        meeting.store = None  # nobody to tell
-    meeting.end(failure_of(error, meeting.info, meeting.voice))
+        rendezvous.store = None  # nobody to tell
+    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
 
 
-def alone() -> Meeting:
-    """Return the meeting of the only process of a run."""
-    return Meeting(ALONE, 0.0, _end)
+def alone() -> Rendezvous:
+    """Return the rendezvous of the only process of a run."""
+    return Rendezvous(ALONE, 0.0, _end)
 
 
-def met(info: RankInfo, rendezvous: str, timeout_s: float) -> Meeting:
-    """Return the meeting of this rank with the others, which it has joined."""
-    meeting = Meeting(info, timeout_s, _end, job_secret(os.environ))
-    meeting.join(rendezvous)
-    return meeting
+def met(info: RankInfo, address: str, timeout_s: float) -> Rendezvous:
+    """Return the rendezvous of this rank with the others, which it has joined."""
+    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ))
+    rendezvous.join(address)
+    return rendezvous
 
 
-def _end(meeting: Meeting, failure: Failure) -> NoReturn:
+def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     """End this process, whatever becomes of its last words."""
     try:
-        _at_most(_END_S, lambda: _take_leave(meeting, failure))
+        _at_most(_END_S, lambda: _take_leave(rendezvous, failure))
     finally:
         os._exit(failure.exit_code)
 
 
-def _take_leave(meeting: Meeting, failure: Failure) -> None:
+def _take_leave(rendezvous: Rendezvous, failure: Failure) -> None:
     """Tell the other ranks why this one ends, and the user what has not been said yet."""
-    first = _at_most(_TELL_S, lambda: meeting.fail(failure))
-    for line in _to_say(meeting.info, failure, first) if first else _to_say_unheard(meeting, failure):
+    first = _at_most(_TELL_S, lambda: rendezvous.fail(failure))
+    for line in _to_say(rendezvous.info, failure, first) if first else _to_say_unheard(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
-            meeting.voice.announce(line)
-    _at_most(_LEAVE_S, meeting.leave)
+            rendezvous.voice.announce(line)
+    _at_most(_LEAVE_S, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -125,10 +125,10 @@ def _to_say(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
     return [f"rank {info.rank} ends with it: {first.line}"] if by_hand or info.local_rank == 0 else []
 
 
-def _to_say_unheard(meeting: Meeting, failure: Failure) -> list[str]:
+def _to_say_unheard(rendezvous: Rendezvous, failure: Failure) -> list[str]:
     """Return what this rank says of `failure` where the ranks do not hear of each other: the store is gone."""
-    info = meeting.info
+    info = rendezvous.info
     own = failure.rank == info.rank and not failure.secondary
-    with_rank_0 = info.rank > 0 and meeting.hosts[0] == meeting.voice.host
+    with_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.voice.host
     speaks = info.local_rank == int(with_rank_0)  # one for each host; where rank 0 was, which is gone, the next one
     return [failure.words] if own or speaks or info.launcher == "environment" else []

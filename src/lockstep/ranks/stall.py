@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, final, get_args
 from lockstep.core.text import printable_line
 from lockstep.ranks.doing import Doing, Phase
 from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 
 _LOOK_S: Final = 1.0
 _ANSWER_S: Final = 5.0  # some looks, so that every rank that runs at all has seen the question
@@ -36,7 +36,7 @@ _OURS: Final = "lockstep/"
 _TORCH: Final = "torch/distributed/"
 # Where a main thread of ours is that waits for other ranks.
 _DOORS: Final = (
-    "lockstep/ranks/meeting.py",
+    "lockstep/ranks/rendezvous.py",
     "lockstep/comm/world.py",
     "lockstep/comm/canonical.py",
     "lockstep/comm/carrier.py",
@@ -86,14 +86,14 @@ class StallWatch:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         patience_s: float,
         tell: Callable[[str], None],
         record: Callable[[], str] = str,
         hidden: bool = False,
     ) -> None:
-        self._meeting = meeting
-        self._rank, self._size = meeting.info.rank, meeting.info.size
+        self._rendezvous = rendezvous
+        self._rank, self._size = rendezvous.info.rank, rendezvous.info.size
         self._patience_s = patience_s
         self._tell = tell
         self._record = record
@@ -104,7 +104,7 @@ class StallWatch:
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look_on, self._answer)]
 
     def __enter__(self) -> StallWatch:
-        for thread in self._threads if self._meeting.store else []:
+        for thread in self._threads if self._rendezvous.store else []:
             thread.start()
         return self
 
@@ -154,7 +154,7 @@ class StallWatch:
             while not self._over.wait(self._pause_s):
                 if store.has(_asked_key(self._question)) and self._is_asked(store):
                     place = self._place()  # first: what comes next takes a while
-                    said = {"host": self._meeting.voice.host, **asdict(place), "record": self._record()}
+                    said = {"host": self._rendezvous.voice.host, **asdict(place), "record": self._record()}
                     said["stack"] = place.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), said)
                     self._question += 1
@@ -171,8 +171,8 @@ class StallWatch:
 
     def _connected(self) -> JobStore:
         """Return a connection of its own for a thread: whoever waits in one keeps the others from it."""
-        assert self._meeting.store is not None
-        return self._meeting.store.clone()
+        assert self._rendezvous.store is not None
+        return self._rendezvous.store.clone()
 
     def _place(self) -> Place:
         frame = sys._current_frames().get(self._watched)
@@ -180,7 +180,7 @@ class StallWatch:
         files = [_short(each.filename) for each in summary]
         ours = next((file for file in files if file.startswith(_OURS)), "")
         stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
-        doing = self._meeting.doing()
+        doing = self._rendezvous.doing()
         if ours in _DOORS or files[0].startswith(_TORCH):
             return Place(doing, _to_the_door(stack), True)
         return Place(doing, stack, None if self._hidden and doing.phase != "setting up" else False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 
 # Given a step's number from 1, its loss, and a digest of each of the model's tensors after it.
 Observe = Callable[[int, float, Mapping[str, str]], None]
@@ -24,7 +24,7 @@ class Closing(Protocol):
 class Ambient:
     """The ranks that have met already; `strategy` and `folder` replace what the function asks for."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     strategy: str | dict[str, Any] | None = None
     folder: Path | None = None
     observe: Observe | None = None

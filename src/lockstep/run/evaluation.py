@@ -27,7 +27,7 @@ from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.doing import Doing
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.resume import evaluated as checked_state
@@ -140,21 +140,21 @@ def _setup(loaded: Loaded) -> Setup:
     return ready
 
 
-def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, meeting: Meeting) -> int:
+def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, rendezvous: Rendezvous) -> int:
     found, loaded = opened(asked, ready[0] if ready else None)
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    device = choose_device(placement.device, meeting.info, placement.backend)
+    device = choose_device(placement.device, rendezvous.info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     if device.type == "cuda":
         check_switches(recipe.precision)
-    with watched(meeting, placement, device):
+    with watched(rendezvous, placement, device):
         facts = started_with(loaded, device)
-        meeting.compare(facts | {"weights": store.weights_sha256(found.snapshot.model)})
+        rendezvous.compare(facts | {"weights": store.weights_sha256(found.snapshot.model)})
         setup = ready[1] if ready else _setup(loaded)
         state = checked_state(found.path, found.snapshot, setup)
-        meeting.compare(build.setup_facts(setup))
-        event = _evaluate(loaded, found, state, setup, meeting, device)
+        rendezvous.compare(build.setup_facts(setup))
+        event = _evaluate(loaded, found, state, setup, rendezvous, device)
     if event is not None:
         tell(Found(found.path, event, store.weights_sha256(found.snapshot.model)))
     return EXIT_DONE
@@ -165,19 +165,19 @@ def _evaluate(
     found: store.Found,
     state: SavedState,
     ready: Setup,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     device: torch.device,
 ) -> Evaluated | None:
     """Evaluate with the ranks that have met, and return the event on rank 0."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    world = open_world(meeting, device, placement.backend)
+    world = open_world(rendezvous, device, placement.backend)
     if placement.affinity == "auto":
         bind(world, recipe.threads)
     _, engine, loader = build.start(ready, placement, world)
     # An optimizer is not needed; what the engine has of it is as good as what was saved.
     engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
     progress = state.progress
-    meeting.doing = lambda: Doing("evaluating", progress.step)
+    rendezvous.doing = lambda: Doing("evaluating", progress.step)
     event = evaluated(engine, world, ready, loader, build.evaluation_batch(recipe), progress)
     engine.close()
     world.close()

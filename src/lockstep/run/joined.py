@@ -96,7 +96,7 @@ class Run:
         self._ended = False
         self._began = time.perf_counter()
         self._looked = False
-        member.meeting.doing = lambda: Doing(self._phase, self._progress.step)
+        member.rendezvous.doing = lambda: Doing(self._phase, self._progress.step)
         member.held.enter_context(exchanges.seen(self._gate.exchange))
 
     @property
@@ -292,7 +292,7 @@ class Run:
             return
         path, key = member.checkpoint, signing_key(self._kept)
         manifest = store.manifest(path, key)
-        member.meeting.compare({str(path): asdict(manifest)})
+        member.rendezvous.compare({str(path): asdict(manifest)})
         snapshot = store.read(path, key)
         state = saved_state.parsed(path, snapshot.state)
         own = state.recipe.get("loop")

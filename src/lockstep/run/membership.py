@@ -26,8 +26,8 @@ from lockstep.device.precision import fix_kernels
 from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.ranks.failure import failure_of
-from lockstep.ranks.meeting import Meeting
 from lockstep.ranks.member import alone, membership, refuse
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
 from lockstep.ranks.voice import log_name
 from lockstep.reporting.console import Console
@@ -54,7 +54,7 @@ class Member:
     """What a rank has from `join` on. `checkpoint` is where the run goes on from."""
 
     settings: Settings
-    meeting: Meeting
+    rendezvous: Rendezvous
     world: World
     folder: Path | None
     checkpoint: Path | None
@@ -75,37 +75,37 @@ class Member:
         settings = _read(read, info)
         placement, kept = settings.placement, settings.run
         if ambient is not None:
-            meeting = ambient.meeting
+            rendezvous = ambient.rendezvous
             if ambient.folder is not None:
                 kept = kept.model_copy(update={"dir": kept.dir and str(ambient.folder)})
         elif info is not None:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
-            meeting = held.enter_context(life)
+            rendezvous = held.enter_context(life)
         else:
-            meeting = alone()  # whose errors pass: to the end of the script, a notebook or a test
+            rendezvous = alone()  # whose errors pass: to the end of the script, a notebook or a test
         with _ending(held):
             check_sinks(kept)
-            size, asked = meeting.info.size, placement.processes
+            size, asked = rendezvous.info.size, placement.processes
             if ambient is None and asked not in ("auto", size):
                 raise UsageError(
                     f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
                     f"torchrun --nproc-per-node={asked}, or lockstep launch"
                 )
-            device = choose_device(placement.device, meeting.info, placement.backend)
+            device = choose_device(placement.device, rendezvous.info, placement.backend)
             fix_kernels(settings.threads, settings.precision, device)
             keep_freed_memory()
             if device.type == "cuda":
                 check_switches(settings.precision)
-            held.enter_context(watched(meeting, placement, device))
+            held.enter_context(watched(rendezvous, placement, device))
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
-            meeting.compare(decided | {"your script": source} | placed_with(placement, device, compiled=False))
-            where, path = held.enter_context(_folder(meeting, kept))
+            rendezvous.compare(decided | {"your script": source} | placed_with(placement, device, compiled=False))
+            where, path = held.enter_context(_folder(rendezvous, kept))
             streams = [sys.stdout]
             if where is not None and not _interactive():
-                log = where / run_folder.LOGS / log_name(meeting.info.rank)
-                streams.append(held.enter_context(meeting.voice.logged(log)))
-            world = open_world(meeting, device, placement.backend)
+                log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
+                streams.append(held.enter_context(rendezvous.voice.logged(log)))
+            world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             numerics = machine.numerics(device)
             strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
@@ -116,7 +116,7 @@ class Member:
                     sources = source | source_digests(own_paths(kept))
                     run_folder.record_environment(where, sources, [], {"backend": world.backend})
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
-        return Member(settings, meeting, world, where, path, numerics, source, sinks, held, strategy, observe)
+        return Member(settings, rendezvous, world, where, path, numerics, source, sinks, held, strategy, observe)
 
     def begun(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
@@ -192,21 +192,21 @@ def _ending(held: ExitStack) -> Iterator[None]:
 
 
 @contextmanager
-def _folder(meeting: Meeting, kept: Kept) -> Iterator[tuple[Path | None, Path | None]]:
+def _folder(rendezvous: Rendezvous, kept: Kept) -> Iterator[tuple[Path | None, Path | None]]:
     """Hold the run folder on rank 0 while the block runs; yield it and its newest checkpoint on all. All call it."""
     if kept.dir is None:
         yield None, None
         return
     with ExitStack() as stack:
         path = ""
-        if meeting.info.rank == 0:
+        if rendezvous.info.rank == 0:
             claim = run_folder.claim_own(Path(kept.dir), signing_key(kept))
             stack.enter_context(claim.held())
             for note in claim.notes:
                 print(printable(note), file=sys.stderr)
             path = str(claim.checkpoint or "")
-        path = meeting.tell(path)
-        folder = meeting.tell(kept.dir)
+        path = rendezvous.tell(path)
+        folder = rendezvous.tell(kept.dir)
         yield Path(folder), Path(path) if path else None
 
 
@@ -251,8 +251,8 @@ def _hook(left: weakref.ref[R]) -> Hook:
 
 def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
     """Report the error of a script that is the only rank, and end it."""
-    meeting = alone()
-    meeting.end(failure_of(error, meeting.info, meeting.voice))
+    rendezvous = alone()
+    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
 
 
 def _interrupted() -> TrainingError:

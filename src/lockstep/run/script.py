@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.start import in_workers
 
@@ -30,8 +30,8 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _work(path: str, argv: Sequence[str], _ready: None, meeting: Meeting) -> int:
-    ambient = Ambient(meeting)
+def _work(path: str, argv: Sequence[str], _ready: None, rendezvous: Rendezvous) -> int:
+    ambient = Ambient(rendezvous)
     AMBIENT.set(ambient)
     code = EXIT_DONE
     try:

@@ -40,7 +40,7 @@ from lockstep.ranks import flight
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.doing import Doing, Phase
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
 from lockstep.ranks.stall import StallWatch
 from lockstep.ranks.voice import log_name
@@ -87,7 +87,7 @@ class Start:
 
 
 def run_rank(
-    loaded: Loaded, meeting: Meeting, start: Start | None, ready: Setup | None = None, also: Sink | None = None
+    loaded: Loaded, rendezvous: Rendezvous, start: Start | None, ready: Setup | None = None, also: Sink | None = None
 ) -> int:
     """Train as one of the ranks that have met and return the exit code.
 
@@ -98,24 +98,24 @@ def run_rank(
     if ready is None:
         with with_places(loaded):
             loaded, first = opened(loaded)  # what they are is compared between the ranks
-    placement, recipe, info = loaded.config.placement, loaded.config.recipe, meeting.info
+    placement, recipe, info = loaded.config.placement, loaded.config.recipe, rendezvous.info
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     stop = StopRequest()
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
-    place = f"{place}  host {meeting.voice.host}  device {device}\n"
+    place = f"{place}  host {rendezvous.voice.host}  device {device}\n"
     terminal = sys.stdout
     with ExitStack() as held:
-        held.enter_context(watched(meeting, placement, device))
-        meeting.compare(started_with(loaded, device))
+        held.enter_context(watched(rendezvous, placement, device))
+        rendezvous.compare(started_with(loaded, device))
         terminal.write(place)  # at once: ranks share the terminal
         terminal.flush()
-        agreed = start or held.enter_context(_claimed(meeting, loaded))
+        agreed = start or held.enter_context(_claimed(rendezvous, loaded))
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
             return EXIT_DONE
-        log = held.enter_context(meeting.voice.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
+        log = held.enter_context(rendezvous.voice.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
         log.write(place)
         if ready is None:
             with with_places(loaded):
@@ -127,15 +127,15 @@ def run_rank(
             for warning in ready.warnings if info.rank == 0 else ():
                 print(printable(f"warning: {warning}"), file=sys.stderr)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
-            meeting.compare(setup_facts(ready) | {"your source files": _source(loaded, ready)})
-        resumed = _read(meeting, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
+            rendezvous.compare(setup_facts(ready) | {"your source files": _source(loaded, ready)})
+        resumed = _read(rendezvous, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
         if resumed is None:
             check_at_hand(ready)
         looks = info.rank == 0 and resumed is None and loaded.config.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
-        world = open_world(meeting, device, placement.backend)
+        world = open_world(rendezvous, device, placement.backend)
         training = _Training(loaded, ready, world, agreed, resumed, (terminal, log), look, also)
-        meeting.doing = training.doing
+        rendezvous.doing = training.doing
         code = training.run(stop)
         world.close()
     return code
@@ -159,21 +159,23 @@ def placed_with(placement: Placement, device: torch.device, compiled: bool) -> d
     }
 
 
-def watched(meeting: Meeting, placement: Placement, device: torch.device) -> StallWatch:
+def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallWatch:
     """Return what watches this thread for a stall while it is entered, and reports or ends as `placement` says."""
 
     def end(report: str) -> None:
-        meeting.end(Failure(meeting.info.rank, meeting.info.size, meeting.voice.host, report, time=time.time()))
+        rendezvous.end(
+            Failure(rendezvous.info.rank, rendezvous.info.size, rendezvous.voice.host, report, time=time.time())
+        )
 
-    tell = end if placement.on_stall == "end" else meeting.voice.announce
+    tell = end if placement.on_stall == "end" else rendezvous.voice.announce
     nccl = resolved_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
-    return StallWatch(meeting, placement.stall_timeout_s, tell, partial(_record, meeting, nccl), hidden=nccl)
+    return StallWatch(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
 
 
-def _record(meeting: Meeting, nccl: bool) -> str:
+def _record(rendezvous: Rendezvous, nccl: bool) -> str:
     """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none of either."""
-    log = meeting.voice.log
-    path = log and log.with_name(f"exchanges-rank-{meeting.info.rank}.json")
+    log = rendezvous.voice.log
+    path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")
     return str(path) if path and flight.write(path, nccl) else ""
 
 
@@ -186,26 +188,26 @@ class _Resumed:
     weights: str
 
 
-def _read(meeting: Meeting, loaded: Loaded, ready: Setup, path: Path) -> _Resumed:
+def _read(rendezvous: Rendezvous, loaded: Loaded, ready: Setup, path: Path) -> _Resumed:
     """Read the checkpoint that the run goes on from. All ranks call it."""
     key = signing_key(loaded.config.run)
     manifest = store.manifest(path, key)
     # Where hosts have run folders of their own, another run's may lie at the same place.
-    meeting.compare({str(path): asdict(manifest)})
+    rendezvous.compare({str(path): asdict(manifest)})
     snapshot = store.read(path, key)
     return _Resumed(snapshot, checked_state(path, snapshot, ready), manifest.weights_sha256)
 
 
 @contextmanager
-def _claimed(meeting: Meeting, loaded: Loaded) -> Iterator[Start]:
+def _claimed(rendezvous: Rendezvous, loaded: Loaded) -> Iterator[Start]:
     """Hold the run folder on rank 0 while the block runs, and tell the others where the run begins. All call it."""
-    claim = run_folder.claim(loaded) if meeting.info.rank == 0 else None
+    claim = run_folder.claim(loaded) if rendezvous.info.rank == 0 else None
     with claim.held() if claim else nullcontext():
         for note in claim.notes if claim else []:
             print(printable(note), file=sys.stderr)
-        path = meeting.tell(str(claim.checkpoint or "") if claim else "")
-        folder = meeting.tell(str(claim.folder) if claim else "")
-        done = meeting.tell(claim.done if claim else "")
+        path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
+        folder = rendezvous.tell(str(claim.folder) if claim else "")
+        done = rendezvous.tell(claim.done if claim else "")
         yield Start(Path(folder), Path(path) if path else None, done)
 
 

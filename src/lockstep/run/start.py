@@ -10,18 +10,18 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.config.placement import Placement, rendezvous
+from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
 from lockstep.launchers import detect, located
 from lockstep.parent import die_with_launcher
 from lockstep.ranks.agent import run_workers
-from lockstep.ranks.meeting import Meeting
 from lockstep.ranks.member import alone, as_rank, refuse
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import start_method
 
 T = TypeVar("T")
-Work = Callable[[Meeting], int]  # returns the exit code
+Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
 def launched() -> RankInfo | None:
@@ -37,24 +37,24 @@ def as_launched(info: RankInfo, words: Sequence[str], opened: Callable[[], tuple
     """Meet the ranks that the launcher started and do the work that `opened` returns; return its exit code.
 
     `opened` checks what can be checked before the ranks meet. What it finds ends this rank, and is reported once: to
-    the others too, if they come soon to the meeting place that `words`, dotted overrides, name.
+    the others too, if they come soon to the rendezvous place that `words`, dotted overrides, name.
     """
     try:
         placement, work = opened()
     except LockstepError as error:
-        refuse(info, rendezvous(words), error)
+        refuse(info, rendezvous_in(words), error)
     return as_rank(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s, work)
 
 
 def on_ranks(
-    work: Callable[[T | None, Meeting], int],
+    work: Callable[[T | None, Rendezvous], int],
     ready: T,
     placement: Placement,
     count: int,
     logs: Path | None = None,
     failed: Callable[[str], None] | None = None,
 ) -> int:
-    """Do `work(ready, meeting)` on `count` ranks of this machine and return the exit code; one rank is this process.
+    """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code; one rank is this process.
 
     For `ready`, which spawned processes get as None, see `in_workers`; for the rest ranks/agent.py.
     """
@@ -64,14 +64,14 @@ def on_ranks(
 
 
 def in_workers(
-    work: Callable[[T | None, Meeting], int],
+    work: Callable[[T | None, Rendezvous], int],
     ready: T,
     placement: Placement,
     count: int,
     logs: Path | None = None,
     failed: Callable[[str], None] | None = None,
 ) -> int:
-    """Do `work(ready, meeting)` in `count` processes of its own and return the exit code.
+    """Do `work(ready, rendezvous)` in `count` processes of its own and return the exit code.
 
     What is `ready` in this process is so in forked ones. To a spawned one, where there is CUDA, it cannot be sent.
     """

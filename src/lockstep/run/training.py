@@ -17,7 +17,7 @@ from lockstep.core.text import printable
 from lockstep.errors import UsageError
 from lockstep.launchers import torchrun
 from lockstep.parent import parent_command
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
 from lockstep.run import build, sinks
 from lockstep.run import folder as run_folder
@@ -67,8 +67,8 @@ def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
     return loaded.config.placement, partial(_train, loaded, None, None, None)
 
 
-def _train(loaded: Loaded, start: Start | None, also: Sink | None, ready: Setup | None, meeting: Meeting) -> int:
-    return run_rank(loaded, meeting, start, ready, also)
+def _train(loaded: Loaded, start: Start | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    return run_rank(loaded, rendezvous, start, ready, also)
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:

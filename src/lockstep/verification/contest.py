@@ -29,7 +29,7 @@ from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.run import build
 from lockstep.run.build import Setup
@@ -346,7 +346,9 @@ class _Contest:
         job.folder.mkdir()
         return job
 
-    def _launch(self, body: Callable[[Job, Setup | None, Meeting], int], place: Candidate, job: Job) -> tuple[int, str]:
+    def _launch(
+        self, body: Callable[[Job, Setup | None, Rendezvous], int], place: Candidate, job: Job
+    ) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         work = partial(_with_own_streams, partial(body, job))
         with redirect_stderr(io.StringIO()) as said:
@@ -368,13 +370,15 @@ class _Contest:
         return outcome
 
 
-def _with_own_streams(body: Callable[[Setup | None, Meeting], int], ready: Setup | None, meeting: Meeting) -> int:
+def _with_own_streams(
+    body: Callable[[Setup | None, Rendezvous], int], ready: Setup | None, rendezvous: Rendezvous
+) -> int:
     """Run in a worker: what it says goes to the terminal, only what the agent says of its end is caught."""
     sys.stderr = sys.__stderr__
     try:
-        return body(ready, meeting)
+        return body(ready, rendezvous)
     except OwnCodeError as error:
-        if meeting.info.size == 1:
+        if rendezvous.info.size == 1:
             raise
         raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
 

@@ -33,7 +33,7 @@ from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layout import gathered
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.first_weights import opened
@@ -80,14 +80,14 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
 
 
-def work(job: Job, ready: Setup | None, meeting: Meeting) -> int:
+def work(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be one rank of a contestant."""
     recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
-    device = choose_device(placement.device, meeting.info, placement.backend)
+    device = choose_device(placement.device, rendezvous.info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     ready = ready or prepared(job.loaded, job.validation)
-    world = open_world(meeting, device, placement.backend)
+    world = open_world(rendezvous, device, placement.backend)
     trace.write(job.folder, _Contestant(job, ready, world).run())
     world.close()
     return EXIT_DONE

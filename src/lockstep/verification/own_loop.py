@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.script import run_script
 from lockstep.run.start import in_workers
@@ -141,19 +141,19 @@ def _work(
     folder: Path,
     steps: int | None,
     _ready: None,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> int:
     """Be one of the ranks of a placement."""
     sys.stderr = sys.__stderr__
 
     def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
-        if meeting.info.rank == 0:
+        if rendezvous.info.rank == 0:
             with (folder / _TRACE).open("a", encoding="utf-8") as trace:
                 trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
         if steps is not None and number >= steps:
             raise _Enough
 
-    ambient = Ambient(meeting, strategy, folder / "run", observe)
+    ambient = Ambient(rendezvous, strategy, folder / "run", observe)
     AMBIENT.set(ambient)
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         try:

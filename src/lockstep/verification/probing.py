@@ -10,7 +10,7 @@ from typing import Final
 from lockstep.comm.world import choose_device
 from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
-from lockstep.ranks.meeting import Meeting
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
 from lockstep.verification.causes import Facts, LossFact, RandomSample
 from lockstep.verification.contestant import Job, prepared
@@ -19,10 +19,10 @@ from lockstep.verification.probe import facts_of
 _FACTS: Final = "facts.json"
 
 
-def probe(job: Job, ready: Setup | None, meeting: Meeting) -> int:
+def probe(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be the process that looks; writes the facts into the job's folder."""
     recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
-    device = choose_device(placement.device, meeting.info, placement.backend)
+    device = choose_device(placement.device, rendezvous.info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     ready = ready or prepared(job.loaded, job.validation)
     write(job.folder, facts_of(ready, device))

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import torch.distributed as dist
 
 from lockstep.comm.peers import PeerLostError
-from lockstep.core.rank import RankInfo, meeting_place, ranks_in_words
+from lockstep.core.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.core.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TrainingError, UsageError
@@ -57,7 +57,7 @@ _ANOTHER_RUN: Final = "if another run meets there, choose another port"
 
 
 @final
-class Meeting:
+class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
     `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
@@ -66,7 +66,7 @@ class Meeting:
     """
 
     def __init__(
-        self, info: RankInfo, timeout_s: float, end: Callable[[Meeting, Failure], NoReturn], secret: bytes = b""
+        self, info: RankInfo, timeout_s: float, end: Callable[[Rendezvous, Failure], NoReturn], secret: bytes = b""
     ) -> None:
         self.info = info
         self.secret = secret
@@ -169,15 +169,15 @@ class Meeting:
                 time.sleep(_SHORTEST_PAUSE_S)
                 left = self.store.add(_LEFT, 0)
 
-    def join(self, rendezvous: str) -> None:
+    def join(self, address: str) -> None:
         """Find the others at `rendezvous` (env://, tcp://HOST:PORT, file:///PATH). All call it, before anything else.
 
         Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError.
         """
         if self.info.size == 1:
             return
-        address = meeting_place(self.info, rendezvous)
-        there = self.info.hosted and rendezvous == "env://"
+        address = rendezvous_address(self.info, address)
+        there = self.info.hosted and address == "env://"
         own = not there and address.startswith("tcp://")  # rank 0's, and so a new one at each start
         self.serves = self.info.rank == 0 and own
         with self._asking():
@@ -383,9 +383,9 @@ def _short(value: Any) -> str:
     return shown if len(shown) <= _VALUE_LENGTH else f"{shown[: _VALUE_LENGTH - 3]}..."
 
 
-def _store(meeting: Meeting, address: str) -> Store:
+def _store(rendezvous: Rendezvous, address: str) -> Store:
     """Return a connection to the store; rank 0 opens it, unless somebody else does."""
-    info, timeout = meeting.info, timedelta(seconds=meeting.timeout_s)
+    info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
         try:
@@ -401,21 +401,21 @@ def _store(meeting: Meeting, address: str) -> Store:
 
     def opened(listener: int | None = None) -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, number, None, meeting.serves, timeout, wait_for_workers=False, master_listen_fd=listener
+            host, number, None, rendezvous.serves, timeout, wait_for_workers=False, master_listen_fd=listener
         )
 
-    if not meeting.serves:
-        return _connected(meeting, host, number, opened)
+    if not rendezvous.serves:
+        return _connected(rendezvous, host, number, opened)
     # Left to itself torch listens on all interfaces, whatever the address.
     return opened(ports.listener(host, number, near=info.local_size == info.size).detach())
 
 
-def _connected(meeting: Meeting, host: str, port: int, opened: Callable[[], Store]) -> Store:
+def _connected(rendezvous: Rendezvous, host: str, port: int, opened: Callable[[], Store]) -> Store:
     """Return the connection that `opened` returns once somebody listens and answers.
 
     torch waits too, without a word; and for ever for who listens and does not answer.
     """
-    info, reason = meeting.info, ""
+    info, reason = rendezvous.info, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
 
     def connect() -> None:
@@ -429,7 +429,7 @@ def _connected(meeting: Meeting, host: str, port: int, opened: Callable[[], Stor
 
     connecting = threading.Thread(target=connect, daemon=True)
     gives_up, known_at = inf, time.monotonic()
-    for _ in looks(meeting.timeout_s, missing, meeting.voice.say if _speaks(info) else None):
+    for _ in looks(rendezvous.timeout_s, missing, rendezvous.voice.say if _speaks(info) else None):
         if time.monotonic() > gives_up:
             raise UsageError(f"waited {_LATE_S:.0f} s for {missing()}; {_ANOTHER_RUN}")
         if not connecting.ident:

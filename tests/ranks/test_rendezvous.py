@@ -19,11 +19,11 @@ from waiting import until
 from lockstep.comm.peers import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
-from lockstep.ranks import meeting as meeting_module
+from lockstep.ranks import rendezvous as rendezvous_module
 from lockstep.ranks.doing import Doing
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.meeting import Meeting, differences
+from lockstep.ranks.rendezvous import Rendezvous, differences
 
 SIZE = 3
 SECRET = b"of this job, and nobody else's"
@@ -37,7 +37,7 @@ class Ended(BaseException):
         self.failure = failure
 
 
-def end(_: Meeting, failure: Failure) -> NoReturn:
+def end(_: Rendezvous, failure: Failure) -> NoReturn:
     raise Ended(failure)
 
 
@@ -55,18 +55,18 @@ def infos(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     del store
 
 
-def each(infos: Any, work: Callable[[Meeting], Any], timeout_s: float = 20.0) -> list[Any]:
+def each(infos: Any, work: Callable[[Rendezvous], Any], timeout_s: float = 20.0) -> list[Any]:
     """Do `work` in each rank; return by rank what it returned or raised."""
 
     def one(info: RankInfo) -> Any:
-        meeting = Meeting(info, timeout_s, end, SECRET)
+        rendezvous = Rendezvous(info, timeout_s, end, SECRET)
         try:
-            meeting.join(infos[1])
-            result = work(meeting)
+            rendezvous.join(infos[1])
+            result = work(rendezvous)
         except LockstepError as error:
-            meeting.fail(failure_of(error, info, meeting.voice))
+            rendezvous.fail(failure_of(error, info, rendezvous.voice))
             result = error
-        meeting.leave()
+        rendezvous.leave()
         return result
 
     with ThreadPoolExecutor(len(infos[0])) as pool:
@@ -79,17 +79,19 @@ def spoken(capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_ranks_with_the_same_facts_go_on_and_hear_rank_0(infos: Any) -> None:
-    def work(meeting: Meeting) -> str:
-        meeting.compare({"recipe": {"lr": 0.1}, "torch": "2"})
-        meeting.compare({"samples": 5})
-        return meeting.tell("folder" if meeting.info.rank == 0 else "") + meeting.tell("!" * (meeting.info.rank == 0))
+    def work(rendezvous: Rendezvous) -> str:
+        rendezvous.compare({"recipe": {"lr": 0.1}, "torch": "2"})
+        rendezvous.compare({"samples": 5})
+        return rendezvous.tell("folder" if rendezvous.info.rank == 0 else "") + rendezvous.tell(
+            "!" * (rendezvous.info.rank == 0)
+        )
 
     assert each(infos, work) == ["folder!"] * SIZE
 
 
 def test_all_ranks_hear_who_differs_and_in_what(infos: Any) -> None:
-    def work(meeting: Meeting) -> None:
-        meeting.compare({"recipe": {"lr": 0.1 + (meeting.info.rank == 1), "seed": 0}, "torch": "2"})
+    def work(rendezvous: Rendezvous) -> None:
+        rendezvous.compare({"recipe": {"lr": 0.1 + (rendezvous.info.rank == 1), "seed": 0}, "torch": "2"})
 
     errors = each(infos, work)
     assert {type(error) for error in errors} == {RanksDifferError}
@@ -99,10 +101,10 @@ def test_all_ranks_hear_who_differs_and_in_what(infos: Any) -> None:
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it(infos: Any) -> None:
-    def work(meeting: Meeting) -> None:
-        if meeting.info.rank == 2:
+    def work(rendezvous: Rendezvous) -> None:
+        if rendezvous.info.rank == 2:
             raise UsageError("no such file")
-        meeting.compare({})
+        rendezvous.compare({})
 
     *others, failed = each(infos, work)
     assert str(failed) == "no such file"
@@ -116,14 +118,14 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(infos: Any) -> None:
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)  # where rank 0 listens a store is new at each start
 def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> None:
     """Also where one of that start never came, and where it was larger: nobody may begin with those that are gone."""
-    meetings = [Meeting(replace(info, size=4), 0.6, end, SECRET) for info in infos[0]]
+    meetings = [Rendezvous(replace(info, size=4), 0.6, end, SECRET) for info in infos[0]]
     with ThreadPoolExecutor(SIZE) as pool:
-        before = [pool.submit(meeting.join, infos[1]) for meeting in meetings]
+        before = [pool.submit(rendezvous.join, infos[1]) for rendezvous in meetings]
     assert all(isinstance(each.exception(), TrainingError) for each in before)
     late = ([*infos[0][1:], infos[0][0]], infos[1])  # rank 0 comes last
 
-    def work(meeting: Meeting) -> str:
-        return meeting.tell("new" if meeting.info.rank == 0 else "")
+    def work(rendezvous: Rendezvous) -> str:
+        return rendezvous.tell("new" if rendezvous.info.rank == 0 else "")
 
     assert each(late, work) == ["new"] * SIZE
 
@@ -139,9 +141,9 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 
     def work(info: RankInfo) -> str:
         time.sleep(0.0 if info.rank == SIZE - 1 else 0.5)
-        meeting = Meeting(info, 20.0, end, SECRET)
-        meeting.join(infos[1])
-        return meeting.tell("new" if info.rank == 0 else "")
+        rendezvous = Rendezvous(info, 20.0, end, SECRET)
+        rendezvous.join(infos[1])
+        return rendezvous.tell("new" if info.rank == 0 else "")
 
     with ThreadPoolExecutor(SIZE) as pool:
         assert list(pool.map(work, infos[0])) == ["new"] * SIZE
@@ -149,34 +151,34 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 
 @pytest.mark.parametrize("infos", ["agent"], indirect=True)
 def test_a_start_that_was_over_is_believed_in_the_end(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)
+    monkeypatch.setattr(rendezvous_module, "_LATE_S", 0.5)
     assert each(([replace(info, size=2) for info in infos[0][:2]], infos[1]), lambda _: None) == [None, None]
     with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started as one of 2 ranks, rank 2 .* as one of 3"):
-        Meeting(infos[0][2], 20.0, end, SECRET).join(infos[1])
+        Rendezvous(infos[0][2], 20.0, end, SECRET).join(infos[1])
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
 def test_who_comes_to_a_start_that_failed_hears_why_before_its_time_is_up(infos: Any) -> None:
     each(([replace(info, size=4 - info.rank) for info in infos[0][:2]], infos[1]), lambda _: None)
     with pytest.raises(PeerFailedError, match=r"WORLD_SIZE: rank 1 .* as one of 3 ranks, rank 0 .* as one of 4"):
-        Meeting(infos[0][2], 1.0, end, SECRET).join(infos[1])
+        Rendezvous(infos[0][2], 1.0, end, SECRET).join(infos[1])
 
 
 def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where two users take the same port: one of them is refused, and the other hears nothing of it."""
-    monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)
+    monkeypatch.setattr(rendezvous_module, "_LATE_S", 0.5)
     stranger = replace(infos[0][2], rank=3, size=4)
     refused = threading.Event()
 
-    def work(meeting: Meeting) -> Failure | None:
-        if meeting.info.rank == 1:
+    def work(rendezvous: Rendezvous) -> Failure | None:
+        if rendezvous.info.rank == 1:
             [error] = each(([stranger], infos[1]), lambda _: None)
             assert isinstance(error, UsageError)
             assert re.search(r"one of 3 ranks, .* one of 4; .*; if another run meets there, choose ", str(error))
             refused.set()
         assert refused.wait(15)
-        meeting.compare({})
-        return meeting.failed()
+        rendezvous.compare({})
+        return rendezvous.failed()
 
     assert each(infos, work) == [None] * SIZE
 
@@ -186,7 +188,7 @@ def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[s
         port = server.getsockname()[1]
         told = f"rank 0 at 127.0.0.1:{port} (somebody listens there, but does not answer)"
         with pytest.raises(TrainingError) as caught:
-            Meeting(RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", port), 2.5, end).join("env://")
+            Rendezvous(RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", port), 2.5, end).join("env://")
     assert str(caught.value) == f"waited 2 s for {told}, in vain"
     assert f"has waited 2 s for {told}" in capfd.readouterr().err
 
@@ -194,10 +196,10 @@ def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[s
 def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     name = "ab" * 16
-    store.set(meeting_module._START, f'- "{name}"')  # as rank 0 does
+    store.set(rendezvous_module._START, f'- "{name}"')  # as rank 0 does
     info = RankInfo(1, 2, 1, 2, "torchrun", "127.0.0.1", store.port, hosted=True)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(Meeting(info, 20.0, end).join, "env://")
+        joining = pool.submit(Rendezvous(info, 20.0, end).join, "env://")
         store.wait([f"{name}/here 1"], timedelta(seconds=10))
         del store
         with pytest.raises(PeerLostError, match="lost the agent of torchrun, where the ranks meet "):
@@ -206,30 +208,30 @@ def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_second_process_of_a_rank_is_refused_at_once(infos: Any) -> None:
-    def work(meeting: Meeting) -> None:
-        if meeting.info.rank == 1:
+    def work(rendezvous: Rendezvous) -> None:
+        if rendezvous.info.rank == 1:
             with pytest.raises(UsageError, match="another process has come as this rank; if another run meets there, "):
-                Meeting(meeting.info, 20.0, end, SECRET).join(infos[1])
-        meeting.compare({})
+                Rendezvous(rendezvous.info, 20.0, end, SECRET).join(infos[1])
+        rendezvous.compare({})
 
     assert each(infos, work) == [None] * SIZE
 
 
 def test_who_listens_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "_LATE_S", 0.1)
+    monkeypatch.setattr(rendezvous_module, "_LATE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         info = RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", server.getsockname()[1])
         with pytest.raises(
             UsageError, match=r"waited 0 s for rank 0 at .*; if another run meets there, choose another"
         ):
-            Meeting(info, 20.0, end).join("env://")
+            Rendezvous(info, 20.0, end).join("env://")
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
 def test_a_missing_rank_0_is_named_by_one_of_each_host(
     infos: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting_module, "_LINGER_S", 0.5)
+    monkeypatch.setattr(rendezvous_module, "_LINGER_S", 0.5)
     for error in each((infos[0][1:], infos[1]), lambda _: None, timeout_s=2.0):
         assert str(error) == "waited 2 s for rank 0, in vain"
     said = spoken(capfd)
@@ -241,12 +243,12 @@ def test_a_missing_rank_0_is_named_by_one_of_each_host(
 def test_a_rank_0_that_is_late_is_named(
     infos: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting_module, "_SLOW_S", 0.5)
+    monkeypatch.setattr(rendezvous_module, "_SLOW_S", 0.5)
 
-    def work(meeting: Meeting) -> None:
-        if meeting.info.rank == 0:
+    def work(rendezvous: Rendezvous) -> None:
+        if rendezvous.info.rank == 0:
             time.sleep(1.5)
-        meeting.compare({})
+        rendezvous.compare({})
 
     assert each(infos, work) == [None] * SIZE
     host = socket.gethostname()
@@ -265,7 +267,9 @@ def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_another_number_of_ranks_is_told_to_all(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "_LATE_S", 0.5)  # a thread that comes after the failure waits for a new start
+    monkeypatch.setattr(
+        rendezvous_module, "_LATE_S", 0.5
+    )  # a thread that comes after the failure waits for a new start
     ranks = [*infos[0][:2], replace(infos[0][2], size=4)]
     errors = each((ranks, infos[1]), lambda _: None)
     assert isinstance(errors[0], UsageError)
@@ -280,7 +284,7 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
         info = RankInfo(0, 2, 0, 2, "environment", "127.0.0.1", port)
         for rendezvous in (f"tcp://127.0.0.1:{port}", "env://"):
             with pytest.raises(UsageError, match=f"{port}: rank 0 cannot listen there: Address already in use by pid "):
-                Meeting(info, 1.0, end).join(rendezvous)
+                Rendezvous(info, 1.0, end).join(rendezvous)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_addresses_that_cannot_work_are_told_before_anything_starts(
     info: RankInfo, rendezvous: str, problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem):
-        Meeting(info, 1.0, end).join(rendezvous)
+        Rendezvous(info, 1.0, end).join(rendezvous)
 
 
 def test_a_file_to_meet_in_is_made_for_this_user_alone(tmp_path: Path) -> None:
@@ -305,31 +309,35 @@ def test_a_file_to_meet_in_is_made_for_this_user_alone(tmp_path: Path) -> None:
     infos = [RankInfo(rank, 2, rank, 2, "environment") for rank in range(2)]
     for name, problem in (("fifo", "is no file"), (".", "Is a directory")):
         with pytest.raises(UsageError, match=f"rendezvous file://.*: {problem}; name "):
-            Meeting(infos[0], 1.0, end).join(f"file://{tmp_path}/{name}")
+            Rendezvous(infos[0], 1.0, end).join(f"file://{tmp_path}/{name}")
 
-    def work(meeting: Meeting) -> int:
-        meeting.compare({})
+    def work(rendezvous: Rendezvous) -> int:
+        rendezvous.compare({})
         mode = (tmp_path / "meet").stat().st_mode & 0o777
-        meeting.compare({})  # torch removes the file with the last that leaves
+        rendezvous.compare({})  # torch removes the file with the last that leaves
         return mode
 
     assert each((infos, f"file://{tmp_path}/meet"), work) == [0o600, 0o600]
 
 
 def test_a_name_that_stands_for_no_address_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "_UNKNOWN_S", 0.3)
+    monkeypatch.setattr(rendezvous_module, "_UNKNOWN_S", 0.3)
     for rank in range(2):
         with pytest.raises(
             UsageError, match=r"does not know the host no.such.host.invalid \(.*placement.rendezvous=tcp"
         ):
-            Meeting(RankInfo(rank, 2, 0, 1, "environment"), 600.0, end).join("tcp://no.such.host.invalid:29500")
+            Rendezvous(RankInfo(rank, 2, 0, 1, "environment"), 600.0, end).join("tcp://no.such.host.invalid:29500")
 
 
 def test_one_process_waits_for_nobody() -> None:
-    meeting = Meeting(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
-    meeting.join("env://")
-    meeting.compare({"recipe": 1})
-    assert (meeting.tell("folder"), meeting.failed(), meeting.hosts) == ("folder", None, (socket.gethostname(),))
+    rendezvous = Rendezvous(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
+    rendezvous.join("env://")
+    rendezvous.compare({"recipe": 1})
+    assert (rendezvous.tell("folder"), rendezvous.failed(), rendezvous.hosts) == (
+        "folder",
+        None,
+        (socket.gethostname(),),
+    )
 
 
 def test_differences_name_ranks_hosts_and_values() -> None:
@@ -344,26 +352,26 @@ def test_differences_name_ranks_hosts_and_values() -> None:
     ]
 
 
-def beating(infos: Any, work: Callable[[Meeting, Heartbeat], Any], patience_s: float = 30.0) -> list[Any]:
+def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], patience_s: float = 30.0) -> list[Any]:
     """Do `work` in each rank with its heartbeat; what ends a rank at once is noted in place of an answer."""
     ends: dict[int, Failure] = {}
 
     def one(info: RankInfo) -> Any:
         ended = threading.Event()
 
-        def note(meeting: Meeting, failure: Failure) -> NoReturn:
+        def note(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
             ends[info.rank] = failure
             ended.set()
             threading.Event().wait()  # a process would not go on
             raise AssertionError
 
-        meeting = Meeting(info, 20.0, note, SECRET)
-        meeting.join(infos[1])
-        meeting.voice.log = Path(f"run/logs/rank-{info.rank}.log")
-        meeting.doing = lambda: Doing("training", 5)
+        rendezvous = Rendezvous(info, 20.0, note, SECRET)
+        rendezvous.join(infos[1])
+        rendezvous.voice.log = Path(f"run/logs/rank-{info.rank}.log")
+        rendezvous.doing = lambda: Doing("training", 5)
         try:
-            with Heartbeat(meeting, patience_s) as heartbeat:
-                if answer := work(meeting, heartbeat):
+            with Heartbeat(rendezvous, patience_s) as heartbeat:
+                if answer := work(rendezvous, heartbeat):
                     return ends.get(info.rank, answer)
                 assert ended.wait(15)
                 raise Ended(ends[info.rank])  # leaves as a process does that is ended: without a word to the others
@@ -382,7 +390,7 @@ def silence(heartbeat: Heartbeat) -> None:
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_ranks_that_live_are_left_alone(infos: Any) -> None:
-    def work(_: Meeting, heartbeat: Heartbeat) -> str:
+    def work(_: Rendezvous, heartbeat: Heartbeat) -> str:
         time.sleep(3)
         return str(heartbeat.cause())
 
@@ -394,13 +402,13 @@ def test_ranks_that_live_are_left_alone(infos: Any) -> None:
 def test_a_rank_of_which_nothing_is_heard_is_given_up(
     infos: Any, monkeypatch: pytest.MonkeyPatch, seen: str, words: str
 ) -> None:
-    def work(meeting: Meeting, heartbeat: Heartbeat) -> str | None:
-        if meeting.info.rank == 0:
+    def work(rendezvous: Rendezvous, heartbeat: Heartbeat) -> str | None:
+        if rendezvous.info.rank == 0:
             return None
-        if meeting.info.rank == 1:
+        if rendezvous.info.rank == 1:
             silence(heartbeat)
         time.sleep(4)
-        return "silent" if meeting.info.rank == 1 else "waited"
+        return "silent" if rendezvous.info.rank == 1 else "waited"
 
     monkeypatch.setattr("lockstep.ranks.alive.state", lambda _: seen)
     first, silent, _ = beating(infos, work, patience_s=2.0 if seen == "unknown" else 30.0)
@@ -414,8 +422,8 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
 def test_a_rank_that_is_seen_to_run_is_waited_for(infos: Any) -> None:
     """Python's threads may stand still for long: one that holds the interpreter's lock keeps them from running."""
 
-    def work(meeting: Meeting, heartbeat: Heartbeat) -> str:
-        if meeting.info.rank == 1:
+    def work(rendezvous: Rendezvous, heartbeat: Heartbeat) -> str:
+        if rendezvous.info.rank == 1:
             silence(heartbeat)
         time.sleep(4)
         return "waited"
@@ -425,9 +433,9 @@ def test_a_rank_that_is_seen_to_run_is_waited_for(infos: Any) -> None:
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_failure_elsewhere_ends_who_does_not_notice(infos: Any) -> None:
-    def work(meeting: Meeting, _: Heartbeat) -> str | None:
-        if meeting.info.rank == 2:
-            meeting.fail(Failure(2, SIZE, "b", "error: disk full"))
+    def work(rendezvous: Rendezvous, _: Heartbeat) -> str | None:
+        if rendezvous.info.rank == 2:
+            rendezvous.fail(Failure(2, SIZE, "b", "error: disk full"))
             return "failed"
         return None
 
