@@ -7,8 +7,8 @@ import pytest
 import torch
 import worlds
 
-from lockstep.comm.lane import InlineLane, ThreadLane
 from lockstep.comm.peers import PeerLostError
+from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device
 from lockstep.core.mesh import Place
 from lockstep.core.rank import ALONE, RankInfo
@@ -94,20 +94,20 @@ def test_a_world_of_one_sends_nothing() -> None:
     world.compare({"anything": 1})
     world.barrier()
     assert world.canonical([Place()])({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
-    assert isinstance(world.lane(), InlineLane)
+    assert isinstance(world.stream(), InlineStream)
     assert world.generators() == [torch.default_generator]
     world.close()
 
 
 def lane_kind(world: World) -> str:
-    lane = world.lane()
-    lane.close()
-    return type(lane).__name__
+    stream = world.stream()
+    stream.close()
+    return type(stream).__name__
 
 
 @pytest.mark.worlds
 def test_more_than_one_process_have_a_lane_beside() -> None:
-    assert worlds.run(2, lane_kind) == [ThreadLane.__name__] * 2
+    assert worlds.run(2, lane_kind) == [ThreadStream.__name__] * 2
 
 
 def lost(world: World) -> str:

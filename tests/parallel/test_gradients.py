@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Noted:
-    """A lane that does things at once and counts them."""
+    """A stream that does things at once and counts them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -32,9 +32,9 @@ class Noted:
     def close(self) -> None: ...
 
 
-def _gradients(parameters: Sequence[Parameter], lane: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
+def _gradients(parameters: Sequence[Parameter], stream: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
     trained = [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
-    return Gradients(trained, CanonicalSum(0, [Place()], None), lane, alone, bucket_bytes)
+    return Gradients(trained, CanonicalSum(0, [Place()], None), stream, alone, bucket_bytes)
 
 
 def microbatches(count: int) -> list[MicroBatch]:
@@ -117,10 +117,10 @@ def test_the_sum_of_all_micro_batches_is_left(alone: bool) -> None:
 def test_buckets_leave_while_the_last_backward_runs_and_not_before() -> None:
     layers = [nn.Linear(4, 4) for _ in range(3)]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    lane = Noted()
-    gradients = _gradients(parameters, lane, alone=False)
+    stream = Noted()
+    gradients = _gradients(parameters, stream, alone=False)
     counts: list[int] = []
-    layers[0].weight.register_hook(lambda _: counts.append(lane.count))
+    layers[0].weight.register_hook(lambda _: counts.append(stream.count))
     gradients.begin(2, microbatches(2))
     for leaf in range(2):
         gradients.before_backward(microbatches(3)[leaf])
@@ -128,21 +128,21 @@ def test_buckets_leave_while_the_last_backward_runs_and_not_before() -> None:
         gradients.after_backward(microbatches(3)[leaf])
     assert counts == [0, 5]  # all but the one whose gradient is only now there
     gradients.finish()
-    assert lane.count == 6
+    assert stream.count == 6
 
 
 def test_an_unused_parameter_holds_back_only_what_comes_after_it() -> None:
     """All ranks send in one order, and only some may have used it."""
     first, unused, last = _sizes((1,), (1,), (1,))
-    lane = Noted()
-    gradients = _gradients([first, unused, last], lane, alone=False)
+    stream = Noted()
+    gradients = _gradients([first, unused, last], stream, alone=False)
     gradients.begin(1, microbatches(1))
     gradients.before_backward(microbatches(1)[0])
     (first + last).sum().backward()
     gradients.after_backward(microbatches(1)[0])
-    assert lane.count == 1
+    assert stream.count == 1
     gradients.finish()
-    assert lane.count == 3
+    assert stream.count == 3
 
 
 def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:

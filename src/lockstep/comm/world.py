@@ -1,6 +1,6 @@
 """The processes of a run and what they say to each other: the only place that starts torch.distributed.
 
-Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side lane may
+Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side stream may
 use it while this thread talks in the other group. Tensors of the device travel as a carrier takes them
 (comm/carrier.py). Everything else here is small, lies on the CPU and is exact whatever its order.
 docs/what-travels.md lists all of it.
@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
 from lockstep.comm.carrier import Carrier, Direct, Staged
-from lockstep.comm.lane import InlineLane, Lane, StreamLane, ThreadLane
 from lockstep.comm.peers import naming_lost_peers
+from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
 from lockstep.core.mesh import Place
 from lockstep.core.rank import RankInfo
@@ -43,7 +43,7 @@ _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_T
 class Grid:
     """The ranks as replicas of some members each: `mesh` has the members of this rank's replica, for fully_shard.
 
-    The carriers are for a side lane: `within` the replica, and `across` the ranks that are the same member as this one.
+    The carriers are for a side stream: `within` the replica, `across` the ranks that are the same member as this one.
     """
 
     mesh: DeviceMesh
@@ -159,11 +159,11 @@ class World:
         assert isinstance(own, dist.ProcessGroup)
         return own
 
-    def lane(self) -> Lane:
-        """Return a second lane for communication; close it after use."""
+    def stream(self) -> CommStream:
+        """Return a second stream for communication; close it after use."""
         if self.size == 1:
-            return InlineLane()
-        return StreamLane(self.device) if self.device.type == "cuda" else ThreadLane()
+            return InlineStream()
+        return CudaStream(self.device) if self.device.type == "cuda" else ThreadStream()
 
     def generators(self) -> list[torch.Generator]:
         """Return the generators that random operations of a model draw from: the CPU's and the device's."""

@@ -2,7 +2,7 @@
 
 A micro-batch's gradient is taken out of `param.grad` when its backward is done and pushed into one binary counter for
 each bucket (core/tree.py). The last micro-batch of this rank is special: as soon as backward has filled a bucket, its
-pieces are flattened and handed to the lane, which adds them over the ranks (comm/canonical.py). Buckets go out in
+pieces are flattened and handed to the stream, which adds them over the ranks (comm/canonical.py). Buckets go out in
 one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum
-from lockstep.comm.lane import Lane
+from lockstep.comm.stream import CommStream
 from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, Note
@@ -47,14 +47,14 @@ class Gradients:
         self,
         trained: Sequence[Named],
         canonical: CanonicalSum,
-        lane: Lane,
+        stream: CommStream,
         alone: bool,
         bucket_bytes: int,
     ) -> None:
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
         self._canonical = canonical
-        self._lane = lane
+        self._stream = stream
         self._alone = alone
         self._buckets = [_Bucket(bucket) for bucket in _partition(self._parameters, None if alone else bucket_bytes)]
         self._waiting: list[Callable[[], Tensor]] = []
@@ -135,7 +135,7 @@ class Gradients:
                 return
             if self._last_leaf is not None:
                 bucket.counter.push(self._last_leaf, self._taken(bucket))
-            self._waiting.append(self._lane.submit(partial(self._sum, bucket, bucket.counter.pieces())))
+            self._waiting.append(self._stream.submit(partial(self._sum, bucket, bucket.counter.pieces())))
 
     def _taken(self, bucket: _Bucket) -> Parts:
         parts = [_take_gradient(parameter) for parameter in bucket.parameters]

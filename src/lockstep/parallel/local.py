@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import add_
-from lockstep.comm.lane import Lane
 from lockstep.comm.named_sums import NamedSums
+from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
@@ -50,8 +50,8 @@ from lockstep.parallel.updating import Updates, gradient, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
-# Given the model, a lane of this layout's own, and the dtype in which the model is to compute, if it is another.
-Lay = Callable[[nn.Module, Lane, torch.dtype | None], Layout]
+# Given the model, a stream of this layout's own, and the dtype in which the model is to compute, if it is another.
+Lay = Callable[[nn.Module, CommStream, torch.dtype | None], Layout]
 
 
 @dataclass(eq=False)
@@ -94,8 +94,8 @@ class LocalEngine:
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())
-        self._lane = world.lane()
-        self._layout = lay(self._model, self._lane, numerics.dtype)
+        self._stream = world.stream()
+        self._layout = lay(self._model, self._stream, numerics.dtype)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -243,7 +243,7 @@ class LocalEngine:
     def close(self) -> None:
         """See Engine."""
         self._layout.close()
-        self._lane.close()
+        self._stream.close()
 
     def _averaged(self, decay: float) -> Ema:
         return Ema({name: local(held) for name, held in self._layout.state().items()}, decay)
@@ -281,7 +281,7 @@ class LocalEngine:
 
     def _send(self) -> Callable[[], Tensor]:
         pieces = self._now.statistics.pieces()
-        return self._lane.submit(partial(self._canonical, pieces, self._now.leaves, self._no_statistics))
+        return self._stream.submit(partial(self._canonical, pieces, self._now.leaves, self._no_statistics))
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:

@@ -12,7 +12,7 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.lane import Lane
+from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import part
@@ -32,9 +32,9 @@ def rows(world: World, places: Sequence[Place], bucket_bytes: int, offload: bool
     With `offload` those rows and the optimizer's state for them are in the memory of the CPU, which does the update.
     """
 
-    def lay(model: nn.Module, lane: Lane, dtype: torch.dtype | None) -> Layout:
+    def lay(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> Layout:
         trained = trained_parameters(model)
-        gradients = Gradients(trained, world.canonical(places), lane, world.size == 1, bucket_bytes)
+        gradients = Gradients(trained, world.canonical(places), stream, world.size == 1, bucket_bytes)
         return RowLayout(model, gradients, world, offload, dtype)
 
     return lay

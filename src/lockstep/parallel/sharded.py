@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, Deal, add_
 from lockstep.comm.fsdp import Sharded, own_gradient
-from lockstep.comm.lane import InlineLane, Lane
+from lockstep.comm.stream import CommStream, InlineStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.shard import Held, alike
@@ -41,10 +41,10 @@ def sharded(world: World, place: Place, keep_gathered: bool, offload: bool) -> L
     With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
     """
 
-    def lay(model: nn.Module, lane: Lane, dtype: torch.dtype | None) -> Layout:
+    def lay(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> Layout:
         # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
-        lane = InlineLane() if world.on_gpu else lane
-        return ShardedLayout(model, world, place, keep_gathered, offload, lane, dtype)
+        stream = InlineStream() if world.on_gpu else stream
+        return ShardedLayout(model, world, place, keep_gathered, offload, stream, dtype)
 
     return lay
 
@@ -63,7 +63,7 @@ class ShardedLayout:
         place: Place,
         keep_gathered: bool,
         offload: bool,
-        lane: Lane,
+        stream: CommStream,
         dtype: torch.dtype | None,
     ) -> None:
         _check(model)
@@ -76,7 +76,7 @@ class ShardedLayout:
             place,
             Deal(place.member, place.members, grid.within),
             CanonicalSum(place.replica, [Place(r, place.replicas) for r in range(place.replicas)], grid.across),
-            lane,
+            stream,
             [*(paths[unit] for unit in units), "what is in no block"],
         )
         with torch.no_grad():
@@ -167,13 +167,15 @@ class ShardGradients:
 class _Dealt:
     """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`."""
 
-    def __init__(self, place: Place, deal: Deal, across: CanonicalSum, lane: Lane, units: Sequence[str]) -> None:
+    def __init__(
+        self, place: Place, deal: Deal, across: CanonicalSum, stream: CommStream, units: Sequence[str]
+    ) -> None:
         self.note: Note | None = None
         self._units = units
         self._place = place
         self._deal = deal
         self._across = across
-        self._lane = lane
+        self._stream = stream
         self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in units]
         last = len(units) - 1
         self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
@@ -202,7 +204,7 @@ class _Dealt:
             self.note(f"gradient of {self._units[unit]}", gradients)
         while len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()()
-        self._under_way.append(self._lane.submit(partial(self._push, unit, *self._round, gradients)))
+        self._under_way.append(self._stream.submit(partial(self._push, unit, *self._round, gradients)))
         if self._remaining == 1:
             self._outputs[unit] = output
             self._complete_ready(everything=False)
@@ -219,7 +221,7 @@ class _Dealt:
             unit = self._incomplete.popleft()
             if unit in self._outputs:
                 job = partial(self._complete, unit, self._outputs.pop(unit))
-                self._under_way.append(self._lane.submit(job))
+                self._under_way.append(self._stream.submit(job))
 
     def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
         for number, part in enumerate(self._deal(gradients, holders)):

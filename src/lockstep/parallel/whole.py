@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.lane import Lane
+from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.norm import row_norms
@@ -24,9 +24,9 @@ from lockstep.tasks.base import MicroBatch
 def whole(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
     """Return what lays a model whole on each of the ranks, which add gradients in buckets of about `bucket_bytes`."""
 
-    def lay(model: nn.Module, lane: Lane, dtype: torch.dtype | None) -> Layout:
+    def lay(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> Layout:
         weights = Weights(model, dtype)
-        gradients = Gradients(trained_parameters(model), world.canonical(places), lane, world.size == 1, bucket_bytes)
+        gradients = Gradients(trained_parameters(model), world.canonical(places), stream, world.size == 1, bucket_bytes)
         return WholeLayout(weights, gradients)
 
     return lay

@@ -40,7 +40,7 @@ _DOORS: Final = (
     "lockstep/comm/world.py",
     "lockstep/comm/canonical.py",
     "lockstep/comm/carrier.py",
-    "lockstep/comm/lane.py",
+    "lockstep/comm/stream.py",
     "lockstep/comm/p2p.py",
 )
 

@@ -1,6 +1,6 @@
-"""A second lane for communication, beside the one that computes.
+"""A second stream for communication, beside the one that computes.
 
-On the CPU a lane is one thread: gloo waits there without the interpreter's lock while backward goes on. On CUDA it is
+On the CPU a stream is one thread: gloo waits there without the interpreter's lock while backward goes on. On CUDA it is
 a stream: NCCL's calls return at once and order themselves against the kernels. What is submitted runs in order.
 """
 
@@ -16,7 +16,7 @@ import torch
 T = TypeVar("T")
 
 
-class Lane(Protocol):
+class CommStream(Protocol):
     """Runs functions in the order of submission; calling what `submit` returns waits for the result."""
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]: ...
@@ -25,8 +25,8 @@ class Lane(Protocol):
 
 
 @final
-class InlineLane:
-    """No lane at all: for a world of one."""
+class InlineStream:
+    """No stream at all: for a world of one."""
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
         result = function()
@@ -37,11 +37,11 @@ class InlineLane:
 
 
 @final
-class ThreadLane:
+class ThreadStream:
     """One thread."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "lane")
+        self._executor = ThreadPoolExecutor(1, "stream")
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
         future = self._executor.submit(function)
@@ -56,7 +56,7 @@ class ThreadLane:
 
 
 @final
-class StreamLane:
+class CudaStream:
     """One CUDA stream, which starts from where the computing stream is at submission.
 
     torch's allocator would give what a function was handed to the computing stream again as soon as nobody holds it,

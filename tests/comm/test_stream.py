@@ -11,56 +11,56 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.comm.lane import InlineLane, Lane, StreamLane, ThreadLane
+from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 
 
-@pytest.fixture(params=[InlineLane, ThreadLane])
-def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    made: Lane = request.param()
+@pytest.fixture(params=[InlineStream, ThreadStream])
+def stream(request: pytest.FixtureRequest) -> Iterator[CommStream]:
+    made: CommStream = request.param()
     yield made
     made.close()
 
 
-def test_results_come_to_whoever_waits(lane: Lane) -> None:
-    waits = [lane.submit(partial(pow, number, 2)) for number in range(10)]
+def test_results_come_to_whoever_waits(stream: CommStream) -> None:
+    waits = [stream.submit(partial(pow, number, 2)) for number in range(10)]
     assert [wait() for wait in reversed(waits)] == [number * number for number in reversed(range(10))]
 
 
-def test_things_run_one_after_the_other(lane: Lane) -> None:
+def test_things_run_one_after_the_other(stream: CommStream) -> None:
     done: list[int] = []
 
     def note(number: int) -> None:
         time.sleep(0.02 if number == 0 else 0.0)
         done.append(number)
 
-    waits = [lane.submit(partial(note, number)) for number in range(10)]
+    waits = [stream.submit(partial(note, number)) for number in range(10)]
     waits[-1]()
     assert done == list(range(10))
 
 
 def test_a_thread_runs_beside_the_caller() -> None:
-    lane = ThreadLane()
+    stream = ThreadStream()
     go = threading.Event()
-    wait = lane.submit(lambda: go.wait(10))
+    wait = stream.submit(lambda: go.wait(10))
     go.set()  # would come too late, were the caller waiting inside submit
     assert wait() is True
-    assert lane.submit(threading.get_ident)() != threading.get_ident()
-    lane.close()
+    assert stream.submit(threading.get_ident)() != threading.get_ident()
+    stream.close()
 
 
 def test_an_error_comes_to_whoever_waits() -> None:
-    lane = ThreadLane()
-    wait = lane.submit(lambda: 1 // 0)
+    stream = ThreadStream()
+    wait = stream.submit(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         wait()
-    assert lane.submit(lambda: 5)() == 5
-    lane.close()
+    assert stream.submit(lambda: 5)() == 5
+    stream.close()
 
 
 def test_a_closed_lane_does_not_keep_the_program_alive() -> None:
-    lane = ThreadLane()
-    thread = lane.submit(threading.current_thread)()
-    lane.close()
+    stream = ThreadStream()
+    thread = stream.submit(threading.current_thread)()
+    stream.close()
     thread.join(10)
     assert not thread.is_alive()
 
@@ -75,12 +75,12 @@ class Event:
         return self.past
 
 
-def on_feigned_streams(monkeypatch: pytest.MonkeyPatch) -> StreamLane:
+def on_feigned_streams(monkeypatch: pytest.MonkeyPatch) -> CudaStream:
     stream = mock.Mock(record_event=lambda: Event())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock)
-    return StreamLane(torch.device("cuda"))
+    return CudaStream(torch.device("cuda"))
 
 
 class Piece:
@@ -88,13 +88,13 @@ class Piece:
 
 
 def test_what_a_stream_still_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = on_feigned_streams(monkeypatch)
+    stream = on_feigned_streams(monkeypatch)
     pieces = [Piece() for _ in range(3)]
     left = weakref.WeakSet(pieces)
-    waits = [lane.submit(partial(id, pieces.pop(0))) for _ in range(2)]
+    waits = [stream.submit(partial(id, pieces.pop(0))) for _ in range(2)]
     assert len(left) == 3  # none of it may be given to others: the stream has done neither
-    lane._kept[0][0].past = True  # type: ignore[attr-defined]
-    waits.append(lane.submit(partial(id, pieces.pop())))
+    stream._kept[0][0].past = True  # type: ignore[attr-defined]
+    waits.append(stream.submit(partial(id, pieces.pop())))
     assert len(left) == 2
     waits[1]()  # from here on the computing stream is behind it
     assert not left
@@ -104,11 +104,11 @@ def test_what_a_stream_still_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_stream_orders_itself_against_the_computing_one() -> None:
     device = torch.device("cuda")
-    lane = StreamLane(device)
+    stream = CudaStream(device)
     values = torch.ones(1 << 24, device=device)
     for _ in range(20):
-        values.add_(1)  # still running when the lane begins
-    wait = lane.submit(lambda: values * 2)
+        values.add_(1)  # still running when the stream begins
+    wait = stream.submit(lambda: values * 2)
     doubled = wait()
     assert doubled.min().item() == doubled.max().item() == 42.0
-    lane.close()
+    stream.close()
