@@ -10,7 +10,7 @@ from lockstep.core.rank import RankInfo
 from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
 from lockstep.ranks.member import _to_say
-from lockstep.ranks.voice import Voice
+from lockstep.ranks.rank_log import RankLog
 
 OWN = RankInfo(1, 4, 1, 2, "slurm")
 FAILURE = Failure(1, 4, "a", "Traceback (most recent call last):\n  in x\nValueError: no", log="logs/rank-1.log")
@@ -41,7 +41,7 @@ def test_a_failure_tells_who_what_and_where_to_read_on() -> None:
     ],
 )
 def test_an_error_of_ours_is_told_by_its_words(error: Exception, text: str, code: int, secondary: bool) -> None:
-    failure = failure_of(error, OWN, Voice(OWN))
+    failure = failure_of(error, OWN, RankLog(OWN))
     assert (failure.text, failure.exit_code, failure.secondary, failure.rank) == (text, code, secondary, 1)
 
 
@@ -52,13 +52,13 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
     lost = PeerLostError("lost another rank")
     lost.__cause__ = error
     for each in (error, lost):
-        failure = failure_of(each, OWN, Voice(OWN))
+        failure = failure_of(each, OWN, RankLog(OWN))
         assert failure.text.startswith("error: Too many open files: a process may open no more files (ulimit -n); now")
         assert (failure.exit_code, failure.secondary) == (EXIT_PREFLIGHT, False)
 
 
 def test_any_other_error_comes_with_its_traceback() -> None:
-    text = failure_of(ZeroDivisionError("x"), OWN, Voice(OWN)).text
+    text = failure_of(ZeroDivisionError("x"), OWN, RankLog(OWN)).text
     assert text.endswith("ZeroDivisionError: x")
 
 

@@ -34,7 +34,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
     """Return a rank of two hosts with two ranks each; its store is gone."""
     met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, member._end)
-    met.hosts = (*[met.voice.host] * 2, "b", "b") if rank < 2 else ("a", "a", *[met.voice.host] * 2)
+    met.hosts = (*[met.rank_log.host] * 2, "b", "b") if rank < 2 else ("a", "a", *[met.rank_log.host] * 2)
     return met
 
 
@@ -52,8 +52,8 @@ def test_a_cause_of_its_own_is_said_by_any_rank() -> None:
 
 def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_path: Path) -> None:
     ending = rendezvous(1)
-    os.close(ending.voice._terminal)
-    ending.voice.log = tmp_path  # a folder cannot be written
+    os.close(ending.rank_log._terminal)
+    ending.rank_log.log = tmp_path  # a folder cannot be written
     with pytest.raises(Ended, match="1"):
         member._end(ending, LOST)
 
@@ -61,7 +61,7 @@ def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_pat
 def test_a_rank_ends_whose_last_words_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_END_S", 0.2)
     ending = rendezvous(1)
-    monkeypatch.setattr(type(ending.voice), "announce", lambda *_: time.sleep(3))  # a terminal that was stopped
+    monkeypatch.setattr(type(ending.rank_log), "notice", lambda *_: time.sleep(3))  # a terminal that was stopped
     began = time.monotonic()
     with pytest.raises(Ended, match="1"):
         member._end(ending, LOST)

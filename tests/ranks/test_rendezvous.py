@@ -64,7 +64,7 @@ def each(infos: Any, work: Callable[[Rendezvous], Any], timeout_s: float = 20.0)
             rendezvous.join(infos[1])
             result = work(rendezvous)
         except LockstepError as error:
-            rendezvous.fail(failure_of(error, info, rendezvous.voice))
+            rendezvous.fail(failure_of(error, info, rendezvous.rank_log))
             result = error
         rendezvous.leave()
         return result
@@ -367,7 +367,7 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], patience_s
 
         rendezvous = Rendezvous(info, 20.0, note, SECRET)
         rendezvous.join(infos[1])
-        rendezvous.voice.log = Path(f"run/logs/rank-{info.rank}.log")
+        rendezvous.rank_log.log = Path(f"run/logs/rank-{info.rank}.log")
         rendezvous.doing = lambda: Doing("training", 5)
         try:
             with Heartbeat(rendezvous, patience_s) as heartbeat:

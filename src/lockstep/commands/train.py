@@ -15,7 +15,7 @@ from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE
 from lockstep.launchers import detect, located
 from lockstep.parent import die_with_launcher
-from lockstep.ranks.voice import outliving_terminal
+from lockstep.ranks.rank_log import outliving_terminal
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded

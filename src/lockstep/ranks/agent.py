@@ -30,9 +30,9 @@ from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
 from lockstep.parent import die_with_parent
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, failure_of, from_json
+from lockstep.ranks.rank_log import log_name, outliving_terminal
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
-from lockstep.ranks.voice import log_name, outliving_terminal
 
 Worker = Callable[[Rendezvous], int]  # returns the exit code
 
@@ -237,7 +237,7 @@ def _begin(worker: Worker, rank: int, size: int, address: str, timeout_s: float,
             rendezvous.join(address)
             code = worker(rendezvous)
     except BaseException as error:
-        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
+        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
     os.write(words.fileno(), _DONE + str(code).encode())
 
 

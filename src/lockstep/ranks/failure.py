@@ -16,7 +16,7 @@ from lockstep.device.limits import over_files
 from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
 from lockstep.own_code import own_error
 from lockstep.ranks.job_store import fields, whole
-from lockstep.ranks.voice import Voice, tagged
+from lockstep.ranks.rank_log import RankLog, tagged
 
 _LONGEST: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
 
@@ -80,17 +80,17 @@ def parsed(value: Any) -> Failure:
     return failure
 
 
-def failure_of(error: BaseException, info: RankInfo, voice: Voice) -> Failure:
+def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
     """Return the failure that an error is. Of a lost peer or a limit only the log has the traceback."""
     known = over_files(error) or lost_peer(error)
     if known is not None:
-        voice.note("".join(traceback.format_exception(error)))
+        rank_log.note("".join(traceback.format_exception(error)))
         error = known
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
-    log = str(voice.log) if voice.log and voice.log.exists() else ""
-    return Failure(info.rank, info.size, voice.host, _described(error), code, secondary, log, time.time())
+    log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
+    return Failure(info.rank, info.size, rank_log.host, _described(error), code, secondary, log, time.time())
 
 
 def _described(error: BaseException) -> str:

@@ -22,8 +22,8 @@ from lockstep.core.text import printable_line
 from lockstep.ranks import alive, oom
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
+from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.voice import log_name
 
 _BEAT_S: Final = 0.5
 _MISSED: Final = 4  # beats; a rank that runs does not miss as many
@@ -163,7 +163,7 @@ class Heartbeat:
         rank = lost[0]
         last = self._last(rank)
         gone = alive.state(last.process) == "gone"
-        near = self._rendezvous.hosts[rank] == self._rendezvous.voice.host
+        near = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         doing = f", last {last.doing}" if last.doing else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
@@ -178,7 +178,7 @@ class Heartbeat:
         hosts = self._rendezvous.hosts
         others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {what}: {why}{others}"
-        own = self._rendezvous.voice.log
+        own = self._rendezvous.rank_log.log
         log = str(own.with_name(log_name(ranks[0]))) if own else ""
         return Failure(ranks[0], self._rendezvous.info.size, hosts[ranks[0]], text, log=log, time=time.time())
 

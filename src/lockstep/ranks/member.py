@@ -52,13 +52,13 @@ def membership(info: RankInfo, address: str, timeout_s: float, lost_after_s: flo
                 if lost_peer(error) is None:
                     raise
                 # Where nobody knows of a cause, as when a link between two other hosts is cut, this is all there is.
-                unexplained = replace(failure_of(error, rendezvous.info, rendezvous.voice), secondary=False)
+                unexplained = replace(failure_of(error, rendezvous.info, rendezvous.rank_log), secondary=False)
                 rendezvous.end(heartbeat.cause() or unexplained)
         rendezvous.leave()
     except PeerFailedError as error:
         rendezvous.end(replace(error.failure, secondary=True))
     except (Exception, SystemExit) as error:  # the user's code may exit
-        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
+        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
@@ -72,7 +72,7 @@ def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
         rendezvous.join(address)
     except (LockstepError, RuntimeError):
         rendezvous.store = None  # nobody to tell
-    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
+    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def alone() -> Rendezvous:
@@ -100,7 +100,7 @@ def _take_leave(rendezvous: Rendezvous, failure: Failure) -> None:
     first = _at_most(_TELL_S, lambda: rendezvous.fail(failure))
     for line in _to_say(rendezvous.info, failure, first) if first else _to_say_unheard(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
-            rendezvous.voice.announce(line)
+            rendezvous.rank_log.notice(line)
     _at_most(_LEAVE_S, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -129,6 +129,6 @@ def _to_say_unheard(rendezvous: Rendezvous, failure: Failure) -> list[str]:
     """Return what this rank says of `failure` where the ranks do not hear of each other: the store is gone."""
     info = rendezvous.info
     own = failure.rank == info.rank and not failure.secondary
-    with_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.voice.host
+    with_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
     speaks = info.local_rank == int(with_rank_0)  # one for each host; where rank 0 was, which is gone, the next one
     return [failure.words] if own or speaks or info.launcher == "environment" else []

@@ -35,7 +35,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.ranks.doing import Doing
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parsed
 from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
-from lockstep.ranks.voice import Voice
+from lockstep.ranks.rank_log import RankLog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
@@ -70,12 +70,12 @@ class Rendezvous:
     ) -> None:
         self.info = info
         self.secret = secret
-        self.voice = voice = Voice(info)
+        self.rank_log = rank_log = RankLog(info)
         self._end = end
         self._ending = threading.Lock()
         self.timeout_s = timeout_s
         self.store: JobStore | None = None
-        self.hosts: tuple[str, ...] = (voice.host,)
+        self.hosts: tuple[str, ...] = (rank_log.host,)
         self.doing: Callable[[], Doing] = Doing
         self.serves = False  # this process is where the others ask
         self._exchanges = 0
@@ -137,7 +137,7 @@ class Rendezvous:
         except UntrustedError as error:  # a stranger's: no reason to end
             if not self._warned:
                 self._warned = True
-                self.voice.say(f"warning: ignored: {error}")
+                self.rank_log.line(f"warning: ignored: {error}")
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
@@ -238,13 +238,13 @@ class Rendezvous:
                 return
 
     def _self(self) -> dict[str, Any]:
-        return {"size": self.info.size, "host": self.voice.host}
+        return {"size": self.info.size, "host": self.rank_log.host}
 
     def _check_size(self, other: int, said: Mapping[str, Any], mine: str) -> None:
         if said["size"] != self.info.size:
             raise UsageError(
                 f"WORLD_SIZE: rank {other} ({said['host']}) was started as one of {said['size']} ranks, rank {mine} "
-                f"({self.voice.host}) as one of {self.info.size}; start all ranks with the same; {_ANOTHER_RUN}"
+                f"({self.rank_log.host}) as one of {self.info.size}; start all ranks with the same; {_ANOTHER_RUN}"
             )
 
     def _exchange(self, what: str) -> str:
@@ -292,10 +292,10 @@ class Rendezvous:
 
         def say(text: str) -> None:
             if 0 in missing():
-                self.voice.say(text)
+                self.rank_log.line(text)
 
         if self.info.rank == 0:
-            return looks(self.timeout_s, words, self.voice.say)
+            return looks(self.timeout_s, words, self.rank_log.line)
         # rank 0 has the last word
         return looks(self.timeout_s + _LINGER_S, words, say if _speaks(self.info) else None, say_of_rank_0_s)
 
@@ -429,7 +429,7 @@ def _connected(rendezvous: Rendezvous, host: str, port: int, opened: Callable[[]
 
     connecting = threading.Thread(target=connect, daemon=True)
     gives_up, known_at = inf, time.monotonic()
-    for _ in looks(rendezvous.timeout_s, missing, rendezvous.voice.say if _speaks(info) else None):
+    for _ in looks(rendezvous.timeout_s, missing, rendezvous.rank_log.line if _speaks(info) else None):
         if time.monotonic() > gives_up:
             raise UsageError(f"waited {_LATE_S:.0f} s for {missing()}; {_ANOTHER_RUN}")
         if not connecting.ident:

@@ -154,7 +154,7 @@ class StallWatch:
             while not self._over.wait(self._pause_s):
                 if store.has(_asked_key(self._question)) and self._is_asked(store):
                     place = self._place()  # first: what comes next takes a while
-                    said = {"host": self._rendezvous.voice.host, **asdict(place), "record": self._record()}
+                    said = {"host": self._rendezvous.rank_log.host, **asdict(place), "record": self._record()}
                     said["stack"] = place.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), said)
                     self._question += 1

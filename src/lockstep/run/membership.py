@@ -27,9 +27,9 @@ from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.ranks.failure import failure_of
 from lockstep.ranks.member import alone, membership, refuse
+from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
-from lockstep.ranks.voice import log_name
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
@@ -104,7 +104,7 @@ class Member:
             streams = [sys.stdout]
             if where is not None and not _interactive():
                 log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
-                streams.append(held.enter_context(rendezvous.voice.logged(log)))
+                streams.append(held.enter_context(rendezvous.rank_log.logged(log)))
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             numerics = machine.numerics(device)
@@ -252,7 +252,7 @@ def _hook(left: weakref.ref[R]) -> Hook:
 def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
     """Report the error of a script that is the only rank, and end it."""
     rendezvous = alone()
-    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.voice))
+    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def _interrupted() -> TrainingError:

@@ -40,10 +40,10 @@ from lockstep.ranks import flight
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.doing import Doing, Phase
 from lockstep.ranks.failure import Failure
+from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
 from lockstep.ranks.stall import StallWatch
-from lockstep.ranks.voice import log_name
 from lockstep.reporting.flops import with_flops
 from lockstep.reporting.jsonl import figures, last_step
 from lockstep.reporting.sink import Sink
@@ -104,7 +104,7 @@ def run_rank(
     keep_freed_memory()
     stop = StopRequest()
     place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
-    place = f"{place}  host {rendezvous.voice.host}  device {device}\n"
+    place = f"{place}  host {rendezvous.rank_log.host}  device {device}\n"
     terminal = sys.stdout
     with ExitStack() as held:
         held.enter_context(watched(rendezvous, placement, device))
@@ -115,7 +115,7 @@ def run_rank(
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
             return EXIT_DONE
-        log = held.enter_context(rendezvous.voice.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
+        log = held.enter_context(rendezvous.rank_log.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
         log.write(place)
         if ready is None:
             with with_places(loaded):
@@ -164,17 +164,17 @@ def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) 
 
     def end(report: str) -> None:
         rendezvous.end(
-            Failure(rendezvous.info.rank, rendezvous.info.size, rendezvous.voice.host, report, time=time.time())
+            Failure(rendezvous.info.rank, rendezvous.info.size, rendezvous.rank_log.host, report, time=time.time())
         )
 
-    tell = end if placement.on_stall == "end" else rendezvous.voice.announce
+    tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
     nccl = resolved_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
     return StallWatch(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
 
 
 def _record(rendezvous: Rendezvous, nccl: bool) -> str:
     """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none of either."""
-    log = rendezvous.voice.log
+    log = rendezvous.rank_log.log
     path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")
     return str(path) if path and flight.write(path, nccl) else ""
 

@@ -20,7 +20,7 @@ _STDOUT, _STDERR = 1, 2
 
 
 @final
-class Voice:
+class RankLog:
     """A rank's way to the terminal, which stays when its standard output and error go to a file."""
 
     def __init__(self, info: RankInfo) -> None:
@@ -29,11 +29,11 @@ class Voice:
         self._info = info
         self._terminal = os.dup(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2)
 
-    def say(self, text: str) -> None:
+    def line(self, text: str) -> None:
         """Write `text` to the terminal, with this rank's name before it, and into its log."""
-        self.announce(tagged(self._info.rank, self._info.size, self.host, text))
+        self.notice(tagged(self._info.rank, self._info.size, self.host, text))
 
-    def announce(self, text: str) -> None:
+    def notice(self, text: str) -> None:
         """Write `text` to the terminal and into this rank's log."""
         line = f"{text}\n"
         with suppress(OSError):  # a terminal that is gone
@@ -65,7 +65,7 @@ class Voice:
             with redirected:
                 yield log
         if log.trouble:
-            self.say(f"warning: {path}: the log has gaps: {log.trouble}")
+            self.line(f"warning: {path}: the log has gaps: {log.trouble}")
 
 
 @final

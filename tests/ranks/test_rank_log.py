@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.rank import RankInfo
-from lockstep.ranks.voice import Voice
+from lockstep.ranks.rank_log import RankLog
 
 SPEAKS = """
 import contextlib, os, sys
 from pathlib import Path
 from lockstep.core.rank import RankInfo
-from lockstep.ranks.voice import Voice
+from lockstep.ranks.rank_log import RankLog
 rank, size = int(sys.argv[1]), int(sys.argv[2])
-voice = Voice(RankInfo(rank, size, rank, size, "environment"))
+rank_log = RankLog(RankInfo(rank, size, rank, size, "environment"))
 print("before")
-with voice.logged(Path("logs") / f"rank-{rank}.log") as log:
+with rank_log.logged(Path("logs") / f"rank-{rank}.log") as log:
     print("out")
     print("err", file=sys.stderr)
     log.write("noted\\n")
-    voice.say("loud")
+    rank_log.line("loud")
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         os.write(2, b"native\\n")
 print("after")
-voice.say("last")
+rank_log.line("last")
 """
 
 
@@ -93,7 +93,7 @@ def test_a_log_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
 def test_who_writes_into_a_closed_log_writes_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that prints its traceback when the log is closed must not write into what was opened since."""
     monkeypatch.chdir(tmp_path)
-    with Voice(RankInfo(0, 1, 0, 1, "none")).logged(Path("log")) as log:
+    with RankLog(RankInfo(0, 1, 0, 1, "none")).logged(Path("log")) as log:
         log.write("in time\n")
         number = log.fileno()
     other = os.open("other", os.O_WRONLY | os.O_CREAT)
@@ -107,7 +107,7 @@ def test_who_writes_into_a_closed_log_writes_nowhere(tmp_path: Path, monkeypatch
 
 SPEAKER = """
 import contextlib, os, sys
-from lockstep.ranks.voice import outliving_terminal
+from lockstep.ranks.rank_log import outliving_terminal
 with outliving_terminal():
     for stream in sys.stdout, sys.stderr:
         print("word", file=stream)
