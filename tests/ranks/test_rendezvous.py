@@ -20,10 +20,10 @@ from lockstep.comm.peers import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.ranks import rendezvous as rendezvous_module
-from lockstep.ranks.doing import Doing
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.rendezvous import Rendezvous, differences
+from lockstep.ranks.status import Status
 
 SIZE = 3
 SECRET = b"of this job, and nobody else's"
@@ -368,7 +368,7 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], patience_s
         rendezvous = Rendezvous(info, 20.0, note, SECRET)
         rendezvous.join(infos[1])
         rendezvous.rank_log.log = Path(f"run/logs/rank-{info.rank}.log")
-        rendezvous.doing = lambda: Doing("training", 5)
+        rendezvous.status = lambda: Status("training", 5)
         try:
             with Heartbeat(rendezvous, patience_s) as heartbeat:
                 if answer := work(rendezvous, heartbeat):

@@ -18,18 +18,18 @@ import worlds
 from lockstep.comm.world import World
 from lockstep.core.rank import RankInfo
 from lockstep.ranks import stall
-from lockstep.ranks.doing import Doing
 from lockstep.ranks.member import alone, met
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import Place, StallWatch, told
+from lockstep.ranks.status import Status
 
 PATIENCE_S = 0.4
 
 
-def rendezvous(world: World, folder: Path, doing: Doing = Doing("training", 6)) -> Rendezvous:  # noqa: B008 - frozen
+def rendezvous(world: World, folder: Path, status: Status = Status("training", 6)) -> Rendezvous:  # noqa: B008 - frozen
     """Let the ranks of a world meet once more; say what this one does."""
     ranks = met(RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20)
-    ranks.doing = lambda: doing
+    ranks.status = lambda: status
     return ranks
 
 
@@ -55,7 +55,7 @@ def opened(world: World, late: int, folder: Path) -> list[str]:
         reports.append(report)
         (folder / "told").touch()
 
-    with StallWatch(rendezvous(world, folder, Doing()), PATIENCE_S, tell):
+    with StallWatch(rendezvous(world, folder, Status()), PATIENCE_S, tell):
         if world.rank == late:
             dawdle(folder / "told")
         world.beside()
@@ -71,7 +71,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
         reports.append(report)
         (folder / "told").touch()
 
-    ranks = rendezvous(world, folder, Doing("training", steps[world.rank]))
+    ranks = rendezvous(world, folder, Status("training", steps[world.rank]))
     with StallWatch(ranks, PATIENCE_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
             device.submit(dawdle, folder / "told")
@@ -169,7 +169,7 @@ def quick(world: World, folder: Path) -> list[str]:
     reports: list[str] = []
     steps = 0
     ranks = rendezvous(world, folder)
-    ranks.doing = lambda: Doing("training", steps)
+    ranks.status = lambda: Status("training", steps)
     with StallWatch(ranks, PATIENCE_S, reports.append):
         until = time.monotonic() + 4 * PATIENCE_S
         while world.add_(torch.tensor([float(time.monotonic() < until)])).item():
@@ -183,18 +183,18 @@ def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
     assert worlds.run(2, quick, tmp_path) == [[], []]
 
 
-def computing(world: World, doing: Doing, hidden: bool, folder: Path) -> list[str]:
+def computing(world: World, status: Status, hidden: bool, folder: Path) -> list[str]:
     reports: list[str] = []
-    with StallWatch(rendezvous(world, folder, doing), PATIENCE_S, reports.append, hidden=hidden):
+    with StallWatch(rendezvous(world, folder, status), PATIENCE_S, reports.append, hidden=hidden):
         time.sleep(4 * PATIENCE_S)  # both: nobody waits for anybody
     world.barrier()
     return reports
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(("doing", "hidden"), [(Doing("training", 6), False), (Doing("setting up"), True)])
-def test_long_work_is_no_stall(doing: Doing, hidden: bool, tmp_path: Path) -> None:
-    assert worlds.run(2, computing, doing, hidden, tmp_path) == [[], []]
+@pytest.mark.parametrize(("doing", "hidden"), [(Status("training", 6), False), (Status("setting up"), True)])
+def test_long_work_is_no_stall(status: Status, hidden: bool, tmp_path: Path) -> None:
+    assert worlds.run(2, computing, status, hidden, tmp_path) == [[], []]
 
 
 def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
@@ -211,9 +211,9 @@ def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
 def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:
     here, there = "lockstep/comm/world.py:9 add_", "lockstep/comm/canonical.py:7 _wait"
     answers = {
-        0: ("a", Place(Doing("training", 4), ("train.py:1 main", here), True)),
-        1: ("b", Place(Doing("training", 4), ("train.py:1 main", there, "torch/distributed/x.py:3 wait"), True)),
-        2: ("b", Place(Doing("training", 4), ("train.py:1 main", here), True)),
+        0: ("a", Place(Status("training", 4), ("train.py:1 main", here), True)),
+        1: ("b", Place(Status("training", 4), ("train.py:1 main", there, "torch/distributed/x.py:3 wait"), True)),
+        2: ("b", Place(Status("training", 4), ("train.py:1 main", here), True)),
     }
     assert told(answers, 3, "stalled: some time").splitlines() == [
         "stalled: some time",

@@ -263,7 +263,7 @@ BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
     ids=str,
 )
 def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
-    assert heartbeat.parsed(BEAT | {"doing": "\x1b[2J"}).doing == "\\x1b[2J"
+    assert heartbeat.parsed(BEAT | {"doing": "\x1b[2J"}).status == "\\x1b[2J"
     with pytest.raises(ValueError, match="expected"):
         heartbeat.parsed(BEAT | wrong)
 

@@ -40,7 +40,7 @@ class Beat:
     look: int
     process: str = ""
     peak: int = 0  # bytes
-    doing: str = ""
+    status: str = ""
     left: bool = False
 
 
@@ -50,7 +50,7 @@ def parsed(value: Any) -> Beat:
     beat = Beat(**fields(value, kinds))
     whole(beat.look)
     whole(beat.peak)
-    return replace(beat, doing=printable_line(beat.doing))
+    return replace(beat, status=printable_line(beat.status))
 
 
 @final
@@ -122,7 +122,7 @@ class Heartbeat:
                 self._over.wait(_BEAT_S)
 
     def _own(self, process: str) -> Beat:
-        return Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.doing().words)
+        return Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
 
     def _hear(self, rank: int, beat: Beat | UntrustedError | None) -> None:
         """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""
@@ -165,9 +165,9 @@ class Heartbeat:
         gone = alive.state(last.process) == "gone"
         near = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
-        doing = f", last {last.doing}" if last.doing else ""
+        status = f", last {last.status}" if last.status else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
-        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * _BEAT_S:.0f} s{doing}", why)
+        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * _BEAT_S:.0f} s{status}", why)
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""

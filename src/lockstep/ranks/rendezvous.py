@@ -32,10 +32,10 @@ from lockstep.core.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.core.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TrainingError, UsageError
-from lockstep.ranks.doing import Doing
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parsed
 from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
+from lockstep.ranks.status import Status
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
@@ -76,7 +76,7 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.store: JobStore | None = None
         self.hosts: tuple[str, ...] = (rank_log.host,)
-        self.doing: Callable[[], Doing] = Doing
+        self.status: Callable[[], Status] = Status
         self.serves = False  # this process is where the others ask
         self._exchanges = 0
         self._warned = False

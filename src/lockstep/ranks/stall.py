@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, final, get_args
 
 from lockstep.core.text import printable_line
-from lockstep.ranks.doing import Doing, Phase
 from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.status import Phase, Status
 
 _LOOK_S: Final = 1.0
 _ANSWER_S: Final = 5.0  # some looks, so that every rank that runs at all has seen the question
@@ -62,7 +62,7 @@ class Place:
     `waits`: for other ranks; None where that cannot be seen.
     """
 
-    doing: Doing
+    status: Status
     stack: tuple[str, ...]
     waits: bool | None
     record: str = ""  # where this rank wrote torch's record of its exchanges
@@ -72,7 +72,7 @@ class Place:
         """What it does, and the innermost line of ours that tells most: behind the doors all waits look alike."""
         own = [line for line in self.stack if line.startswith(_OURS)]
         telling = [line for line in own if not line.startswith(_DOORS)]
-        return f"{self.doing.words}, {(telling or own or self.stack)[-1]}"
+        return f"{self.status.words}, {(telling or own or self.stack)[-1]}"
 
 
 @final
@@ -180,15 +180,15 @@ class StallWatch:
         files = [_short(each.filename) for each in summary]
         ours = next((file for file in files if file.startswith(_OURS)), "")
         stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
-        doing = self._rendezvous.doing()
+        status = self._rendezvous.status()
         if ours in _DOORS or files[0].startswith(_TORCH):
-            return Place(doing, _to_the_door(stack), True)
-        return Place(doing, stack, None if self._hidden and doing.phase != "setting up" else False)
+            return Place(status, _to_the_door(stack), True)
+        return Place(status, stack, None if self._hidden and status.phase != "setting up" else False)
 
 
 def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str:
     """Return the report: who is late and where, what the others wait in, and who does not answer."""
-    most = max((place.doing.step for _, place in answers.values()), default=0)
+    most = max((place.status.step for _, place in answers.values()), default=0)
     alike: dict[tuple[_Role, str], list[str]] = {}
     for rank, (host, place) in sorted(answers.items()):
         role = _role(place, most)
@@ -212,7 +212,7 @@ def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str
 def _role(place: Place, most: int) -> _Role:
     """Return what a rank is for the others, of which one has done `most` steps."""
     if place.waits is None:
-        return "is behind" if place.doing.step < most else "computes or waits"
+        return "is behind" if place.status.step < most else "computes or waits"
     return "waits" if place.waits else "is late"
 
 
@@ -243,12 +243,12 @@ def parsed(value: Any) -> tuple[str, Place]:
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "doing": dict, "stack": list, "waits": type(waits), "record": str}
     said = fields(value, kinds)
-    doing = Doing(**fields(said["doing"], {"phase": str, "step": int}))
-    whole(doing.step)
+    status = Status(**fields(said["doing"], {"phase": str, "step": int}))
+    whole(status.step)
     stack = tuple(printable_line(text(line)) for line in said["stack"])
-    if doing.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
+    if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
         raise ValueError("expected the place of a rank")
-    return printable_line(said["host"]), Place(doing, stack, waits, printable_line(said["record"]))
+    return printable_line(said["host"]), Place(status, stack, waits, printable_line(said["record"]))
 
 
 def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:

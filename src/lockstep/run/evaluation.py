@@ -26,8 +26,8 @@ from lockstep.device.precision import fix_kernels
 from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.ranks.affinity import bind
-from lockstep.ranks.doing import Doing
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.status import Status
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.resume import evaluated as checked_state
@@ -177,7 +177,7 @@ def _evaluate(
     # An optimizer is not needed; what the engine has of it is as good as what was saved.
     engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
     progress = state.progress
-    rendezvous.doing = lambda: Doing("evaluating", progress.step)
+    rendezvous.status = lambda: Status("evaluating", progress.step)
     event = evaluated(engine, world, ready, loader, build.evaluation_batch(recipe), progress)
     engine.close()
     world.close()

@@ -32,8 +32,8 @@ from lockstep.own_code import OwnCode, refused
 from lockstep.parallel.layout import gathered
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import Numerics
-from lockstep.ranks.doing import Doing, Phase
 from lockstep.ranks.signals import StopRequest
+from lockstep.ranks.status import Phase, Status
 from lockstep.run import own_sums
 from lockstep.run.build import over_ranks, recomputed
 from lockstep.run.membership import Member
@@ -96,7 +96,7 @@ class Run:
         self._ended = False
         self._began = time.perf_counter()
         self._looked = False
-        member.rendezvous.doing = lambda: Doing(self._phase, self._progress.step)
+        member.rendezvous.status = lambda: Status(self._phase, self._progress.step)
         member.held.enter_context(exchanges.seen(self._gate.exchange))
 
     @property

@@ -38,12 +38,12 @@ from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
 from lockstep.ranks import flight
 from lockstep.ranks.affinity import bind
-from lockstep.ranks.doing import Doing, Phase
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
 from lockstep.ranks.stall import StallWatch
+from lockstep.ranks.status import Phase, Status
 from lockstep.reporting.flops import with_flops
 from lockstep.reporting.jsonl import figures, last_step
 from lockstep.reporting.sink import Sink
@@ -135,7 +135,7 @@ def run_rank(
         look = held.enter_context(first_look(ready)) if looks else list
         world = open_world(rendezvous, device, placement.backend)
         training = _Training(loaded, ready, world, agreed, resumed, (terminal, log), look, also)
-        rendezvous.doing = training.doing
+        rendezvous.status = training.status
         code = training.run(stop)
         world.close()
     return code
@@ -257,9 +257,9 @@ class _Training:
                 f"all ranks: torch's, NumPy's and Python's generators are seeded before it is called"
             )
 
-    def doing(self) -> Doing:
+    def status(self) -> Status:
         """Return what this rank does, to any thread."""
-        return Doing(self.phase, self.progress.step)
+        return Status(self.phase, self.progress.step)
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""

@@ -9,7 +9,7 @@ Phase = Literal["setting up", "training", "evaluating", "saving", "ending"]
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class Status:
     """The phase that a rank is in, after so many steps."""
 
     phase: Phase = "setting up"
