@@ -61,7 +61,7 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
         rota = Rota(1, places, work.microbatches)
         index = rota.repeated(world.rank, step)
         assert index is not None
-        given = [replace(work.batch(index), shadow=True), *given]
+        given = [replace(work.batch(index), dummy=True), *given]
         engine = AuditedEngine(engine, world, rota, work.batch)
 
     def turn() -> float:

@@ -193,8 +193,8 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
         inputs, targets = _batch(number, world.device)
         parts = cut(SAMPLES, MICROBATCHES)
         own = [
-            MicroBatch(index, (inputs[list(own)], targets[list(own)]), len(own), len(own), shadow)
-            for own, index, shadow in ((parts[index], index, shadow) for index, shadow in place.indices(MICROBATCHES))
+            MicroBatch(index, (inputs[list(own)], targets[list(own)]), len(own), len(own), dummy)
+            for own, index, dummy in ((parts[index], index, dummy) for index, dummy in place.indices(MICROBATCHES))
         ]
         sums = engine.forward_backward(own, Step(number, 0, number * SAMPLES, SAMPLES, number * SAMPLES, False))
         engine.update(0.1, 1.0)

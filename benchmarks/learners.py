@@ -69,16 +69,16 @@ class Work:
         torch.manual_seed(0)
         return MODELS[self.model]()
 
-    def batch(self, index: int, shadow: bool = False) -> MicroBatch:
+    def batch(self, index: int, dummy: bool = False) -> MicroBatch:
         """Make a micro-batch."""
         generator = torch.Generator().manual_seed(index)
         inputs = torch.randn(self.samples, 3, 32, 32, generator=generator)
         targets = torch.randint(10, (self.samples,), generator=generator)
-        return MicroBatch(index, (inputs, targets), self.samples, self.samples, shadow)
+        return MicroBatch(index, (inputs, targets), self.samples, self.samples, dummy)
 
     def batches(self, place: Place) -> list[MicroBatch]:
         """Make the micro-batches of the rank that stands at `place`."""
-        return [self.batch(index, shadow) for index, shadow in place.indices(self.microbatches)]
+        return [self.batch(index, dummy) for index, dummy in place.indices(self.microbatches)]
 
 
 def _vit(name: str) -> nn.Module:

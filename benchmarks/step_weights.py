@@ -105,8 +105,8 @@ def placed_gradient(world: World, placed: Placed) -> dict[str, Tensor]:
         Numerics(microbatches=len(COUNTED), precision=placed.precision),
     )
     own = [
-        MicroBatch(index, batch, _SAMPLES, TASK.weight(batch), shadow)
-        for index, shadow in strategy.place(world.rank, world.size).indices(len(COUNTED))
+        MicroBatch(index, batch, _SAMPLES, TASK.weight(batch), dummy)
+        for index, dummy in strategy.place(world.rank, world.size).indices(len(COUNTED))
         for batch in [batches()[index]]
     ]
     engine.forward_backward(own, Step(0, 0, 0, len(COUNTED) * _SAMPLES, 0, False, counted=sum(COUNTED)))

@@ -17,7 +17,7 @@ def grid(replicas: int, members: int) -> list[Place]:
 @given(SIZES, SIZES, LEAVES)
 def test_each_micro_batch_is_one_ranks_own(replicas: int, members: int, leaves: int) -> None:
     dealt = [place.indices(leaves) for place in grid(replicas, members)]
-    assert sorted(index for own in dealt for index, shadow in own if not shadow) == list(range(leaves))
+    assert sorted(index for own in dealt for index, dummy in own if not dummy) == list(range(leaves))
     assert all(0 <= index < leaves for own in dealt for index, _ in own)
 
 
@@ -31,7 +31,7 @@ def test_members_go_through_as_many_rounds_as_each_other(replicas: int, members:
             assert ours[0].indices(leaves)
         for number, (first, holders) in enumerate(ours[0].rounds(leaves)):
             held = [place.indices(leaves)[number] for place in ours]
-            assert [index for index, shadow in held if not shadow] == list(range(first, first + holders))
+            assert [index for index, dummy in held if not dummy] == list(range(first, first + holders))
 
 
 def test_alone_nothing_is_a_shadow() -> None:
@@ -55,8 +55,8 @@ def test_what_all_hold_is_the_tree(replicas: int, members: int, leaves: int) -> 
     pieces = {}
     for place in grid(replicas, members):
         counter: Counter[str] = Counter(joined)
-        for index, shadow in place.indices(leaves):
-            if not shadow:
+        for index, dummy in place.indices(leaves):
+            if not dummy:
                 counter.push(index, f"<{index}>")
         held = counter.pieces()
         assert list(held) == place.held(leaves)

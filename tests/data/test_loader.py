@@ -101,10 +101,10 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
     for (step, every), (_, own) in zip(alone, loader.training(0), strict=True):
         expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
         assert _same((step, own), (step, expected))
-        assert [each.shadow for each in own] == [step.number % 2 == 1] * (len(own) - 2) + [False, False]
+        assert [each.dummy for each in own] == [step.number % 2 == 1] * (len(own) - 2) + [False, False]
         anywhere = loader.microbatch(step, 0)
         assert _same((step, [anywhere]), (step, every[:1]))
-        assert anywhere.shadow
+        assert anywhere.dummy
     own_targets = [each.batch[1] for _, every in alone for each in every[2:]]
     assert loader.skipped == sum(int((targets == SKIPPED).sum()) for targets in own_targets)
 

@@ -163,9 +163,9 @@ def share(world: World, case: Case, step: Step, batch: dict[str, Tensor]) -> lis
     cuts = cut(step.samples, min(case.microbatches, step.samples))
     place = strategy(world, case).place(world.rank, world.size)
     found = []
-    for index, shadow in place.indices(len(cuts)):
+    for index, dummy in place.indices(len(cuts)):
         own = {name: tensor[list(cuts[index])] for name, tensor in batch.items()}
-        found.append(MicroBatch(index, own, len(cuts[index]), int(own["mask"].sum()), shadow))
+        found.append(MicroBatch(index, own, len(cuts[index]), int(own["mask"].sum()), dummy))
     return found
 
 

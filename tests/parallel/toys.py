@@ -170,11 +170,11 @@ def rota(world: World, case: Case) -> Rota:
     return Rota(case.audit_every, places, case.microbatches)
 
 
-def fetch(case: Case, step: Step, index: int, shadow: bool = True) -> MicroBatch:
+def fetch(case: Case, step: Step, index: int, dummy: bool = True) -> MicroBatch:
     """Return any micro-batch of a step."""
     _, images, targets = list(steps(case))[step.number]
     own = list(cut(step.samples, min(case.microbatches, step.samples))[index])
-    return MicroBatch(index, (images[own], targets[own]), len(own), len(own), shadow)
+    return MicroBatch(index, (images[own], targets[own]), len(own), len(own), dummy)
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
@@ -196,7 +196,7 @@ def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
     own = place.indices(min(case.microbatches, step.samples))
     repeated = rota(world, case).repeated(world.rank, step) if case.audit_every else None
     beside = [] if repeated is None else [(repeated, True)]
-    return [fetch(case, step, index, shadow) for index, shadow in [*beside, *own]]
+    return [fetch(case, step, index, dummy) for index, dummy in [*beside, *own]]
 
 
 def rate(step: Step) -> float:

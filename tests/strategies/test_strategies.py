@@ -48,7 +48,7 @@ def test_processes_without_work_are_refused(strategy: Any) -> None:
 @pytest.mark.parametrize("leaves", [1, 3, 4, 7, 8])
 def test_places_share_all_micro_batches(strategy: Any, size: int, leaves: int) -> None:
     dealt = [strategy.place(rank, size).indices(leaves) for rank in range(size)]
-    assert sorted(index for own in dealt for index, shadow in own if not shadow) == list(range(leaves))
+    assert sorted(index for own in dealt for index, dummy in own if not dummy) == list(range(leaves))
 
 
 @pytest.mark.parametrize("strategy", [zero2.Strategy(), zero3.Strategy()])

@@ -23,7 +23,7 @@ class Place(NamedTuple):
     speaks: bool = True
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
-        """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a shadow.
+        """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a dummy.
 
         Members go through a round together. Who has none in it computes the step's last one along with its owner.
         """

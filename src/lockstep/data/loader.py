@@ -54,7 +54,7 @@ class _Cut(NamedTuple):
 
     number: int
     positions: range
-    shadow: bool  # not this rank's own
+    dummy: bool  # not this rank's own
 
 
 class _Sent(NamedTuple):
@@ -71,7 +71,7 @@ class Loader:
     """The batches of the rank at `place`.
 
     `skipped` counts the unreadable samples it met in training, at each time; `unreadable` are their numbers and those
-    of validation. `beside` may name a micro-batch of any rank, which then goes before this rank's own ones as a shadow.
+    of validation. `beside` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Loader:
                 yield self._weighed(step, sent), [self._microbatch(step, each) for each in sent]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
-        """Fetch any micro-batch of `step` in this process, as a shadow."""
-        [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, shadow=True)])])[0].requests
+        """Fetch any micro-batch of `step` in this process, as a dummy."""
+        [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, dummy=True)])])[0].requests
         return self._microbatch(step, self._sent(cut, request, self._data.train.fetch(*request)))
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
@@ -158,7 +158,7 @@ class Loader:
 
     def _own(self, step: Step) -> tuple[Step, list[_Cut]]:
         share, beside = self._share(step.samples), self._beside and self._beside(step)
-        return step, share if beside is None else [self._cut(step.samples, beside, shadow=True), *share]
+        return step, share if beside is None else [self._cut(step.samples, beside, dummy=True), *share]
 
     def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
         """Say which samples these cuts of steps of one epoch take: all of them are looked up at once."""
@@ -174,14 +174,14 @@ class Loader:
     def _share(self, samples: int) -> list[_Cut]:
         if samples not in self._shares:
             indices = self._place.indices(min(self._microbatches, samples))
-            self._shares[samples] = [self._cut(samples, index, shadow) for index, shadow in indices]
+            self._shares[samples] = [self._cut(samples, index, dummy) for index, dummy in indices]
         return self._shares[samples]
 
-    def _cut(self, samples: int, index: int, shadow: bool) -> _Cut:
-        return _Cut(index, part(samples, min(self._microbatches, samples), index), shadow)
+    def _cut(self, samples: int, index: int, dummy: bool) -> _Cut:
+        return _Cut(index, part(samples, min(self._microbatches, samples), index), dummy)
 
     def _sent(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
-        skipped = [] if cut.shadow else self._unread(request, fetched)
+        skipped = [] if cut.dummy else self._unread(request, fetched)
         arrival = self._copies.start(self._finish.prepared(fetched, request))
         return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
@@ -189,7 +189,7 @@ class Loader:
         skipped = self._unread(request, fetched)
         self.unreadable[1].update(skipped)
         return _Sent(
-            _Cut(0, range(0), shadow=False), skipped, self._weight(request, fetched), self._copies.start(fetched)
+            _Cut(0, range(0), dummy=False), skipped, self._weight(request, fetched), self._copies.start(fetched)
         )
 
     def _unread(self, request: Request, fetched: Batch) -> list[int]:
@@ -203,15 +203,15 @@ class Loader:
         """Return the step with what it weighs over all ranks: all of them ask, before any computes."""
         if self._weigh is None:
             return step
-        own = sum(each.weight for each in sent if self._place.speaks and not each.cut.shadow)
+        own = sum(each.weight for each in sent if self._place.speaks and not each.cut.dummy)
         return step._replace(counted=self._weigh.over_ranks(own))
 
     def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
         self.skipped += len(sent.skipped)
         self.unreadable[0].update(sent.skipped)
-        number, positions, shadow = sent.cut
+        number, positions, dummy = sent.cut
         batch = self._finish.for_training(sent.arrival(), step.number, number)
-        return MicroBatch(number, batch, len(positions), sent.weight, shadow)
+        return MicroBatch(number, batch, len(positions), sent.weight, dummy)
 
 
 def damages(split: Split, workers: int) -> Iterator[str]:

@@ -102,7 +102,7 @@ class Auditable(Engine, Protocol):
     """An engine on whose ranks any micro-batch can be computed, since each computes the whole model."""
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
-        """Compute a shadow beside the step, for its `note` alone.
+        """Compute a dummy beside the step, for its `note` alone.
 
         Call it before forward_backward, or after one that is to be done again: gradients there are forgotten.
         """

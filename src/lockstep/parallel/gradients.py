@@ -72,9 +72,9 @@ class Gradients:
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.shadow)
+        self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.dummy)
         self._note = microbatch.note
-        if microbatch.shadow:  # it is beside the step, whose sums may be there: what it makes must not be added to them
+        if microbatch.dummy:  # it is beside the step, whose sums may be there: what it makes must not be added to them
             for parameter in self._parameters:
                 parameter.grad = None
         if self._armed:
@@ -85,13 +85,13 @@ class Gradients:
         """See GradientSum."""
         if self._armed:
             return
-        if self._nothing_to_add and not microbatch.shadow:
+        if self._nothing_to_add and not microbatch.dummy:
             if self._note is not None:
                 self._show(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
             return
         for bucket in self._buckets:
             parts = self._taken(bucket)
-            if not microbatch.shadow:
+            if not microbatch.dummy:
                 bucket.counter.push(microbatch.index, parts)
 
     def finish(self) -> None:

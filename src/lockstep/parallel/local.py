@@ -147,7 +147,7 @@ class LocalEngine:
         now = self._now
         now.left -= 1
         self._show(microbatch, loss)
-        if not microbatch.shadow:
+        if not microbatch.dummy:
             now.own_losses.append(loss.detach())
             if not now.alone:
                 now.statistics.push(microbatch.index, self._statistics(loss, microbatch.samples))
@@ -254,7 +254,7 @@ class LocalEngine:
             outputs = call(self._model, inputs)
         given = self._numerics.given_out(outputs)
         loss = self._task.loss(given, microbatch.batch)
-        if observed is not None and not microbatch.shadow:
+        if observed is not None and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
         return loss

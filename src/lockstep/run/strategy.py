@@ -53,7 +53,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
     if wrong is not None:
         raise UsageError(f"strategy {name}: place returned {type(wrong).__name__}; return a Place ({_CONTRACT})")
     held = Counter(
-        number for place in places if place.speaks for number, shadow in place.indices(microbatches) if not shadow
+        number for place in places if place.speaks for number, dummy in place.indices(microbatches) if not dummy
     )
     for number in range(microbatches):
         if held[number] != 1:

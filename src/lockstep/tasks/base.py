@@ -20,7 +20,7 @@ class MicroBatch:
     """One cut of the global batch: the unit of work, computed at the same shape whoever computes it.
 
     `index` is its number in the step, `samples` are along dim 0 of each tensor of `batch`, and `weight` is what it
-    counts for in the step's loss. A `shadow` is computed by another rank too: this one only takes part in what all do
+    counts for in the step's loss. A `dummy` is computed by another rank too: this one only takes part in what all do
     together meanwhile, and its result counts for nothing. `note`, where there is one, sees what the micro-batch
     gives: its loss, its BatchNorm statistics, and each gradient as it goes into the step's sum.
     """
@@ -29,7 +29,7 @@ class MicroBatch:
     batch: Batch
     samples: int
     weight: int
-    shadow: bool = False
+    dummy: bool = False
     note: Note | None = field(default=None, compare=False)
 
 

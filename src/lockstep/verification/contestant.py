@@ -247,7 +247,7 @@ def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
 
 def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
     """Return the loss of each micro-batch, where this rank is one that computes losses: a pipeline's last stage is."""
-    own = [each for each in microbatches if not each.shadow]
+    own = [each for each in microbatches if not each.dummy]
     if len(sums.own_losses) != len(own):
         return {}
     return {str(microbatch.index): float(loss) for microbatch, loss in zip(own, sums.own_losses, strict=True)}

@@ -282,7 +282,7 @@ class PipelineEngine:
                     return outputs
                 given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
                 loss = self._task.loss(given, microbatch.batch)
-                if self._observed is not None and not microbatch.shadow:
+                if self._observed is not None and not microbatch.dummy:
                     with torch.no_grad():
                         self._observed.add(index, self._task.sums(given, microbatch.batch))
                 return [loss]
