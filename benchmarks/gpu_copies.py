@@ -222,7 +222,7 @@ class _Noting:
 
 @final
 class _NoStop:
-    wish = 0
+    level = 0
 
 
 @final

@@ -45,8 +45,8 @@ def compared(world: World, odd: list[int]) -> str:
     return "the same"
 
 
-def agreed(world: World, wishes: list[list[int]]) -> list[int]:
-    heard = [world.agree_to_stop(wish) for wish in wishes[world.rank]]
+def agreed(world: World, levels: list[list[int]]) -> list[int]:
+    heard = [world.agree_to_stop(level) for level in levels[world.rank]]
     return [*heard, world.agree_to_stop(0)]
 
 
@@ -79,8 +79,8 @@ def test_each_rank_tells_all_others(texts: list[str]) -> None:
 
 @pytest.mark.worlds
 def test_all_agree_one_step_later_on_the_largest_wish() -> None:
-    wishes = [[0, 1, 1], [0, 0, 2], [0, 0, 0]]
-    heard = worlds.run(3, agreed, wishes)
+    levels = [[0, 1, 1], [0, 0, 2], [0, 0, 0]]
+    heard = worlds.run(3, agreed, levels)
     assert heard == [[heard[0][0], 0, 1, 2]] * 3
 
 
@@ -90,7 +90,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
     assert world.tell("text") == "text"
     assert world.all_tell("text") == ["text"]
-    assert [world.agree_to_stop(wish) for wish in (0, 2, 1)] == [0, 2, 1]
+    assert [world.agree_to_stop(level) for level in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
     assert world.canonical([Place()])({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]

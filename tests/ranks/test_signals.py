@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from lockstep.ranks.signals import EXIT_CODES, WISHES, StopRequest, stopping
+from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, stopping
 
 TRAINER = """
 import time
@@ -37,7 +37,7 @@ def stop() -> Iterator[StopRequest]:
 
 
 def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
-    assert stop.wish == 0
+    assert stop.level == 0
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
         ([signal.SIGINT, signal.SIGTERM], 4),  # somebody at the terminal wins
     ],
 )
-def test_the_strongest_wish_is_kept(stop: StopRequest, numbers: list[signal.Signals], wish: int) -> None:
+def test_the_highest_level_is_kept(stop: StopRequest, numbers: list[signal.Signals], level: int) -> None:
     for number in numbers:
         os.kill(os.getpid(), number)
-    assert stop.wish == wish
+    assert stop.level == level
 
 
 def test_wishes_have_names_and_exit_codes() -> None:
-    assert {WISHES[wish]: EXIT_CODES[WISHES[wish]] for wish in (1, 2, 3, 4)} == {
+    assert {STOP_LEVELS[level]: EXIT_CODES[STOP_LEVELS[level]] for level in (1, 2, 3, 4)} == {
         "SIGUSR1": EXIT_SAVED,
         "SIGHUP": EXIT_SAVED,
         "SIGTERM": EXIT_SAVED,

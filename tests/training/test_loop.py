@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Step, Steps
 from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
-from lockstep.ranks.signals import WISHES
+from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
 from lockstep.training.loop import Every, Plan, Progress, train
@@ -24,8 +24,8 @@ from lockstep.training.loop import Every, Plan, Progress, train
 class Wish:
     """A stop request that comes during a step."""
 
-    def __init__(self, wish: int = 0) -> None:
-        self.wish = wish
+    def __init__(self, level: int = 0) -> None:
+        self.level = level
 
 
 STEPS = Steps(10, 4, epochs=3)  # 4, 4 and 2 samples in an epoch
@@ -37,7 +37,7 @@ def run(
     following: Plan,
     progress: Progress | None = None,
     stop_at: int | None = None,
-    wish: int = 1,
+    level: int = 1,
     world: World = ALONE_WORLD,
 ) -> list[Event]:
     """Train; a request to stop comes while step number `stop_at` computes."""
@@ -45,7 +45,7 @@ def run(
 
     def ask(step: Step) -> None:
         if step.number == stop_at:
-            stop.wish = wish
+            stop.level = level
 
     following_batches = batches(following.steps, ask)
     return list(
@@ -104,9 +104,9 @@ def test_a_report_tells_of_its_own_step() -> None:
     assert report.peak_bytes > 0
 
 
-@pytest.mark.parametrize(("wish", "reason"), WISHES.items())
-def test_a_request_to_stop_ends_with_the_step_and_saves(wish: int, reason: str) -> None:
-    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=4, wish=wish)
+@pytest.mark.parametrize(("wish", "reason"), STOP_LEVELS.items())
+def test_a_request_to_stop_ends_with_the_step_and_saves(level: int, reason: str) -> None:
+    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=4, level=level)
     assert shortly(events) == ["evaluated 3", "saved 3", "saved 5", "stopped 5"]
     stopped = events[-1]
     assert isinstance(stopped, Stopped)
@@ -235,7 +235,7 @@ def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:
 
 def stopping(world: World, stop_at: list[int]) -> list[str]:
     following = plan(STEPS, log=Every(steps=100))
-    events = run(FakeEngine(), following, stop_at=stop_at[world.rank], wish=1 + world.rank, world=world)
+    events = run(FakeEngine(), following, stop_at=stop_at[world.rank], level=1 + world.rank, world=world)
     world.agree_to_stop(0)  # takes the last wish out of the world, which other tests use after this one
     return shortly(events)
 

@@ -193,15 +193,15 @@ class World:
         with naming_lost_peers():
             move(self._carry(self._groups[0]), sent, received)
 
-    def agree_to_stop(self, wish: int) -> int:
-        """Return the largest wish that any rank had at its last call (0: none), the same on all ranks.
+    def agree_to_stop(self, level: int) -> int:
+        """Return the highest stop level that any rank had at its last call (0: none), the same on all ranks.
 
-        The wishes of this call are exchanged while the next step computes.
+        The levels of this call are exchanged while the next step computes.
         """
         if self._stop is None:
-            return wish
+            return level
         with naming_lost_peers():
-            return self._stop.exchange(wish)
+            return self._stop.exchange(level)
 
     def compare(self, facts: dict[str, Any]) -> None:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
@@ -341,9 +341,9 @@ class _StopAgreement:
         self._sent = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def exchange(self, wish: int) -> int:
+    def exchange(self, level: int) -> int:
         agreed = self.close()
-        self._sent.fill_(wish)
+        self._sent.fill_(level)
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, self._group, async_op=True)
         return agreed
 

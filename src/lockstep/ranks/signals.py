@@ -15,7 +15,7 @@ Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 # Wishes as numbers, so that ranks can agree on the largest: Ctrl-C wins, since somebody waits at the terminal. SIGUSR1
 # is what batch systems are often told to send some minutes before the end of a job's time; SIGHUP comes when the
 # terminal is closed.
-WISHES: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
+STOP_LEVELS: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
 EXIT_CODES: Final[dict[Reason, int]] = {
     "SIGUSR1": EXIT_SAVED,
     "SIGHUP": EXIT_SAVED,
@@ -27,20 +27,20 @@ _INTERRUPT: Final = 4
 
 def stopping() -> list[signal.Signals]:
     """Return the signals that stop a run: not SIGHUP where it is ignored, as nohup has it."""
-    numbers = [signal.Signals[name] for name in WISHES.values()]
+    numbers = [signal.Signals[name] for name in STOP_LEVELS.values()]
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @final
 class StopRequest:
-    """Remembers the signals that stop a run; `wish` is 0 until one comes. Construct it in the main thread."""
+    """Remembers the signals that stop a run; `level` is 0 until one comes. Construct it in the main thread."""
 
     def __init__(self) -> None:
-        self.wish = 0
+        self.level = 0
         self._before: dict[signal.Signals, Any] = {}
-        wishes = {signal.Signals[name]: wish for wish, name in WISHES.items()}
+        levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in stopping():
-            self._before[number] = signal.signal(number, partial(self._heard, wishes[number]))
+            self._before[number] = signal.signal(number, partial(self._heard, levels[number]))
 
     def release(self) -> None:
         """Give the signals back to who had them."""
@@ -48,7 +48,7 @@ class StopRequest:
             signal.signal(number, action)
         self._before.clear()
 
-    def _heard(self, wish: int, _number: int, _frame: FrameType | None) -> None:
-        if wish == self.wish == _INTERRUPT:
+    def _heard(self, level: int, _number: int, _frame: FrameType | None) -> None:
+        if level == self.level == _INTERRUPT:
             os._exit(EXIT_INTERRUPTED)
-        self.wish = max(self.wish, wish)
+        self.level = max(self.level, level)

@@ -15,7 +15,7 @@ from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.device.meter import Meter
 from lockstep.parallel.engine import Stepping, Sums, Update
-from lockstep.ranks.signals import WISHES
+from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
 from lockstep.training.watch import LossWatch
@@ -87,10 +87,10 @@ class Progress:
 
 
 class Stop(Protocol):
-    """What asks to stop: `wish` is 0, or a number of ranks/signals.py."""
+    """What asks to stop: `level` is 0, or a number of ranks/signals.py."""
 
     @property
-    def wish(self) -> int: ...
+    def level(self) -> int: ...
 
 
 Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
@@ -170,13 +170,13 @@ def turns(
             progress.judge(evaluated, plan.monitor)
             yield evaluated
             meter.restart()
-        wish = world.agree_to_stop(stop.wish)
-        if last or wish or plan.save.falls_on(step):
+        level = world.agree_to_stop(stop.level)
+        if last or level or plan.save.falls_on(step):
             watch.check()
             yield from save(progress)
             meter.restart()
-        if wish and not last:
-            yield Stopped(step=progress.step, epoch=progress.epoch, samples=progress.samples, reason=WISHES[wish])
+        if level and not last:
+            yield Stopped(step=progress.step, epoch=progress.epoch, samples=progress.samples, reason=STOP_LEVELS[level])
             return
 
 

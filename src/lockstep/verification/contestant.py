@@ -111,9 +111,9 @@ class FirstSamples:
 
 @dataclass(frozen=True)
 class _Unstopped:
-    """Never wishes to stop: a signal ends a contestant at once."""
+    """Never asks to stop: a signal ends a contestant at once."""
 
-    wish: int = 0
+    level: int = 0
 
 
 @final
