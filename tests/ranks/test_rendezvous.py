@@ -410,7 +410,7 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
         time.sleep(4)
         return "silent" if rendezvous.info.rank == 1 else "waited"
 
-    monkeypatch.setattr("lockstep.ranks.alive.state", lambda _: seen)
+    monkeypatch.setattr("lockstep.ranks.liveness.state", lambda _: seen)
     first, silent, _ = beating(infos, work, patience_s=2.0 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1

@@ -306,7 +306,7 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
             return ended.wait(15)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.ranks.alive.state", lambda _: "unknown")
+        patch.setattr("lockstep.ranks.liveness.state", lambda _: "unknown")
         assert started(work) == [True, True]
 
 
@@ -360,7 +360,7 @@ def test_a_stranger_does_not_make_ranks_report_where_they_are() -> None:
 
 @pytest.mark.parametrize("found", [Beat(1), replace(Beat(1), process="boot ns host x 99")])
 def test_a_process_that_is_none_is_not_looked_for(found: Beat) -> None:
-    from lockstep.ranks import alive
+    from lockstep.ranks import liveness
 
-    numbers = alive.identity().rsplit(" ", 2)[0]
-    assert alive.state(found.process.replace("boot ns host", numbers)) == "unknown"
+    numbers = liveness.identity().rsplit(" ", 2)[0]
+    assert liveness.state(found.process.replace("boot ns host", numbers)) == "unknown"

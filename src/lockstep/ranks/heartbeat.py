@@ -19,7 +19,7 @@ from typing import Any, Final, final
 
 from lockstep.core.rank import ranks_in_words
 from lockstep.core.text import printable_line
-from lockstep.ranks import alive, oom
+from lockstep.ranks import liveness, oom
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
 from lockstep.ranks.rank_log import log_name
@@ -103,7 +103,7 @@ class Heartbeat:
     def _beat(self) -> None:
         """Say the next beat, read those of the others, and look whether one failed."""
         assert self._rendezvous.store is not None
-        process = alive.identity()
+        process = liveness.identity()
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             store = self._rendezvous.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.is_set():
@@ -150,7 +150,7 @@ class Heartbeat:
     def _lost(self, looks: int) -> list[int]:
         """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
         silent = [rank for rank, missed in self._silent.items() if missed >= _MISSED]
-        seen = {rank: alive.state(self._last(rank).process) for rank in silent}
+        seen = {rank: liveness.state(self._last(rank).process) for rank in silent}
         enough = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
 
@@ -162,7 +162,7 @@ class Heartbeat:
         """Return the failure of ranks that are lost."""
         rank = lost[0]
         last = self._last(rank)
-        gone = alive.state(last.process) == "gone"
+        gone = liveness.state(last.process) == "gone"
         near = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         status = f", last {last.status}" if last.status else ""

@@ -8,35 +8,35 @@ import sys
 import pytest
 from waiting import until
 
-from lockstep.ranks import alive
+from lockstep.ranks import liveness
 
-SAY = "from lockstep.ranks import alive; print(alive.identity(), flush=True); input()"
+SAY = "from lockstep.ranks import liveness; print(liveness.identity(), flush=True); input()"
 
 
 def test_a_process_is_seen_to_run_to_be_stopped_and_to_be_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", SAY], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         said = process.stdout.readline().rstrip("\n")
-        assert alive.state(said) == "runs"
+        assert liveness.state(said) == "runs"
         process.send_signal(signal.SIGSTOP)
-        until(lambda: alive.state(said) == "unknown", 10)
+        until(lambda: liveness.state(said) == "unknown", 10)
         process.kill()
-        until(lambda: alive.state(said) == "gone", 10)  # a zombie
-    assert alive.state(said) == "gone"
+        until(lambda: liveness.state(said) == "gone", 10)  # a zombie
+    assert liveness.state(said) == "gone"
 
 
 def test_who_has_the_number_of_a_process_that_ended_is_another() -> None:
-    numbers, _, _ = alive.identity().rpartition(" ")
-    assert alive.state(alive.identity()) == "runs"
-    assert alive.state(f"{numbers} 1") == "gone"
+    numbers, _, _ = liveness.identity().rpartition(" ")
+    assert liveness.state(liveness.identity()) == "runs"
+    assert liveness.state(f"{numbers} 1") == "gone"
 
 
 def test_a_process_of_a_host_beside_this_one_is_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = alive.identity()
+    said = liveness.identity()
     monkeypatch.setattr("socket.gethostname", lambda: "beside")
-    assert alive.state(said) == "unknown"
+    assert liveness.state(said) == "unknown"
 
 
 @pytest.mark.parametrize("said", ["", "nonsense", f"another machine {os.getpid()} 1"])
 def test_a_process_of_elsewhere_is_out_of_sight(said: str) -> None:
-    assert alive.state(said) == "unknown"
+    assert liveness.state(said) == "unknown"
