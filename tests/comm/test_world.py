@@ -7,7 +7,7 @@ import pytest
 import torch
 import worlds
 
-from lockstep.comm.peers import PeerLostError
+from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device
 from lockstep.core.mesh import Place

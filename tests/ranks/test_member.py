@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm.peers import PeerLostError
+from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.ranks import member
 from lockstep.ranks.failure import Failure

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from waiting import until
 
-from lockstep.comm.peers import PeerLostError
+from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.ranks import rendezvous as rendezvous_module

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.carrier import Addressed, Carrier
-from lockstep.comm.peers import naming_lost_peers
+from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.core.mesh import Place
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, total
@@ -52,7 +52,7 @@ class CanonicalSum:
         if self._size == 1:
             return total(pieces, leaves, add_)
         held = [place.held(leaves) for place in self._places]
-        with naming_lost_peers():
+        with translated_peer_errors():
             if _halving_fits(held):
                 (piece,) = pieces.values()
                 return self._halve_and_double(piece)
@@ -126,7 +126,7 @@ class Deal:
         if self._member < holders:
             arriving[self._member] = parts[self._member].clone()
             sent = [(parts[member], member) for member in others]
-        with naming_lost_peers():
+        with translated_peer_errors():
             move(self._carrier, sent, received)
         return [arriving[member] for member in range(holders)]
 

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.carrier import Transfer
-from lockstep.comm.peers import naming_lost_peers
+from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
@@ -94,7 +94,7 @@ class Post:
             raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
         while self._sent and self._sent[0].over():
             self._sent.popleft()
-        with naming_lost_peers():
+        with translated_peer_errors():
             self._message(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer)
             for value in values:
                 if isinstance(value, Tensor) and value.numel():
@@ -102,7 +102,7 @@ class Post:
 
     def receive(self, peer: int, line: int) -> Values:
         """Wait for the next parcel of rank `peer` on this line; what wanted a gradient there is a leaf that does."""
-        with naming_lost_peers():
+        with translated_peer_errors():
             while not self._early.get((peer, line)):
                 found, values = self._next(peer)
                 self._early.setdefault((peer, found), deque()).append(values)
@@ -110,7 +110,7 @@ class Post:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived, as far as who goes on writing here must wait."""
-        with naming_lost_peers():
+        with translated_peer_errors():
             for work, _ in self._messages:
                 work.wait()
             for transfer in self._sent:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
 from lockstep.comm.carrier import Carrier, Direct, Staged
-from lockstep.comm.peers import naming_lost_peers
+from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
 from lockstep.core.mesh import Place
@@ -148,7 +148,7 @@ class World:
         carrier = self._carry(group)
         other = target if self.rank == source else source
         first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
-        with naming_lost_peers():
+        with translated_peer_errors():
             move(carrier, first if self.rank == source else [], first if self.rank == target else [])
         return carrier
 
@@ -177,7 +177,7 @@ class World:
         One of a CUDA device is added there, and this process does not wait for it.
         """
         if self.size > 1:
-            with naming_lost_peers():
+            with translated_peer_errors():
                 dist.all_reduce(tensor, group=self._groups[0])
         return tensor
 
@@ -190,7 +190,7 @@ class World:
             return
         sent = [(tensor, rank) for rank in others for tensor in own]
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
-        with naming_lost_peers():
+        with translated_peer_errors():
             move(self._carry(self._groups[0]), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
@@ -200,7 +200,7 @@ class World:
         """
         if self._stop is None:
             return level
-        with naming_lost_peers():
+        with translated_peer_errors():
             return self._stop.exchange(level)
 
     def compare(self, facts: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=rendezvous.timeout_s)
     backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
-    with naming_lost_peers():
+    with translated_peer_errors():
         own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final, final
 
-from lockstep.comm.peers import PeerLostError, lost_peer
+from lockstep.comm.peer_errors import PeerLostError, lost_peer
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable, printable_line
 from lockstep.device.limits import over_files

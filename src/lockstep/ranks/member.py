@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from lockstep.comm.peers import lost_peer
+from lockstep.comm.peer_errors import lost_peer
 from lockstep.core.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from lockstep.comm.peers import PeerLostError
+from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.core.text import printable, printable_line
 from lockstep.device import ports

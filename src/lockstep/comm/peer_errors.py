@@ -21,7 +21,7 @@ class PeerLostError(TrainingError):
 
 
 @contextmanager
-def naming_lost_peers() -> Iterator[None]:
+def translated_peer_errors() -> Iterator[None]:
     """Turn what torch.distributed raises inside the block into PeerLostError."""
     try:
         yield
