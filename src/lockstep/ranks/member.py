@@ -1,6 +1,6 @@
 """A rank that another launcher started: when one ends by an error all of them end, and it is said once, and why.
 
-Of ranks that Lockstep started itself this is said by the process that started them (ranks/agent.py).
+Of ranks that Lockstep started itself this is said by the process that started them (ranks/local_launcher.py).
 """
 
 from __future__ import annotations

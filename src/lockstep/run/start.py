@@ -15,7 +15,7 @@ from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
 from lockstep.launchers import detect, located
 from lockstep.parent import die_with_launcher
-from lockstep.ranks.agent import run_workers
+from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.member import alone, as_rank, refuse
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import start_method
@@ -56,7 +56,7 @@ def on_ranks(
 ) -> int:
     """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code; one rank is this process.
 
-    For `ready`, which spawned processes get as None, see `in_workers`; for the rest ranks/agent.py.
+    For `ready`, which spawned processes get as None, see `in_workers`; for the rest ranks/local_launcher.py.
     """
     if count == 1:
         return work(ready, alone())

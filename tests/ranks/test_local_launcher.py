@@ -16,8 +16,8 @@ import pytest
 
 from lockstep.config.load import load
 from lockstep.errors import EXIT_FAILED, EXIT_PREFLIGHT, PreflightError, TrainingError
-from lockstep.ranks.agent import End, cause, run_workers
 from lockstep.ranks.failure import Failure
+from lockstep.ranks.local_launcher import End, cause, run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
 from lockstep.run.session import Start
