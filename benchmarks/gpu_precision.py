@@ -28,7 +28,7 @@ from lockstep.parallel.layout import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parent import die_with_parent
-from lockstep.ranks.member import met
+from lockstep.ranks.external import met
 from lockstep.strategies import ddp, pipeline, single, zero3
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification

@@ -35,7 +35,7 @@ from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.ranks.member import alone
+from lockstep.ranks.external import alone
 from lockstep.ranks.signals import StopRequest
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.strategies.single import Strategy

@@ -29,7 +29,7 @@ from lockstep.comm.world import open_world
 from lockstep.core.rank import RankInfo
 from lockstep.device.precision import fix_kernels
 from lockstep.parent import die_with_parent
-from lockstep.ranks.member import met
+from lockstep.ranks.external import met
 
 LARGEST_BYTES = 300 << 20  # of a worker's own memory: a pool that has grown beyond it is ended
 GRACE_S = 1.0  # for the other ranks, once one has failed: most of them wait in vain in an exchange

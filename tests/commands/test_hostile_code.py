@@ -14,7 +14,7 @@ from lockstep.comm.world import open_world
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.own_code import own_error
-from lockstep.ranks.member import alone
+from lockstep.ranks.external import alone
 from lockstep.run.build import evaluation_batch, setup, start
 from lockstep.run.session import evaluated
 from lockstep.training.loop import Progress

@@ -19,7 +19,7 @@ RANK = """
 import os, sys
 import torch
 from lockstep.core.rank import RankInfo
-from lockstep.ranks.member import met
+from lockstep.ranks.external import met
 from lockstep.ranks.stall import StallWatch
 from lockstep.comm.world import open_world
 

@@ -8,8 +8,8 @@ import pytest
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
+from lockstep.ranks.external import _to_say
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
-from lockstep.ranks.member import _to_say
 from lockstep.ranks.rank_log import RankLog
 
 OWN = RankInfo(1, 4, 1, 2, "slurm")

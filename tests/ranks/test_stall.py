@@ -18,7 +18,7 @@ import worlds
 from lockstep.comm.world import World
 from lockstep.core.rank import RankInfo
 from lockstep.ranks import stall
-from lockstep.ranks.member import alone, met
+from lockstep.ranks.external import alone, met
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import Place, StallWatch, told
 from lockstep.ranks.status import Status

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.ranks.member import alone
+from lockstep.ranks.external import alone
 from lockstep.run.ambient import AMBIENT, Ambient
 
 

@@ -25,8 +25,8 @@ from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
+from lockstep.ranks.external import alone, membership, refuse
 from lockstep.ranks.failure import failure_of
-from lockstep.ranks.member import alone, membership, refuse
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason

@@ -15,8 +15,8 @@ from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
 from lockstep.launchers import detect, located
 from lockstep.parent import die_with_launcher
+from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
-from lockstep.ranks.member import alone, as_rank, refuse
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import start_method
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
-from lockstep.ranks import member
+from lockstep.ranks import external
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
 
@@ -33,21 +33,21 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
     """Return a rank of two hosts with two ranks each; its store is gone."""
-    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, member._end)
+    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, external._end)
     met.hosts = (*[met.rank_log.host] * 2, "b", "b") if rank < 2 else ("a", "a", *[met.rank_log.host] * 2)
     return met
 
 
 def test_one_rank_of_each_host_says_that_rank_0_is_gone() -> None:
-    said = {rank: member._to_say_unheard(rendezvous(rank), LOST) for rank in (1, 2, 3)}
+    said = {rank: external._to_say_unheard(rendezvous(rank), LOST) for rank in (1, 2, 3)}
     assert said == {1: [LOST.words], 2: [LOST.words], 3: []}
-    assert all(member._to_say_unheard(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
+    assert all(external._to_say_unheard(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
 
 
 def test_a_cause_of_its_own_is_said_by_any_rank() -> None:
     own = Failure(3, 4, "b", "error: disk full")
-    assert member._to_say_unheard(rendezvous(3), own) == [own.words]
-    assert member._to_say_unheard(rendezvous(3), replace(own, secondary=True)) == []
+    assert external._to_say_unheard(rendezvous(3), own) == [own.words]
+    assert external._to_say_unheard(rendezvous(3), replace(own, secondary=True)) == []
 
 
 def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_path: Path) -> None:
@@ -55,16 +55,16 @@ def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_pat
     os.close(ending.rank_log._terminal)
     ending.rank_log.log = tmp_path  # a folder cannot be written
     with pytest.raises(Ended, match="1"):
-        member._end(ending, LOST)
+        external._end(ending, LOST)
 
 
 def test_a_rank_ends_whose_last_words_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "_END_S", 0.2)
+    monkeypatch.setattr(external, "_END_S", 0.2)
     ending = rendezvous(1)
     monkeypatch.setattr(type(ending.rank_log), "notice", lambda *_: time.sleep(3))  # a terminal that was stopped
     began = time.monotonic()
     with pytest.raises(Ended, match="1"):
-        member._end(ending, LOST)
+        external._end(ending, LOST)
     assert time.monotonic() - began < 2
 
 
@@ -78,7 +78,7 @@ def test_a_lost_exchange_is_told_where_no_rank_knows_why(capfd: pytest.CaptureFi
     def one(rank: int) -> None:
         info = RankInfo(rank, 2, rank, 2, "slurm", "127.0.0.1", store.port, hosted=True)
         with pytest.raises(Ended, match="1"):
-            member.as_rank(info, "env://", 20.0, 30.0, lose)
+            external.as_rank(info, "env://", 20.0, 30.0, lose)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(2)))
