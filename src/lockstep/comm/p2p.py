@@ -74,7 +74,7 @@ class _Form(NamedTuple):
 
 
 @final
-class Post:
+class PointToPoint:
     """Sends and receives parcels: lists of tensors and whole numbers, with None for what is not there.
 
     Each rank makes one with the ranks that it sends to or receives from, its `neighbours`; see World.edges.

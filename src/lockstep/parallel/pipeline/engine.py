@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.named_sums import NamedSums
-from lockstep.comm.p2p import Post, Value, Values
+from lockstep.comm.p2p import PointToPoint, Value, Values
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
@@ -160,7 +160,7 @@ class PipelineEngine:
         self._around = around_forward(self._autocast, self._model, world.device, offload)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._post = Post(world, self._neighbours())
+        self._post = PointToPoint(world, self._neighbours())
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []

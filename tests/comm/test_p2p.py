@@ -7,7 +7,7 @@ import torch
 import worlds
 from torch import Tensor, nn
 
-from lockstep.comm.p2p import Post, Values, backward_input, backward_weight
+from lockstep.comm.p2p import PointToPoint, Values, backward_input, backward_weight
 from lockstep.comm.world import World
 from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
@@ -47,7 +47,7 @@ def exchange(world: World, turns: int) -> list[Any]:
     """Send first and receive afterwards, on both ranks at once and on two lines in different order."""
     torch.manual_seed(0)
     peer = 1 - world.rank
-    post = Post(world, [peer])
+    post = PointToPoint(world, [peer])
     for number in range(turns):
         post.send(goods(), peer, line=1)
         post.send([torch.full((100_000,), float(number))], peer, line=2)
@@ -68,7 +68,7 @@ def test_parcels_arrive_as_they_were_sent() -> None:
 
 def test_too_many_tensors_are_refused() -> None:
     with pytest.raises(TrainingError, match="pipeline: 80 values cross between two stages, too many; cut elsewhere"):
-        Post(World(ALONE, CPU), []).send([torch.zeros(1, 1)] * 80, 0, 0)
+        PointToPoint(World(ALONE, CPU), []).send([torch.zeros(1, 1)] * 80, 0, 0)
 
 
 def test_a_split_backward_has_the_gradients_of_a_whole_one() -> None:
