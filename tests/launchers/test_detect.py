@@ -22,7 +22,7 @@ from environments import (
 
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers import ORDER, detect, environment, horovodrun, hydra, look, openmpi, slurm, torchrun
+from lockstep.launchers import ORDER, detect, environment, horovodrun, look, mpich, openmpi, slurm, torchrun
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
@@ -57,9 +57,9 @@ ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
         (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967290"}, None),  # what salloc starts on the first host
         (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967291"}, None),  # a batch script
         (OPENMPI | ADDRESS, RankInfo(1, 3, 1, 3, "openmpi", "node7", 29500, openmpi._ADVICE)),
-        (MPICH, RankInfo(1, 3, 1, 3, "hydra", "127.0.0.1", 29500, hydra._ADVICE)),
-        (MPICH | ADDRESS, RankInfo(1, 3, 1, 3, "hydra", "node7", 29500, hydra._ADVICE)),
-        (MPICH_IN_SLURM, RankInfo(3, 5, 3, 4, "hydra", None, 29500, hydra._ADVICE)),
+        (MPICH, RankInfo(1, 3, 1, 3, "hydra", "127.0.0.1", 29500, mpich._ADVICE)),
+        (MPICH | ADDRESS, RankInfo(1, 3, 1, 3, "hydra", "node7", 29500, mpich._ADVICE)),
+        (MPICH_IN_SLURM, RankInfo(3, 5, 3, 4, "hydra", None, 29500, mpich._ADVICE)),
         (HOROVOD | ADDRESS, RankInfo(3, 4, 1, 2, "horovodrun", "node7", 29500, horovodrun._ADVICE)),
     ],
 )
