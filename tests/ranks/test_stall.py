@@ -20,7 +20,7 @@ from lockstep.core.rank import RankInfo
 from lockstep.ranks import stall
 from lockstep.ranks.external import alone, met
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.stall import Place, StallWatch, told
+from lockstep.ranks.stall import StallDetector, ThreadState, told
 from lockstep.ranks.status import Status
 
 PATIENCE_S = 0.4
@@ -40,7 +40,7 @@ def dawdle(told: Path) -> None:
         time.sleep(0.01)
 
 
-def stop(watch: StallWatch) -> None:
+def stop(watch: StallDetector) -> None:
     """Stop this process while its watch sleeps: who is stopped at the store, which is a file, keeps the others out."""
     while any(sys._current_frames()[each.ident or 0].f_code.co_name != "wait" for each in watch._threads):
         time.sleep(0.001)
@@ -55,7 +55,7 @@ def opened(world: World, late: int, folder: Path) -> list[str]:
         reports.append(report)
         (folder / "told").touch()
 
-    with StallWatch(rendezvous(world, folder, Status()), PATIENCE_S, tell):
+    with StallDetector(rendezvous(world, folder, Status()), PATIENCE_S, tell):
         if world.rank == late:
             dawdle(folder / "told")
         world.beside()
@@ -72,7 +72,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
         (folder / "told").touch()
 
     ranks = rendezvous(world, folder, Status("training", steps[world.rank]))
-    with StallWatch(ranks, PATIENCE_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
+    with StallDetector(ranks, PATIENCE_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
             device.submit(dawdle, folder / "told")
         device.submit(world.barrier).result()
@@ -89,7 +89,7 @@ def kept_waiting(world: World, late: int, by: str, folder: Path) -> list[str]:
 
     heard = torch.zeros(1)
     world.barrier()  # the first to come is not to wait for the others before this begins
-    with StallWatch(rendezvous(world, folder), PATIENCE_S, tell) as watch:
+    with StallDetector(rendezvous(world, folder), PATIENCE_S, tell) as watch:
         pids = torch.zeros(world.size, dtype=torch.int64)
         pids[world.rank] = os.getpid()
         pid = int(world.add_(pids)[late])
@@ -170,7 +170,7 @@ def quick(world: World, folder: Path) -> list[str]:
     steps = 0
     ranks = rendezvous(world, folder)
     ranks.status = lambda: Status("training", steps)
-    with StallWatch(ranks, PATIENCE_S, reports.append):
+    with StallDetector(ranks, PATIENCE_S, reports.append):
         until = time.monotonic() + 4 * PATIENCE_S
         while world.add_(torch.tensor([float(time.monotonic() < until)])).item():
             steps += 1  # else a look that finds it in an exchange time and again would take it for one
@@ -185,7 +185,7 @@ def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
 
 def computing(world: World, status: Status, hidden: bool, folder: Path) -> list[str]:
     reports: list[str] = []
-    with StallWatch(rendezvous(world, folder, status), PATIENCE_S, reports.append, hidden=hidden):
+    with StallDetector(rendezvous(world, folder, status), PATIENCE_S, reports.append, hidden=hidden):
         time.sleep(4 * PATIENCE_S)  # both: nobody waits for anybody
     world.barrier()
     return reports
@@ -204,16 +204,16 @@ def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
 
     ranks = alone()
     ranks.store = Gone()
-    with StallWatch(ranks, PATIENCE_S, pytest.fail) as watch:
+    with StallDetector(ranks, PATIENCE_S, pytest.fail) as watch:
         watch._threads[1].join()  # an error of a thread fails a test
 
 
 def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:
     here, there = "lockstep/comm/world.py:9 add_", "lockstep/comm/canonical.py:7 _wait"
     answers = {
-        0: ("a", Place(Status("training", 4), ("train.py:1 main", here), True)),
-        1: ("b", Place(Status("training", 4), ("train.py:1 main", there, "torch/distributed/x.py:3 wait"), True)),
-        2: ("b", Place(Status("training", 4), ("train.py:1 main", here), True)),
+        0: ("a", ThreadState(Status("training", 4), ("train.py:1 main", here), True)),
+        1: ("b", ThreadState(Status("training", 4), ("train.py:1 main", there, "torch/distributed/x.py:3 wait"), True)),
+        2: ("b", ThreadState(Status("training", 4), ("train.py:1 main", here), True)),
     }
     assert told(answers, 3, "stalled: some time").splitlines() == [
         "stalled: some time",

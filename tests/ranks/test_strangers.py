@@ -20,7 +20,7 @@ from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
 from lockstep.ranks.heartbeat import Beat, Heartbeat
 from lockstep.ranks.job_store import JobStore, UntrustedError
 from lockstep.ranks.rendezvous import Rendezvous, differences
-from lockstep.ranks.stall import StallWatch
+from lockstep.ranks.stall import StallDetector
 
 SECRET = b"of this job, and nobody else's"
 FORGED = Failure(1, 2, "b", "error: disk full", exit_code=75)
@@ -347,7 +347,7 @@ def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:
 def test_a_stranger_does_not_make_ranks_report_where_they_are() -> None:
     def work(rendezvous: Rendezvous) -> list[bool]:
         reports: list[str] = []
-        with StallWatch(rendezvous, 0.4, reports.append):
+        with StallDetector(rendezvous, 0.4, reports.append):
             if rendezvous.info.rank == 0:
                 stranger(rendezvous).add("stall 0 asked", 1)
                 stranger(rendezvous).set("stall 0 asked", "- 0")

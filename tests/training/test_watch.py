@@ -11,13 +11,13 @@ from lockstep.core.order import Steps
 from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
-from lockstep.training.watch import LossWatch
+from lockstep.training.watch import NonFiniteCheck
 
 STEPS = Steps(8, 2, epochs=3)
 
 
-def _watch(losses: list[float], stop: bool = True) -> LossWatch:
-    watch = LossWatch(World(ALONE, torch.device("cpu")), stop)
+def _watch(losses: list[float], stop: bool = True) -> NonFiniteCheck:
+    watch = NonFiniteCheck(World(ALONE, torch.device("cpu")), stop)
     for number, loss in enumerate(losses):
         total = torch.tensor(2 * loss, dtype=torch.float64)
         watch.add(STEPS[number], 0.1 * (number + 1), Sums(total, 2, [total]))

@@ -56,7 +56,7 @@ _ENDINGS: Final[Mapping[_Role, str]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ThreadState:
     """Where the main thread of a rank is: what it does, and its stack, as `file:line function`, innermost last.
 
     `waits`: for other ranks; None where that cannot be seen.
@@ -76,7 +76,7 @@ class Place:
 
 
 @final
-class StallWatch:
+class StallDetector:
     """Enter to watch the thread that enters; all ranks that have met do, once.
 
     The rank that asks gives the report to `tell`, on a thread of its own, and asks again for as long as nothing moves.
@@ -103,7 +103,7 @@ class StallWatch:
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look_on, self._answer)]
 
-    def __enter__(self) -> StallWatch:
+    def __enter__(self) -> StallDetector:
         for thread in self._threads if self._rendezvous.store else []:
             thread.start()
         return self
@@ -129,7 +129,7 @@ class StallWatch:
                     self._tell(_unanswered(self._rank, place, now - since))
                 since = time.monotonic()
 
-    def _ask(self, place: Place, seconds: float) -> None:
+    def _ask(self, place: ThreadState, seconds: float) -> None:
         """Ask all ranks where they are and tell what they answer, unless another rank has asked."""
         question = self._question
         with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
@@ -138,7 +138,7 @@ class StallWatch:
                 return
             store.set(_asked_key(question), question)
             until = time.monotonic() + _ANSWER_S
-            found: dict[int, tuple[str, Place]] = {}
+            found: dict[int, tuple[str, ThreadState]] = {}
             while len(found) < self._size and time.monotonic() < until and not self._over.wait(_PAUSE_S):
                 for rank in range(self._size):
                     if rank not in found and store.has(_answer_key(question, rank)):
@@ -174,7 +174,7 @@ class StallWatch:
         assert self._rendezvous.store is not None
         return self._rendezvous.store.clone()
 
-    def _place(self) -> Place:
+    def _place(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
         files = [_short(each.filename) for each in summary]
@@ -182,11 +182,11 @@ class StallWatch:
         stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
         status = self._rendezvous.status()
         if ours in _DOORS or files[0].startswith(_TORCH):
-            return Place(status, _to_the_door(stack), True)
-        return Place(status, stack, None if self._hidden and status.phase != "setting up" else False)
+            return ThreadState(status, _to_the_door(stack), True)
+        return ThreadState(status, stack, None if self._hidden and status.phase != "setting up" else False)
 
 
-def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str:
+def told(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
     """Return the report: who is late and where, what the others wait in, and who does not answer."""
     most = max((place.status.step for _, place in answers.values()), default=0)
     alike: dict[tuple[_Role, str], list[str]] = {}
@@ -209,21 +209,21 @@ def told(answers: Mapping[int, tuple[str, Place]], size: int, first: str) -> str
     return "\n".join(line for line in lines if line)
 
 
-def _role(place: Place, most: int) -> _Role:
+def _role(place: ThreadState, most: int) -> _Role:
     """Return what a rank is for the others, of which one has done `most` steps."""
     if place.waits is None:
         return "is behind" if place.status.step < most else "computes or waits"
     return "waits" if place.waits else "is late"
 
 
-def _first_line(rank: int, place: Place, seconds: float) -> str:
+def _first_line(rank: int, place: ThreadState, seconds: float) -> str:
     what = (
         f"has waited {seconds:.0f} s for other ranks" if place.waits else f"has been at one place for {seconds:.0f} s"
     )
     return f"stalled: rank {rank} {what}"
 
 
-def _unanswered(rank: int, place: Place, seconds: float) -> str:
+def _unanswered(rank: int, place: ThreadState, seconds: float) -> str:
     return (
         f"{_first_line(rank, place, seconds)}: {place.words}\n"
         f"  where the ranks met does not answer: rank 0 or the launcher's agent is stopped, or its host cut off"
@@ -238,7 +238,7 @@ def _answer_key(question: int, rank: int) -> str:
     return f"stall {question} answer {rank}"
 
 
-def parsed(value: Any) -> tuple[str, Place]:
+def parsed(value: Any) -> tuple[str, ThreadState]:
     """Return the host and the place that an answer in JSON tells; raise ValueError for anything that is none."""
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "doing": dict, "stack": list, "waits": type(waits), "record": str}
@@ -248,7 +248,7 @@ def parsed(value: Any) -> tuple[str, Place]:
     stack = tuple(printable_line(text(line)) for line in said["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
         raise ValueError("expected the place of a rank")
-    return printable_line(said["host"]), Place(status, stack, waits, printable_line(said["record"]))
+    return printable_line(said["host"]), ThreadState(status, stack, waits, printable_line(said["record"]))
 
 
 def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
-from lockstep.ranks.stall import StallWatch
+from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import Phase, Status
 from lockstep.reporting.flops import with_flops
 from lockstep.reporting.jsonl import figures, last_step
@@ -159,7 +159,7 @@ def placed_with(placement: Placement, device: torch.device, compiled: bool) -> d
     }
 
 
-def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallWatch:
+def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
     """Return what watches this thread for a stall while it is entered, and reports or ends as `placement` says."""
 
     def end(report: str) -> None:
@@ -169,7 +169,7 @@ def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) 
 
     tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
     nccl = resolved_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
-    return StallWatch(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
+    return StallDetector(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
 
 
 def _record(rendezvous: Rendezvous, nccl: bool) -> str:

@@ -18,7 +18,7 @@ from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
-from lockstep.training.watch import LossWatch
+from lockstep.training.watch import NonFiniteCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def turns(
     the same, and whoever iterates does the steps, and says in the end what was done. `save` gives the saves that are
     done by then. A loss that is not finite raises TrainingError, at the latest with the next report.
     """
-    watch, meter = LossWatch(world, plan.stop_on_nonfinite), Meter(world.device)
+    watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
         turn = Turn(step, microbatches, progress, reported=plan.reports(step))
         yield turn

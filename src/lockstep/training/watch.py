@@ -16,7 +16,7 @@ from lockstep.parallel.engine import Sums
 
 
 @final
-class LossWatch:
+class NonFiniteCheck:
     """Keeps the losses of the steps since the last check, and finds the first that is not finite."""
 
     def __init__(self, world: World, stop: bool) -> None:
