@@ -24,7 +24,7 @@ from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE, RankInfo
 from lockstep.device.precision import attention, fix_kernels
 from lockstep.errors import UsageError
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parent import die_with_parent

@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.device.precision import fix_kernels
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.tasks.base import MicroBatch, Problem

@@ -16,7 +16,7 @@ much as autograd saves for it, and
 
 - zero1: four buckets; that is two of gradients in exchange, each with the parts it is made of;
 - zero2, zero3, hsdp: five times the largest block. One's parameters are in use and another's are gathered ahead, there
-  are the gradients of one, and those of two may be under way (parallel/sharded.py);
+  are the gradients of one, and those of two may be under way (parallel/layouts/sharded.py);
 - zero2: P / W more, since fully_shard keeps the shards beside the whole.
 
 AdamW in its multi-tensor form makes a temporary copy of half of S, when activations and blocks are gone. So of what

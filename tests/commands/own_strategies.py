@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from lockstep.core.mesh import Place
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.replicated import whole
 from lockstep.parallel.local import LocalEngine
-from lockstep.parallel.whole import whole
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.parallel.updating import Updates
 from lockstep.parallel.weights import Weights
-from lockstep.parallel.whole import WholeLayout
 
 
 def model() -> nn.Sequential:
@@ -30,12 +30,12 @@ def with_timms_scales(trained: Sequence[Named], norms: Norms) -> Optimizer:
     return SGD([{"params": [p], "lr_scale": 0.5 if name.startswith("0") else 1.0} for name, p in trained], lr=0.1)
 
 
-def updates(make: Any) -> tuple[Updates, WholeLayout]:
-    layout = WholeLayout(Weights(model(), None), cast(Any, None))
+def updates(make: Any) -> tuple[Updates, ReplicatedLayout]:
+    layout = ReplicatedLayout(Weights(model(), None), cast(Any, None))
     return Updates(layout, make, Numerics(1), torch.device("cpu")), layout
 
 
-def moved(by: Updates, layout: WholeLayout, lr: float) -> dict[str, float]:
+def moved(by: Updates, layout: ReplicatedLayout, lr: float) -> dict[str, float]:
     """Return how far a gradient of ones moves each parameter, which for plain SGD is its rate."""
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}
     for _, parameter in layout.trained:
@@ -57,7 +57,7 @@ def test_timms_scales_of_groups_are_applied() -> None:
         assert distance == pytest.approx(0.1 if name.startswith("0") else 0.2, rel=1e-5)
 
 
-def state_of(by: Updates, layout: WholeLayout) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+def state_of(by: Updates, layout: ReplicatedLayout) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     return optimizer_state(layout.trained, by.optimizer)
 
 

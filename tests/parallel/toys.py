@@ -21,7 +21,7 @@ from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.groups import ParameterGroup, settings
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layout import gathered, trained_parameters
+from lockstep.parallel.layouts.base import gathered, trained_parameters
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named

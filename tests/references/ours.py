@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.core.order import Step
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.tasks.base import MicroBatch, Problem

@@ -2,7 +2,7 @@
 
 A ratio needs the norms of whole tensors. Other implementations take them of what they are given, so they cannot work on
 rows that lie on several ranks, and they add a norm up in the order of memory. Here the norms come from the layout
-(parallel/layout.py); all else goes element by element.
+(parallel/layouts/base.py); all else goes element by element.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine of data parallelism: every process computes the whole model on micro-batches of its own.
 
-Where parameters, gradients and the optimizer's state lie is the layout's business (parallel/layout.py): whole in each
-process, or in rows on all of them.
+Where parameters, gradients and the optimizer's state lie is the layout's business (parallel/layouts/base.py): whole in
+each process, or in rows on all of them.
 
 A step, phase by phase, for each of this rank's micro-batches:
 
@@ -42,7 +42,7 @@ from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layout import Layout, Slots
+from lockstep.parallel.layouts.base import Layout, Slots
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.recompute import recompute

@@ -12,7 +12,7 @@ from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.device.precision import loss_scaler
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layout import Trained
+from lockstep.parallel.layouts.base import Trained
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
 

@@ -29,7 +29,7 @@ from lockstep.data.loader import Loader, Weigh
 from lockstep.device import machine
 from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode, refused
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import Numerics
 from lockstep.ranks.signals import StopRequest

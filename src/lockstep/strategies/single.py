@@ -9,9 +9,9 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.replicated import whole
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.whole import whole
 from lockstep.tasks.base import Problem
 
 

@@ -14,9 +14,9 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.rows import rows
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.rows import rows
 from lockstep.tasks.base import Problem
 
 

@@ -14,9 +14,9 @@ from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.sharded import sharded
 from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.sharded import sharded
 from lockstep.tasks.base import Problem
 
 

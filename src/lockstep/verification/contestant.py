@@ -32,7 +32,7 @@ from lockstep.device.meter import Meter
 from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
-from lockstep.parallel.layout import gathered
+from lockstep.parallel.layouts.base import gathered
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import build
 from lockstep.run.build import Setup

@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layout import Slots, gathered
+from lockstep.parallel.layouts.base import Slots, gathered
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named, optimizer_state
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable

@@ -38,7 +38,7 @@ from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layout import Slots, trained_parameters
+from lockstep.parallel.layouts.base import Slots, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline.cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
 from lockstep.parallel.pipeline.ghost import Ghost

@@ -1,7 +1,7 @@
 """What is trained on a rank of a pipeline: the parameters of its stages, whole, or rows of them.
 
 Ranks with the same stages in pipelines side by side may share the work of the optimizer, each for its rows, as the
-first stage of ZeRO does (parallel/rows.py). Norms that a step needs are over the stages of all ranks.
+first stage of ZeRO does (parallel/layouts/rows.py). Norms that a step needs are over the stages of all ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.shard import Held, Shard
-from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.layouts.replicated import ReplicatedLayout
+from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.pipeline.part import absent
 from lockstep.parallel.pipeline.stage import Stage
-from lockstep.parallel.rows import RowLayout
 from lockstep.parallel.updating import gradient
 from lockstep.parallel.weights import Weights
-from lockstep.parallel.whole import WholeLayout
 from lockstep.tasks.base import MicroBatch
 
 
@@ -80,7 +80,7 @@ class StageLayout:
         self._absent = {name: absent(tensor) for name, tensor in model.state_dict().items()}
         whole = sharers.size == 1
         self._own: Layout = (
-            WholeLayout(Weights(part, dtype), sums) if whole else RowLayout(part, sums, sharers, False, dtype)
+            ReplicatedLayout(Weights(part, dtype), sums) if whole else RowLayout(part, sums, sharers, False, dtype)
         )
         self._whole_speaks, self._rows_speak = pipeline == 0, replica == 0
         self.trained = self._own.trained

@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import Held, Shard, local
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layout import Slots
+from lockstep.parallel.layouts.base import Slots
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 

@@ -15,7 +15,7 @@ from lockstep.core.norm import row_norms
 from lockstep.core.shard import Held
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layout import GradientSum, Layout, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, trained_parameters
 from lockstep.parallel.local import Lay
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
@@ -27,13 +27,13 @@ def whole(world: World, places: Sequence[Place], bucket_bytes: int) -> Lay:
     def lay(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> Layout:
         weights = Weights(model, dtype)
         gradients = Gradients(trained_parameters(model), world.canonical(places), stream, world.size == 1, bucket_bytes)
-        return WholeLayout(weights, gradients)
+        return ReplicatedLayout(weights, gradients)
 
     return lay
 
 
 @final
-class WholeLayout:
+class ReplicatedLayout:
     """Every rank has the whole model and does the whole update."""
 
     def __init__(self, weights: Weights, gradients: GradientSum) -> None:

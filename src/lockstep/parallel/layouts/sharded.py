@@ -26,7 +26,7 @@ from lockstep.core.mesh import Place
 from lockstep.core.shard import Held, alike
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
-from lockstep.parallel.layout import GradientSum, Layout, RowNorms, add_flags_
+from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_
 from lockstep.parallel.local import Lay
 from lockstep.parallel.units import find_units
 from lockstep.tasks.base import MicroBatch, Note
