@@ -36,10 +36,10 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import Step
 from lockstep.device.precision import fix_kernels
+from lockstep.parallel.blocks import find_units
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.units import find_units
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 

@@ -45,8 +45,8 @@ from benchmarks.pipelines import SAMPLE
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
+from lockstep.parallel.blocks import find_units
 from lockstep.parallel.pipeline.cut import find_cut, stage_module
-from lockstep.parallel.units import find_units
 
 MEMBERS: Final = {
     "zero1": (2, 2),

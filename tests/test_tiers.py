@@ -17,7 +17,7 @@ def test_what_a_list_names_is_there(place: str) -> None:
     [
         ("core/test_tree.py", None, "pure", True),
         ("core/test_tree.py", "worlds", "worlds", False),
-        ("parallel/test_local.py", "worlds", "worlds", True),
+        ("parallel/test_data_parallel.py", "worlds", "worlds", True),
         ("commands/test_eval.py", None, "commands", False),
         ("commands/test_eval.py", "worlds", "commands", False),
         ("faults/test_faults.py", None, "real", False),

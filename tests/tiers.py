@@ -49,7 +49,7 @@ _COMMANDS: Final = (
 _QUICK: Final = (
     "commands/test_strategies_train.py",
     "commands/test_tasks_train.py",
-    "parallel/test_local.py",
+    "parallel/test_data_parallel.py",
     "run",
     "test_library.py",
 )

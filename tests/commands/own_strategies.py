@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lockstep.core.mesh import Place
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import whole
-from lockstep.parallel.local import LocalEngine
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Late:
         if self.fault == "start":
             raise RuntimeError("no engine")
         places = [self.place(rank, world.size) for rank in range(world.size)]
-        return LocalEngine(
+        return DataParallelEngine(
             problem, make_optimizer, world, numerics, places, whole(world, places, bucket_bytes=sys.maxsize)
         )
 

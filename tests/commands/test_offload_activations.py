@@ -9,7 +9,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.rank import ALONE
-from lockstep.parallel import local
+from lockstep.parallel import data_parallel
 from lockstep.run.build import setup, start
 
 
@@ -21,7 +21,7 @@ def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -
         told.append(offload)
         return inner
 
-    monkeypatch.setattr(local, "around_forward", note)
+    monkeypatch.setattr(data_parallel, "around_forward", note)
     config = load("digits", words).config
     start(setup(config.recipe), config.placement, World(ALONE, torch.device("cpu")))
     assert told == [bool(words)]

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toys import Trace
 
 from lockstep.comm.world import World
-from lockstep.parallel import activations, local
+from lockstep.parallel import activations, data_parallel
 from lockstep.parallel.activations import Elements, Kept, Moved, Offload, Packing, around_forward
 from lockstep.parallel.pipeline import engine
 from lockstep.parallel.recompute import recompute
@@ -77,7 +77,7 @@ def forced() -> Iterator[list[Kept | Moved]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Packing, "pack", noted)
-        patch.setattr(local, "around_forward", always)
+        patch.setattr(data_parallel, "around_forward", always)
         patch.setattr(engine, "around_forward", always)
         yield packed
 

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from lockstep.errors import UsageError
 from lockstep.parallel.groups import ParameterGroup, distinct, settings
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.updating import keep_ratios
+from lockstep.parallel.optimizer_step import keep_ratios
 
 NAMES = ["stem.weight", "stem.bias", "block.weight", "block.bias", "head.weight"]
 

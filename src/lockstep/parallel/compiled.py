@@ -3,7 +3,7 @@
 By itself torch.compile makes kernels for any size once it has seen a second one. A run that resumes sees the shapes of
 micro-batches in another order, and a rank others than its neighbour, so they would compute with other kernels. And
 what is fused depends on the piece of code that is compiled. So each shape has kernels of its own, and the piece is a
-block of the model (parallel/units.py), which every strategy calls as one; what stands between blocks is not compiled.
+block of the model (parallel/blocks.py), which every strategy calls as one; what stands between blocks is not compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.device.compiler import OPTIONS, prepare
 from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
 from lockstep.own_code import located
-from lockstep.parallel.units import find_units
+from lockstep.parallel.blocks import find_units
 
 _LONGEST: Final = 300  # characters of what torch says
 

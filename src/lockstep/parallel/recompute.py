@@ -11,11 +11,11 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.units import find_units
+from lockstep.parallel.blocks import find_units
 
 
 def recompute(model: nn.Module, every: int) -> nn.Module:
-    """Let each `every`-th block of the model (parallel/units.py) recompute its activations, from the last one back.
+    """Let each `every`-th block of the model (parallel/blocks.py) recompute its activations, from the last one back.
 
     A model without blocks does so as a whole. Returns the model, whose names stay as they are.
     """

@@ -29,8 +29,8 @@ from lockstep.data.loader import Loader, Weigh
 from lockstep.device import machine
 from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode, refused
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.base import gathered
-from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import Numerics
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import Phase, Status
@@ -64,7 +64,7 @@ class _Placed:
     optimizer: Optimizer
     name: str  # of the strategy
     chosen: Chosen
-    engine: LocalEngine
+    engine: DataParallelEngine
     structure: object
     rate: float
     rates: tuple[float, ...]
@@ -146,7 +146,7 @@ class Run:
             recompute=0 if chosen.recomputes else recomputed(placement),
         )
         engine = chosen.start(problem, over_trained(optimizer, model), self._world, numerics)
-        assert isinstance(engine, LocalEngine)
+        assert isinstance(engine, DataParallelEngine)
         if (found := disagreement(self._world, engine.state().model)) is not None:
             raise UsageError(
                 f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.core.batch import Batch
 from lockstep.own_code import calling, refused
-from lockstep.parallel.local import LocalEngine
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.run.own_loss import check_loss
 from lockstep.run.own_model import Gate, Look
 from lockstep.tasks.base import MicroBatch
@@ -22,7 +22,13 @@ class OwnStep:
     """One step: iterate over it for this rank's micro-batches, give each loss to `backward`, then `update` once."""
 
     def __init__(
-        self, turn: Turn, engine: LocalEngine, gate: Gate, leaves: int, rate: float, look: Callable[[], Look | None]
+        self,
+        turn: Turn,
+        engine: DataParallelEngine,
+        gate: Gate,
+        leaves: int,
+        rate: float,
+        look: Callable[[], Look | None],
     ) -> None:
         self._turn = turn
         self._engine = engine

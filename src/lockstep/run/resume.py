@@ -29,7 +29,7 @@ from lockstep.models.check import Form
 from lockstep.parallel.engine import State
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
-from lockstep.parallel.updating import keep_ratios
+from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.run.build import Setup, check_facts
 from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedState

@@ -14,9 +14,9 @@ from pydantic import Field
 from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import whole
-from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.tasks.base import Problem
 
@@ -49,4 +49,4 @@ class Strategy:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = whole(world, places, bucket_bytes=int(self.bucket_mib * 2**20))
-        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)

@@ -15,9 +15,9 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.sharded import sharded
-from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.tasks.base import Problem
 
@@ -65,4 +65,4 @@ class Strategy:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = sharded(world, places[world.rank], keep_gathered=False, offload=self.offload)
-        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)

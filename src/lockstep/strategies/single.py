@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, final
 from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.errors import UsageError
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import whole
-from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.tasks.base import Problem
 
@@ -42,4 +42,4 @@ class Strategy:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = whole(world, places, bucket_bytes=0)
-        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)

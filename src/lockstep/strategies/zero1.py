@@ -13,9 +13,9 @@ from pydantic import Field
 from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.work import check_work
+from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.rows import rows
-from lockstep.parallel.local import LocalEngine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.tasks.base import Problem
 
@@ -51,4 +51,4 @@ class Strategy:
         """Return the engine."""
         places = [self.place(rank, world.size) for rank in range(world.size)]
         lay = rows(world, places, bucket_bytes=int(self.bucket_mib * 2**20), offload=self.offload)
-        return LocalEngine(problem, make_optimizer, world, numerics, places, lay)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)

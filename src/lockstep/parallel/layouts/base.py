@@ -1,6 +1,6 @@
 """How a model lies on the ranks: whole on each, or in rows of its tensors.
 
-An engine (parallel/local.py) computes gradients and updates; where they lie is its layout's business. What the
+An engine (parallel/data_parallel.py) computes gradients and updates; where they lie is its layout's business. What the
 optimizer moves are *trained* tensors: a model's parameters, or this rank's rows of them. Every optimizer that works
 element by element does the same to a row wherever it lies. What looks at whole tensors, norms, comes from here.
 """

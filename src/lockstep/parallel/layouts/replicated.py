@@ -13,10 +13,10 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.norm import row_norms
 from lockstep.core.shard import Held
+from lockstep.parallel.data_parallel import Lay
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import GradientSum, Layout, trained_parameters
-from lockstep.parallel.local import Lay
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
 

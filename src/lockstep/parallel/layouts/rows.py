@@ -17,9 +17,9 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Place
 from lockstep.core.order import part
 from lockstep.core.shard import Held, Shard, alike
+from lockstep.parallel.data_parallel import Lay
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
-from lockstep.parallel.local import Lay
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
 

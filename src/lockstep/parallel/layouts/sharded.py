@@ -26,9 +26,9 @@ from lockstep.core.mesh import Place
 from lockstep.core.shard import Held, alike
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
+from lockstep.parallel.blocks import find_units
+from lockstep.parallel.data_parallel import Lay
 from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_
-from lockstep.parallel.local import Lay
-from lockstep.parallel.units import find_units
 from lockstep.tasks.base import MicroBatch, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.

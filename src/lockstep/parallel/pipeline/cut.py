@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 from lockstep.core.batch import Inputs, call
 from lockstep.core.names import suggestion
 from lockstep.errors import UsageError
+from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import compiled_units
 from lockstep.parallel.pipeline.partition import balanced
 from lockstep.parallel.pipeline.replay import Part
 from lockstep.parallel.pipeline.trace import Line, TracedLine, UntraceableError, place_of, tensors_of
 from lockstep.parallel.pipeline.watch import WatchedLine
-from lockstep.parallel.units import find_units
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered in vain, once there is a cut
@@ -45,7 +45,7 @@ def find_cut(
 ) -> Cut:
     """Return a cut of `model` into so many stages, by cost or before the modules `names`.
 
-    With `whole_blocks` none lies within a block (parallel/units.py). Operations are counted on the inputs `example`;
+    With `whole_blocks` none lies within a block (parallel/blocks.py). Operations are counted on the inputs `example`;
     with None parameters alone are. `model`, which may lie on the meta device, is left as it is. A model that cannot be
     cut so raises UsageError that says why.
     """

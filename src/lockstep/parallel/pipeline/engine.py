@@ -40,6 +40,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import Slots, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
 from lockstep.parallel.pipeline.ghost import Ghost
 from lockstep.parallel.pipeline.layout import StageLayout, StageSums
@@ -49,7 +50,6 @@ from lockstep.parallel.pipeline.replay import Replay
 from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
-from lockstep.parallel.updating import Updates, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 

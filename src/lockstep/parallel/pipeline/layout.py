@@ -19,9 +19,9 @@ from lockstep.core.shard import Held, Shard
 from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.layouts.rows import RowLayout
+from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
 from lockstep.parallel.pipeline.stage import Stage
-from lockstep.parallel.updating import gradient
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
 

@@ -45,8 +45,8 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layouts.base import Layout, Slots
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.updating import Updates, gradient, share
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
@@ -68,7 +68,7 @@ class _Turn:
 
 
 @final
-class LocalEngine:
+class DataParallelEngine:
     """A model that lies as `lay` lays it, on ranks that stand at `places`."""
 
     def __init__(

@@ -12,7 +12,7 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
-from lockstep.parallel.updating import Updates
+from lockstep.parallel.optimizer_step import Updates
 from lockstep.parallel.weights import Weights
 
 

@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from lockstep.parallel.units import find_units
+from lockstep.parallel.blocks import find_units
 
 
 def names(model: nn.Module) -> list[str]:
