@@ -94,7 +94,7 @@ os._exit(0)
         ("torchrun", ["/sbin/init"], True, True),
         ("torchrun", [], True, True),  # not ours to see
         ("torchrun", ["/usr/bin/python3", "/usr/bin/torchrun", "-m", "lockstep"], True, False),  # in a container
-        ("hydra", ["/run/podman-init"], True, False),
+        ("mpich", ["/run/podman-init"], True, False),
         ("openmpi", ["/sbin/init"], False, True),
         ("environment", ["/sbin/init"], False, False),  # by hand, with nohup
     ],

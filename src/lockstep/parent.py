@@ -13,7 +13,7 @@ from typing import Final
 from lockstep.errors import TrainingError
 
 _PR_SET_PDEATHSIG: Final = 1
-_TIED: Final = ("torchrun", "openmpi", "hydra")  # one started by hand may outlive its shell, as with nohup
+_TIED: Final = ("torchrun", "openmpi", "mpich")  # one started by hand may outlive its shell, as with nohup
 
 
 def die_with_parent() -> None:

@@ -40,22 +40,22 @@ def test_who_decides_and_why(free):
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
     shown = "  ".join(f"{name}={value}" for name, value in {**HYDRA, "MASTER_PORT": free}.items())
-    assert f"  hydra        decides  {shown}" in lines
+    assert f"  mpich        decides  {shown}" in lines
     assert f"  slurm        no       SLURM_JOB_ID=7  SLURM_STEP_ID=0  MASTER_PORT={free}" in lines
-    assert "rank 0 of 2  local rank 0 of 2, says hydra" in lines
+    assert "rank 0 of 2  local rank 0 of 2, says mpich" in lines
     assert f"meet    127.0.0.1:{free}, where this rank listens: free" in lines
 
 
 def test_the_order_is_that_in_which_they_are_asked():
     launchers = json.loads(doctor("--json").stdout)["launchers"]
-    names = ["torchrun", "environment", "horovodrun", "openmpi", "hydra", "slurm"]
+    names = ["torchrun", "environment", "horovodrun", "openmpi", "mpich", "slurm"]
     assert [each["name"] for each in launchers] == names
 
 
 def test_as_json(free):
     found = json.loads(doctor("--json", **HYDRA | {"PMI_RANK": "1"}, MASTER_PORT=free).stdout)
-    assert found["decides"] == "hydra"
-    assert [each["name"] for each in found["launchers"] if each["decides"]] == ["hydra"]
+    assert found["decides"] == "mpich"
+    assert [each["name"] for each in found["launchers"] if each["decides"]] == ["mpich"]
     assert found["launchers"][4]["variables"]["PMI_SIZE"] == "2"
     assert found["launchers"][4]["variables"]["MASTER_ADDR"] is None
     assert {name: found["rank"][name] for name in ("rank", "size", "local_rank", "local_size", "launcher")} == {
@@ -63,7 +63,7 @@ def test_as_json(free):
         "size": 2,
         "local_rank": 0,
         "local_size": 2,
-        "launcher": "hydra",
+        "launcher": "mpich",
     }
     assert found["meet"] == f"127.0.0.1:{free}, where rank 0 listens"
     assert found["problems"] == []

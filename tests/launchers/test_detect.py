@@ -57,9 +57,9 @@ ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
         (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967290"}, None),  # what salloc starts on the first host
         (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967291"}, None),  # a batch script
         (OPENMPI | ADDRESS, RankInfo(1, 3, 1, 3, "openmpi", "node7", 29500, openmpi._ADVICE)),
-        (MPICH, RankInfo(1, 3, 1, 3, "hydra", "127.0.0.1", 29500, mpich._ADVICE)),
-        (MPICH | ADDRESS, RankInfo(1, 3, 1, 3, "hydra", "node7", 29500, mpich._ADVICE)),
-        (MPICH_IN_SLURM, RankInfo(3, 5, 3, 4, "hydra", None, 29500, mpich._ADVICE)),
+        (MPICH, RankInfo(1, 3, 1, 3, "mpich", "127.0.0.1", 29500, mpich._ADVICE)),
+        (MPICH | ADDRESS, RankInfo(1, 3, 1, 3, "mpich", "node7", 29500, mpich._ADVICE)),
+        (MPICH_IN_SLURM, RankInfo(3, 5, 3, 4, "mpich", None, 29500, mpich._ADVICE)),
         (HOROVOD | ADDRESS, RankInfo(3, 4, 1, 2, "horovodrun", "node7", 29500, horovodrun._ADVICE)),
     ],
 )
@@ -74,7 +74,7 @@ def test_each_launcher_knows_its_own() -> None:
         "environment": by_hand,
         "horovodrun": HOROVOD,
         "openmpi": OPENMPI,
-        "hydra": MPICH,
+        "mpich": MPICH,
         "slurm": SLURM_BLOCK,
     }
     assert [launcher.name for launcher in ORDER] == list(envs)
@@ -93,7 +93,7 @@ def test_each_launcher_knows_its_own() -> None:
         (SLURM_BLOCK | {"WORLD_SIZE": "4"}, "slurm"),  # as batch scripts set it
         (OPENMPI | {"HOROVOD_CONTROLLER": "mpi"}, "openmpi"),  # horovodrun over mpirun
         (SLURM_BLOCK | OPENMPI, "openmpi"),
-        (MPICH_IN_SLURM, "hydra"),
+        (MPICH_IN_SLURM, "mpich"),
         (SLURM_PMI2, "slurm"),
     ],
 )

@@ -151,8 +151,8 @@ def test_open_mpi(folder: Path, reference: str) -> None:
     assert sha256(run(folder, *line, *words, "run.dir=openmpi").stdout) == reference
 
 
-def test_hydra(folder: Path) -> None:
-    require("hydra", "mpich", "mpiexec.hydra")
+def test_mpich(folder: Path) -> None:
+    require("mpich", "mpich", "mpiexec.hydra")
     found = said(run(folder, "mpiexec.hydra", "-n", "3", *DOCTOR.split()).stdout)
     assert places(found) == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
-    assert {(each["decides"], each["rank"]["master"]) for each in found} == {("hydra", "127.0.0.1")}
+    assert {(each["decides"], each["rank"]["master"]) for each in found} == {("mpich", "127.0.0.1")}

@@ -20,7 +20,7 @@ import os, sys
 import torch
 from lockstep.core.rank import RankInfo
 from lockstep.ranks.external import met
-from lockstep.ranks.stall import StallWatch
+from lockstep.ranks.stall import StallDetector
 from lockstep.comm.world import open_world
 
 def tell(report):
@@ -28,7 +28,7 @@ def tell(report):
     os._exit(7)
 
 rendezvous = met(RankInfo(int(sys.argv[1]), 2, 0, 1, "test"), "tcp://h0:29511", 30)
-with StallWatch(rendezvous, 1, tell):
+with StallDetector(rendezvous, 1, tell):
     open_world(rendezvous, torch.device("cpu"))
 """
 

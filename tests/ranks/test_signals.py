@@ -20,10 +20,10 @@ stop = StopRequest()
 print("ready", flush=True)
 before = 0
 while True:
-    wish = stop.wish
-    if wish != before:
-        print(f"wish {wish}", flush=True)
-    before = wish
+    level = stop.level
+    if level != before:
+        print(f"level {level}", flush=True)
+    before = level
     time.sleep(0.001)
 """
 
@@ -41,7 +41,7 @@ def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "wish"),
+    ("numbers", "level"),
     [
         ([signal.SIGUSR1], 1),
         ([signal.SIGUSR1, signal.SIGUSR1], 1),
@@ -92,9 +92,9 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "ready\n"
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.stdout.readline() == "wish 3\n"
+    assert trainer.stdout.readline() == "level 3\n"
     trainer.send_signal(signal.SIGINT)
-    assert trainer.stdout.readline() == "wish 4\n"
+    assert trainer.stdout.readline() == "level 4\n"
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(10) == EXIT_INTERRUPTED

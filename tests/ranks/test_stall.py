@@ -192,7 +192,7 @@ def computing(world: World, status: Status, hidden: bool, folder: Path) -> list[
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(("doing", "hidden"), [(Status("training", 6), False), (Status("setting up"), True)])
+@pytest.mark.parametrize(("status", "hidden"), [(Status("training", 6), False), (Status("setting up"), True)])
 def test_long_work_is_no_stall(status: Status, hidden: bool, tmp_path: Path) -> None:
     assert worlds.run(2, computing, status, hidden, tmp_path) == [[], []]
 

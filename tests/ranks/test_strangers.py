@@ -256,14 +256,14 @@ BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
         {"look": 10**30},
         {"peak": -1},
         {"peak": 1.5},
-        {"doing": None},
+        {"status": None},
         {"left": 1},
         {"x": 1},
     ],
     ids=str,
 )
 def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
-    assert heartbeat.parsed(BEAT | {"doing": "\x1b[2J"}).status == "\\x1b[2J"
+    assert heartbeat.parsed(BEAT | {"status": "\x1b[2J"}).status == "\\x1b[2J"
     with pytest.raises(ValueError, match="expected"):
         heartbeat.parsed(BEAT | wrong)
 
@@ -312,7 +312,7 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
 
 ANSWER = {
     "host": "b",
-    "doing": {"phase": "training", "step": 4},
+    "status": {"phase": "training", "step": 4},
     "stack": ["a.py:1 f"],
     "waits": None,
     "record": "",
@@ -323,9 +323,9 @@ ANSWER = {
     "wrong",
     [
         {"host": 1},
-        {"doing": {}},
-        {"doing": {"phase": "sleeping", "step": 4}},
-        {"doing": {"phase": "training", "step": -1}},
+        {"status": {}},
+        {"status": {"phase": "sleeping", "step": 4}},
+        {"status": {"phase": "training", "step": -1}},
         {"stack": []},
         {"stack": [1]},
         {"stack": "a"},

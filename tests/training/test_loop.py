@@ -104,7 +104,7 @@ def test_a_report_tells_of_its_own_step() -> None:
     assert report.peak_bytes > 0
 
 
-@pytest.mark.parametrize(("wish", "reason"), STOP_LEVELS.items())
+@pytest.mark.parametrize(("level", "reason"), STOP_LEVELS.items())
 def test_a_request_to_stop_ends_with_the_step_and_saves(level: int, reason: str) -> None:
     events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=4, level=level)
     assert shortly(events) == ["evaluated 3", "saved 3", "saved 5", "stopped 5"]

@@ -38,7 +38,7 @@ ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="no
 def rendezvous_address(info: RankInfo, address: str) -> str:
     """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it.
 
-    UsageError where `rendezvous` is none of `MEETING_PLACES`, or env:// where the launcher told none.
+    UsageError where `address` is none of `RENDEZVOUS_ADDRESSES`, or env:// where the launcher told none.
     """
     match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):

@@ -36,7 +36,7 @@ ORDER: Final = (
     Launcher("environment", environment.detect, environment.VARIABLES),  # a script made them of its launcher's own
     Launcher("horovodrun", horovodrun.detect, horovodrun.VARIABLES),  # over MPI it sets no rank, and mpirun decides
     Launcher("openmpi", openmpi.detect, openmpi.VARIABLES),  # in a Slurm job it starts its daemons by srun
-    Launcher("hydra", mpich.detect, mpich.VARIABLES),  # so does this one: SLURM_PROCID is that of the daemon
+    Launcher("mpich", mpich.detect, mpich.VARIABLES),  # so does this one: SLURM_PROCID is that of the daemon
     Launcher("slurm", slurm.detect, slurm.VARIABLES),
 )
 

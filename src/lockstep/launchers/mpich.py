@@ -21,4 +21,4 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None
-    return place(env, "hydra", Names(*VARIABLES[:4]), port=PORT, missing=_MISSING, advice=_ADVICE)
+    return place(env, "mpich", Names(*VARIABLES[:4]), port=PORT, missing=_MISSING, advice=_ADVICE)

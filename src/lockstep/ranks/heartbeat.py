@@ -46,7 +46,7 @@ class Beat:
 
 def parsed(value: Any) -> Beat:
     """Return the beat that JSON tells; raise ValueError for anything that is none."""
-    kinds = {"look": int, "process": str, "peak": int, "doing": str, "left": bool}
+    kinds = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
     beat = Beat(**fields(value, kinds))
     whole(beat.look)
     whole(beat.peak)

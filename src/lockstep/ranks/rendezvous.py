@@ -61,7 +61,7 @@ class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
     `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
-    `doing` tells, on any thread, what this rank does; whoever works with the ranks that have met replaces it. With the
+    `status` tells, on any thread, what this rank does; whoever works with the ranks that have met replaces it. With the
     `secret` of the job the ranks sign what they say to each other.
     """
 
@@ -169,15 +169,15 @@ class Rendezvous:
                 time.sleep(_SHORTEST_PAUSE_S)
                 left = self.store.add(_LEFT, 0)
 
-    def join(self, address: str) -> None:
-        """Find the others at `rendezvous` (env://, tcp://HOST:PORT, file:///PATH). All call it, before anything else.
+    def join(self, asked: str) -> None:
+        """Find the others where `asked` says: env://, tcp://HOST:PORT or file:///PATH. All call it, before all else.
 
         Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError.
         """
         if self.info.size == 1:
             return
-        address = rendezvous_address(self.info, address)
-        there = self.info.hosted and address == "env://"
+        address = rendezvous_address(self.info, asked)
+        there = self.info.hosted and asked == "env://"
         own = not there and address.startswith("tcp://")  # rank 0's, and so a new one at each start
         self.serves = self.info.rank == 0 and own
         with self._asking():

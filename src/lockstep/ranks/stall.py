@@ -241,9 +241,9 @@ def _answer_key(question: int, rank: int) -> str:
 def parsed(value: Any) -> tuple[str, ThreadState]:
     """Return the host and the place that an answer in JSON tells; raise ValueError for anything that is none."""
     waits = value.get("waits") if type(value) is dict else None
-    kinds = {"host": str, "doing": dict, "stack": list, "waits": type(waits), "record": str}
+    kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
     said = fields(value, kinds)
-    status = Status(**fields(said["doing"], {"phase": str, "step": int}))
+    status = Status(**fields(said["status"], {"phase": str, "step": int}))
     whole(status.step)
     stack = tuple(printable_line(text(line)) for line in said["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
