@@ -14,6 +14,10 @@ LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds,
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what the tests start
+    if not torch.cuda.device_count():
+        # Autograd looks once for devices, at the first backward of a process. A test that pretends a CUDA device would
+        # let it find one, start a thread for it, and refuse a backward in all that is forked later.
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     asked = config.option.markexpr or config.option.keyword
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not asked:
         config.option.markexpr = "quick"  # an option, as processes of pytest-xdist are told them

@@ -2,7 +2,7 @@
 
 `pure` tests compute in this process; `worlds` are several ranks on gloo, in processes that are kept warm; `commands`
 are whole programs, from the command line to the run folder; `real` ones need other programs, root or minutes: Slurm,
-Open MPI, etcd, hosts, the faults, the benchmarks. `gpu` needs a CUDA device.
+Open MPI, etcd, hosts, a compiler, the faults, the benchmarks. `gpu` needs a CUDA device.
 """
 
 from pathlib import Path
@@ -27,6 +27,7 @@ _REAL: Final = (
     "launchers/test_with_etcd.py",
     "launchers/test_with_hosts.py",
     "launchers/test_with_slurm.py",
+    "parallel/test_compiled.py",
     "references",
     "reporting/test_outside.py",
     "test_tied_to_srun.py",
@@ -72,5 +73,4 @@ def is_quick(item: pytest.Item) -> bool:
 
 
 def _stands_in(item: pytest.Item, places: tuple[str, ...]) -> bool:
-    path = item.path.relative_to(TESTS)
-    return any(path.is_relative_to(place) for place in places)
+    return any(item.path.is_relative_to(TESTS / place) for place in places)
