@@ -31,11 +31,11 @@ _REAL: Final = (
     "references",
     "reporting/test_outside.py",
     "test_tied_to_srun.py",
+    "verification",  # forks ranks from the process of the tests, which must not have started a thread for them
 )
 _COMMANDS: Final = (
     "commands",
     "run",
-    "verification",
     "test_cli.py",
     "test_coming_from.py",
     "test_docs.py",
