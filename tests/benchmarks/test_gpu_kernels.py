@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision.ops  # noqa: F401 - has operations of its own
 from torch import Tensor
 from torch.nn import functional as F
 
