@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from component import require_package
 from forked import Command
+from test_sinks import SINK
 
 SCRIPT = """
 import sys
@@ -36,24 +37,6 @@ def main(folder, sinks, precision="fp32"):
 
 if __name__ == "__main__":
     main("run", eval(sys.argv[1]), *sys.argv[2:])
-"""
-SINK = """
-import json
-
-class Sink:
-    def __init__(self, folder, fails_at=""):
-        self.file, self.fails_at = folder / "mine.jsonl", fails_at
-        if fails_at == "opening":
-            raise RuntimeError("no room")
-
-    def write(self, event):
-        if event["event"] == self.fails_at:
-            raise RuntimeError("no more")
-        with self.file.open("a") as file:
-            file.write(json.dumps(event) + "\\n")
-
-    def close(self):
-        pass
 """
 
 
