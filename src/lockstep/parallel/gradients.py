@@ -178,7 +178,7 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
     dtype, gradient = summed_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` takes 3 us to find that it is
+    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` takes longer to find that it is
 
 
 def summed_dtype(parameter: nn.Parameter) -> torch.dtype:
