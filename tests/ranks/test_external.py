@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
+from waiting import QUICK
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
@@ -33,7 +34,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
     """Return a rank of two hosts with two ranks each; its store is gone."""
-    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, external._end)
+    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, external._end, b"", QUICK)
     met.hosts = (*[met.rank_log.host] * 2, "b", "b") if rank < 2 else ("a", "a", *[met.rank_log.host] * 2)
     return met
 
@@ -59,8 +60,8 @@ def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_pat
 
 
 def test_a_rank_ends_whose_last_words_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "_END_S", 0.2)
     ending = rendezvous(1)
+    ending.timing = replace(QUICK, end_s=0.2)
     monkeypatch.setattr(type(ending.rank_log), "notice", lambda *_: time.sleep(3))  # a terminal that was stopped
     began = time.monotonic()
     with pytest.raises(Ended, match="1"):
@@ -78,7 +79,7 @@ def test_a_lost_exchange_is_told_where_no_rank_knows_why(capfd: pytest.CaptureFi
     def one(rank: int) -> None:
         info = RankInfo(rank, 2, rank, 2, "slurm", "127.0.0.1", store.port, hosted=True)
         with pytest.raises(Ended, match="1"):
-            external.as_rank(info, "env://", 20.0, 30.0, lose)
+            external.as_rank(info, "env://", 20.0, 30.0, lose, QUICK)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(2)))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import QUICK
 
 from lockstep.config.load import load
 from lockstep.errors import EXIT_FAILED, EXIT_PREFLIGHT, PreflightError, TrainingError
@@ -49,7 +50,7 @@ def stay(failing: Path, rendezvous: Rendezvous) -> int:
 
 def test_a_stopped_worker_does_not_outlive_a_failure_for_long(tmp_path, capsys):
     failing = tmp_path / "failing"
-    assert run_workers(partial(stay, failing), 2, "fork", 60.0, tmp_path) == 1
+    assert run_workers(partial(stay, failing), 2, "fork", 60.0, tmp_path, timing=QUICK) == 1
     assert time.time() - failing.stat().st_mtime < 25  # torch alone would wait for 30 s
     said = capsys.readouterr().err
     assert said.startswith("[rank 0 of 2, ")
@@ -66,14 +67,14 @@ def leave(leaving: tuple[int, ...], rendezvous: Rendezvous) -> int:
 
 @pytest.mark.parametrize("leaving", [(0,), (0, 1)])
 def test_a_worker_that_exits_with_0_before_its_work_is_done_has_failed(leaving, capsys):
-    assert run_workers(partial(leave, leaving), 2, "fork", 60.0) == EXIT_FAILED
+    assert run_workers(partial(leave, leaving), 2, "fork", 60.0, timing=QUICK) == EXIT_FAILED
     said = capsys.readouterr().err
     assert "] error: exited with code 0 before its work was done; the other ranks were stopped" in said
     assert said.startswith("[rank 0 of 2, ") or leaving == (0, 1)
 
 
 def test_a_worker_that_crashes_after_its_work_was_done_has_done_it(capsys):
-    assert run_workers(crash_at_exit, 2, "fork", 60.0) == 0
+    assert run_workers(crash_at_exit, 2, "fork", 60.0, timing=QUICK) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -146,7 +147,7 @@ def test_a_loopback_interface_that_is_down_is_named_at_once(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     with pytest.raises(PreflightError, match=r"the loopback interface does not work \(Network is unreachable\)"):
-        run_workers(partial(leave, ()), 2, "fork", 60.0)
+        run_workers(partial(leave, ()), 2, "fork", 60.0, timing=QUICK)
 
 
 def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():

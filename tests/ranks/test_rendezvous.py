@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
-from waiting import until
+from waiting import QUICK, until
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
@@ -24,6 +24,7 @@ from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, f
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.rendezvous import Rendezvous, differences
 from lockstep.ranks.status import Status
+from lockstep.ranks.timing import Timing
 
 SIZE = 3
 SECRET = b"of this job, and nobody else's"
@@ -55,11 +56,11 @@ def infos(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     del store
 
 
-def each(infos: Any, work: Callable[[Rendezvous], Any], timeout_s: float = 20.0) -> list[Any]:
+def each(infos: Any, work: Callable[[Rendezvous], Any], timeout_s: float = 20.0, timing: Timing = QUICK) -> list[Any]:
     """Do `work` in each rank; return by rank what it returned or raised."""
 
     def one(info: RankInfo) -> Any:
-        rendezvous = Rendezvous(info, timeout_s, end, SECRET)
+        rendezvous = Rendezvous(info, timeout_s, end, SECRET, timing)
         try:
             rendezvous.join(infos[1])
             result = work(rendezvous)
@@ -118,7 +119,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(infos: Any) -> None:
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)  # where rank 0 listens a store is new at each start
 def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> None:
     """Also where one of that start never came, and where it was larger: nobody may begin with those that are gone."""
-    meetings = [Rendezvous(replace(info, size=4), 0.6, end, SECRET) for info in infos[0]]
+    meetings = [Rendezvous(replace(info, size=4), 0.6, end, SECRET, QUICK) for info in infos[0]]
     with ThreadPoolExecutor(SIZE) as pool:
         before = [pool.submit(rendezvous.join, infos[1]) for rendezvous in meetings]
     assert all(isinstance(each.exception(), TrainingError) for each in before)
@@ -141,7 +142,7 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 
     def work(info: RankInfo) -> str:
         time.sleep(0.0 if info.rank == SIZE - 1 else 0.5)
-        rendezvous = Rendezvous(info, 20.0, end, SECRET)
+        rendezvous = Rendezvous(info, 20.0, end, SECRET, QUICK)
         rendezvous.join(infos[1])
         return rendezvous.tell("new" if info.rank == 0 else "")
 
@@ -150,29 +151,27 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 
 
 @pytest.mark.parametrize("infos", ["agent"], indirect=True)
-def test_a_start_that_was_over_is_believed_in_the_end(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "_LATE_S", 0.5)
+def test_a_start_that_was_over_is_believed_in_the_end(infos: Any) -> None:
     assert each(([replace(info, size=2) for info in infos[0][:2]], infos[1]), lambda _: None) == [None, None]
     with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started as one of 2 ranks, rank 2 .* as one of 3"):
-        Rendezvous(infos[0][2], 20.0, end, SECRET).join(infos[1])
+        Rendezvous(infos[0][2], 20.0, end, SECRET, replace(QUICK, late_s=0.5)).join(infos[1])
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
 def test_who_comes_to_a_start_that_failed_hears_why_before_its_time_is_up(infos: Any) -> None:
     each(([replace(info, size=4 - info.rank) for info in infos[0][:2]], infos[1]), lambda _: None)
     with pytest.raises(PeerFailedError, match=r"WORLD_SIZE: rank 1 .* as one of 3 ranks, rank 0 .* as one of 4"):
-        Rendezvous(infos[0][2], 1.0, end, SECRET).join(infos[1])
+        Rendezvous(infos[0][2], 1.0, end, SECRET, QUICK).join(infos[1])
 
 
-def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> None:
     """As where two users take the same port: one of them is refused, and the other hears nothing of it."""
-    monkeypatch.setattr(rendezvous_module, "_LATE_S", 0.5)
     stranger = replace(infos[0][2], rank=3, size=4)
     refused = threading.Event()
 
     def work(rendezvous: Rendezvous) -> Failure | None:
         if rendezvous.info.rank == 1:
-            [error] = each(([stranger], infos[1]), lambda _: None)
+            [error] = each(([stranger], infos[1]), lambda _: None, timing=replace(QUICK, late_s=0.5))
             assert isinstance(error, UsageError)
             assert re.search(r"one of 3 ranks, .* one of 4; .*; if another run meets there, choose ", str(error))
             refused.set()
@@ -188,9 +187,9 @@ def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[s
         port = server.getsockname()[1]
         told = f"rank 0 at 127.0.0.1:{port} (somebody listens there, but does not answer)"
         with pytest.raises(TrainingError) as caught:
-            Rendezvous(RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", port), 2.5, end).join("env://")
-    assert str(caught.value) == f"waited 2 s for {told}, in vain"
-    assert f"has waited 2 s for {told}" in capfd.readouterr().err
+            Rendezvous(RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", port), 0.6, end, b"", QUICK).join("env://")
+    assert str(caught.value) == f"timed out after 1 s waiting for {told}"
+    assert f"still waiting for {told} after 0 s" in capfd.readouterr().err
 
 
 def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
@@ -199,7 +198,7 @@ def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
     store.set(rendezvous_module._START, f'- "{name}"')  # as rank 0 does
     info = RankInfo(1, 2, 1, 2, "torchrun", "127.0.0.1", store.port, hosted=True)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(Rendezvous(info, 20.0, end).join, "env://")
+        joining = pool.submit(Rendezvous(info, 20.0, end, b"", QUICK).join, "env://")
         store.wait([f"{name}/here 1"], timedelta(seconds=10))
         del store
         with pytest.raises(PeerLostError, match="lost the agent of torchrun, where the ranks meet "):
@@ -211,67 +210,59 @@ def test_a_second_process_of_a_rank_is_refused_at_once(infos: Any) -> None:
     def work(rendezvous: Rendezvous) -> None:
         if rendezvous.info.rank == 1:
             with pytest.raises(UsageError, match="another process has come as this rank; if another run meets there, "):
-                Rendezvous(rendezvous.info, 20.0, end, SECRET).join(infos[1])
+                Rendezvous(rendezvous.info, 20.0, end, SECRET, QUICK).join(infos[1])
         rendezvous.compare({})
 
     assert each(infos, work) == [None] * SIZE
 
 
-def test_who_listens_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "_LATE_S", 0.1)
+def test_who_listens_and_never_answers_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         info = RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", server.getsockname()[1])
         with pytest.raises(
-            UsageError, match=r"waited 0 s for rank 0 at .*; if another run meets there, choose another"
+            UsageError,
+            match=r"timed out after 0 s waiting for rank 0 at .*; if another run meets there, choose another",
         ):
-            Rendezvous(info, 20.0, end).join("env://")
+            Rendezvous(info, 20.0, end, b"", replace(QUICK, late_s=0.1)).join("env://")
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
-def test_a_missing_rank_0_is_named_by_one_of_each_host(
-    infos: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous_module, "_LINGER_S", 0.5)
-    for error in each((infos[0][1:], infos[1]), lambda _: None, timeout_s=2.0):
-        assert str(error) == "waited 2 s for rank 0, in vain"
+def test_a_missing_rank_0_is_named_by_one_of_each_host(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    for error in each((infos[0][1:], infos[1]), lambda _: None, timeout_s=0.6):
+        assert str(error) == "timed out after 1 s waiting for rank 0"
     said = spoken(capfd)
-    assert said[0] == f"[rank 1 of 3, {socket.gethostname()}] has waited 2 s for rank 0"
+    assert said[0] == f"[rank 1 of 3, {socket.gethostname()}] still waiting for rank 0 after 0 s"
     assert not any("rank 2 of 3" in line for line in said)
 
 
 @pytest.mark.parametrize("infos", ["file"], indirect=True)
-def test_a_rank_0_that_is_late_is_named(
-    infos: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous_module, "_SLOW_S", 0.5)
+def test_a_rank_0_that_is_late_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
 
     def work(rendezvous: Rendezvous) -> None:
         if rendezvous.info.rank == 0:
-            time.sleep(1.5)
+            time.sleep(0.5)
         rendezvous.compare({})
 
     assert each(infos, work) == [None] * SIZE
     host = socket.gethostname()
-    assert f"[rank 1 of 3, {host}] has waited 1 s for rank 0 ({host})" in capfd.readouterr().err.splitlines()
+    assert f"[rank 1 of 3, {host}] still waiting for rank 0 ({host}) after 0 s" in capfd.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    [first, second] = each((infos[0][:2], infos[1]), lambda _: None, timeout_s=3.5)
+    [first, second] = each((infos[0][:2], infos[1]), lambda _: None, timeout_s=0.6)
     assert time.monotonic() - began < 20
-    assert str(first) == "waited 4 s for rank 2, in vain"
+    assert str(first) == "timed out after 1 s waiting for rank 2"
     assert isinstance(second, PeerFailedError)
     said = spoken(capfd)
-    assert said[0] == f"[rank 0 of 3, {socket.gethostname()}] has waited 2 s for rank 2"
+    assert said[0] == f"[rank 0 of 3, {socket.gethostname()}] still waiting for rank 2 after 0 s"
 
 
-def test_another_number_of_ranks_is_told_to_all(infos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        rendezvous_module, "_LATE_S", 0.5
-    )  # a thread that comes after the failure waits for a new start
+def test_another_number_of_ranks_is_told_to_all(infos: Any) -> None:
     ranks = [*infos[0][:2], replace(infos[0][2], size=4)]
-    errors = each((ranks, infos[1]), lambda _: None)
+    # A thread that comes after the failure waits for a new start.
+    errors = each((ranks, infos[1]), lambda _: None, timing=replace(QUICK, late_s=0.5))
     assert isinstance(errors[0], UsageError)
     assert "rank 2" in str(errors[0])
     assert "as one of 4 ranks" in str(errors[0])
@@ -320,13 +311,15 @@ def test_a_file_to_meet_in_is_made_for_this_user_alone(tmp_path: Path) -> None:
     assert each((infos, f"file://{tmp_path}/meet"), work) == [0o600, 0o600]
 
 
-def test_a_name_that_stands_for_no_address_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "_UNKNOWN_S", 0.3)
+def test_a_name_that_stands_for_no_address_is_told_in_seconds() -> None:
+    timing = replace(QUICK, unknown_host_s=0.3)
     for rank in range(2):
         with pytest.raises(
             UsageError, match=r"does not know the host no.such.host.invalid \(.*placement.rendezvous=tcp"
         ):
-            Rendezvous(RankInfo(rank, 2, 0, 1, "environment"), 600.0, end).join("tcp://no.such.host.invalid:29500")
+            Rendezvous(RankInfo(rank, 2, 0, 1, "environment"), 600.0, end, b"", timing).join(
+                "tcp://no.such.host.invalid:29500"
+            )
 
 
 def test_one_process_waits_for_nobody() -> None:
@@ -352,7 +345,7 @@ def test_differences_name_ranks_hosts_and_values() -> None:
     ]
 
 
-def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], patience_s: float = 30.0) -> list[Any]:
+def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after_s: float = 30.0) -> list[Any]:
     """Do `work` in each rank with its heartbeat; what ends a rank at once is noted in place of an answer."""
     ends: dict[int, Failure] = {}
 
@@ -365,12 +358,12 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], patience_s
             threading.Event().wait()  # a process would not go on
             raise AssertionError
 
-        rendezvous = Rendezvous(info, 20.0, note, SECRET)
+        rendezvous = Rendezvous(info, 20.0, note, SECRET, QUICK)
         rendezvous.join(infos[1])
         rendezvous.rank_log.log = Path(f"run/logs/rank-{info.rank}.log")
         rendezvous.status = lambda: Status("training", 5)
         try:
-            with Heartbeat(rendezvous, patience_s) as heartbeat:
+            with Heartbeat(rendezvous, lost_after_s) as heartbeat:
                 if answer := work(rendezvous, heartbeat):
                     return ends.get(info.rank, answer)
                 assert ended.wait(15)
@@ -391,7 +384,7 @@ def silence(heartbeat: Heartbeat) -> None:
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_ranks_that_live_are_left_alone(infos: Any) -> None:
     def work(_: Rendezvous, heartbeat: Heartbeat) -> str:
-        time.sleep(3)
+        time.sleep(8 * QUICK.beat_s)
         return str(heartbeat.cause())
 
     assert beating(infos, work) == ["None"] * SIZE
@@ -407,14 +400,14 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
             return None
         if rendezvous.info.rank == 1:
             silence(heartbeat)
-        time.sleep(4)
+        time.sleep(4 * QUICK.silent_s)
         return "silent" if rendezvous.info.rank == 1 else "waited"
 
     monkeypatch.setattr("lockstep.ranks.liveness.state", lambda _: seen)
-    first, silent, _ = beating(infos, work, patience_s=2.0 if seen == "unknown" else 30.0)
+    first, silent, _ = beating(infos, work, lost_after_s=0.4 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1
-    assert first.text.startswith(f"error: nothing heard of it for 2 s, last in step 6: {words} (it had up to ")
+    assert first.text.startswith(f"error: nothing heard of it for 0 s, last in step 6: {words} (it had up to ")
     assert first.log == "run/logs/rank-1.log"
 
 
@@ -425,10 +418,10 @@ def test_a_rank_that_is_seen_to_run_is_waited_for(infos: Any) -> None:
     def work(rendezvous: Rendezvous, heartbeat: Heartbeat) -> str:
         if rendezvous.info.rank == 1:
             silence(heartbeat)
-        time.sleep(4)
+        time.sleep(4 * QUICK.silent_s)
         return "waited"
 
-    assert beating(infos, work, patience_s=2.0) == ["waited"] * SIZE
+    assert beating(infos, work, lost_after_s=0.4) == ["waited"] * SIZE
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import worlds
+from waiting import QUICK
 
 from lockstep.comm.world import World
 from lockstep.core.rank import RankInfo
@@ -23,12 +24,12 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector, ThreadState, told
 from lockstep.ranks.status import Status
 
-PATIENCE_S = 0.4
+STALL_S = 0.4
 
 
 def rendezvous(world: World, folder: Path, status: Status = Status("training", 6)) -> Rendezvous:  # noqa: B008 - frozen
     """Let the ranks of a world meet once more; say what this one does."""
-    ranks = met(RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20)
+    ranks = met(RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20, QUICK)
     ranks.status = lambda: status
     return ranks
 
@@ -55,7 +56,7 @@ def opened(world: World, late: int, folder: Path) -> list[str]:
         reports.append(report)
         (folder / "told").touch()
 
-    with StallDetector(rendezvous(world, folder, Status()), PATIENCE_S, tell):
+    with StallDetector(rendezvous(world, folder, Status()), STALL_S, tell):
         if world.rank == late:
             dawdle(folder / "told")
         world.beside()
@@ -72,7 +73,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
         (folder / "told").touch()
 
     ranks = rendezvous(world, folder, Status("training", steps[world.rank]))
-    with StallDetector(ranks, PATIENCE_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
+    with StallDetector(ranks, STALL_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
             device.submit(dawdle, folder / "told")
         device.submit(world.barrier).result()
@@ -89,7 +90,7 @@ def kept_waiting(world: World, late: int, by: str, folder: Path) -> list[str]:
 
     heard = torch.zeros(1)
     world.barrier()  # the first to come is not to wait for the others before this begins
-    with StallDetector(rendezvous(world, folder), PATIENCE_S, tell) as watch:
+    with StallDetector(rendezvous(world, folder), STALL_S, tell) as watch:
         pids = torch.zeros(world.size, dtype=torch.int64)
         pids[world.rank] = os.getpid()
         pid = int(world.add_(pids)[late])
@@ -170,8 +171,8 @@ def quick(world: World, folder: Path) -> list[str]:
     steps = 0
     ranks = rendezvous(world, folder)
     ranks.status = lambda: Status("training", steps)
-    with StallDetector(ranks, PATIENCE_S, reports.append):
-        until = time.monotonic() + 4 * PATIENCE_S
+    with StallDetector(ranks, STALL_S, reports.append):
+        until = time.monotonic() + 4 * STALL_S
         while world.add_(torch.tensor([float(time.monotonic() < until)])).item():
             steps += 1  # else a look that finds it in an exchange time and again would take it for one
             time.sleep(0.01)
@@ -185,8 +186,8 @@ def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
 
 def computing(world: World, status: Status, hidden: bool, folder: Path) -> list[str]:
     reports: list[str] = []
-    with StallDetector(rendezvous(world, folder, status), PATIENCE_S, reports.append, hidden=hidden):
-        time.sleep(4 * PATIENCE_S)  # both: nobody waits for anybody
+    with StallDetector(rendezvous(world, folder, status), STALL_S, reports.append, hidden=hidden):
+        time.sleep(4 * STALL_S)  # both: nobody waits for anybody
     world.barrier()
     return reports
 
@@ -204,7 +205,7 @@ def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
 
     ranks = alone()
     ranks.store = Gone()
-    with StallDetector(ranks, PATIENCE_S, pytest.fail) as watch:
+    with StallDetector(ranks, STALL_S, pytest.fail) as watch:
         watch._threads[1].join()  # an error of a thread fails a test
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
-from waiting import until
+from waiting import QUICK, until
 
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
@@ -40,7 +40,7 @@ def started(
 
     def one(rank: int) -> Any:
         info = RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port)
-        rendezvous = Rendezvous(info, timeout_s, end, secrets[rank])
+        rendezvous = Rendezvous(info, timeout_s, end, secrets[rank], QUICK)
         try:
             rendezvous.join("env://")
             result = work(rendezvous)
@@ -116,7 +116,7 @@ def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) ->
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     infos = [RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port) for rank in range(2)]
-    first, other = (Rendezvous(info, 2.0, end, SECRET) for info in infos)
+    first, other = (Rendezvous(info, 2.0, end, SECRET, QUICK) for info in infos)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(first.join, "env://")
         until(lambda: first.store is not None and first.store.has("here 0"))
@@ -129,7 +129,7 @@ def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) ->
     "secrets", [(SECRET, b""), (b"", SECRET), (SECRET, b"x" * 16)], ids=["1 none", "0 none", "two"]
 )
 def test_ranks_with_different_secrets_say_so_at_once(secrets: tuple[bytes, bytes]) -> None:
-    missing, error = started(lambda _: None, secrets, timeout_s=1.5)
+    missing, error = started(lambda _: None, secrets, timeout_s=0.5)
     assert isinstance(error, UntrustedError)
     assert "'lockstep start' is" in str(error)
     assert "; give all ranks the same LOCKSTEP_JOB_SECRET, or none; if another run meets there, " in str(error)
@@ -141,7 +141,7 @@ def test_a_start_of_a_job_with_another_secret_is_waited_out(tmp_path: Any) -> No
     place = f"file://{tmp_path}/meet"
     JobStore(dist.FileStore(f"{tmp_path}/meet", 2), b"of the job before this one").set("lockstep start", "ab" * 16)
     infos = [RankInfo(rank, 2, rank, 2, "environment") for rank in range(2)]
-    first, other = (Rendezvous(info, 20.0, end, SECRET) for info in infos)
+    first, other = (Rendezvous(info, 20.0, end, SECRET, QUICK) for info in infos)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(other.join, place)
         threading.Event().wait(0.3)
@@ -296,7 +296,7 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
     def work(rendezvous: Rendezvous) -> bool:
         rendezvous._end = note
         raw = stranger(rendezvous)
-        with Heartbeat(rendezvous, 2.0) as beating:
+        with Heartbeat(rendezvous, QUICK.silent_s) as beating:
             if rendezvous.info.rank == 1:
                 until(lambda: beating._looks > 1)
                 beating._over.set()

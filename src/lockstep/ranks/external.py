@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from lockstep.comm.peer_errors import lost_peer
 from lockstep.core.rank import ALONE, RankInfo
@@ -20,28 +20,31 @@ from lockstep.ranks.failure import Failure, PeerFailedError, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
-
-_REFUSE_S: Final = 4.0
-_TELL_S: Final = 2.0  # the store may be gone
-_LEAVE_S: Final = 6.0
-_END_S: Final = 10.0  # in all; a terminal may be gone, or stopped, and a disk full
+from lockstep.ranks.timing import TIMING, Timing
 
 
 def as_rank(
-    info: RankInfo, address: str, timeout_s: float, lost_after_s: float, work: Callable[[Rendezvous], int]
+    info: RankInfo,
+    address: str,
+    timeout_s: float,
+    lost_after_s: float,
+    work: Callable[[Rendezvous], int],
+    timing: Timing = TIMING,
 ) -> int:
     """Meet the other ranks, do `work` with them, and return its exit code; see `membership` for errors."""
-    with membership(info, address, timeout_s, lost_after_s) as rendezvous:
+    with membership(info, address, timeout_s, lost_after_s, timing) as rendezvous:
         return work(rendezvous)
 
 
 @contextmanager
-def membership(info: RankInfo, address: str, timeout_s: float, lost_after_s: float) -> Iterator[Rendezvous]:
+def membership(
+    info: RankInfo, address: str, timeout_s: float, lost_after_s: float, timing: Timing = TIMING
+) -> Iterator[Rendezvous]:
     """Meet the other ranks and be one of them while the block runs.
 
     An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
     """
-    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ))
+    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
     try:
         rendezvous.join(address)
@@ -66,7 +69,7 @@ def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
 
     Where all ranks found the same mistake it is said once.
     """
-    rendezvous = Rendezvous(info, _REFUSE_S, _end)
+    rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
     try:
         rendezvous.secret = job_secret(os.environ)
         rendezvous.join(address)
@@ -80,9 +83,9 @@ def alone() -> Rendezvous:
     return Rendezvous(ALONE, 0.0, _end)
 
 
-def met(info: RankInfo, address: str, timeout_s: float) -> Rendezvous:
+def met(info: RankInfo, address: str, timeout_s: float, timing: Timing = TIMING) -> Rendezvous:
     """Return the rendezvous of this rank with the others, which it has joined."""
-    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ))
+    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     rendezvous.join(address)
     return rendezvous
 
@@ -90,18 +93,18 @@ def met(info: RankInfo, address: str, timeout_s: float) -> Rendezvous:
 def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     """End this process, whatever becomes of its last words."""
     try:
-        _at_most(_END_S, lambda: _take_leave(rendezvous, failure))
+        _at_most(rendezvous.timing.end_s, lambda: _take_leave(rendezvous, failure))
     finally:
         os._exit(failure.exit_code)
 
 
 def _take_leave(rendezvous: Rendezvous, failure: Failure) -> None:
     """Tell the other ranks why this one ends, and the user what has not been said yet."""
-    first = _at_most(_TELL_S, lambda: rendezvous.fail(failure))
+    first = _at_most(rendezvous.timing.report_s, lambda: rendezvous.fail(failure))
     for line in _to_say(rendezvous.info, failure, first) if first else _to_say_unheard(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
             rendezvous.rank_log.notice(line)
-    _at_most(_LEAVE_S, rendezvous.leave)
+    _at_most(rendezvous.timing.leave_s, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
 

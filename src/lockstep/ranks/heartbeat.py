@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, final
+from typing import Any, final
 
 from lockstep.core.rank import ranks_in_words
 from lockstep.core.text import printable_line
@@ -24,10 +24,6 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
-
-_BEAT_S: Final = 0.5
-_MISSED: Final = 4  # beats; a rank that runs does not miss as many
-_GRACE: Final = 6  # looks, for the main thread to hear by itself of a failure elsewhere
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,17 @@ class Heartbeat:
     """Enter to beat and to listen, once the ranks have met.
 
     It ends this process where another rank failed and the main thread does not take notice, and where nothing was heard
-    of a rank for `patience_s`.
+    of a rank for `lost_after_s`.
     """
 
-    def __init__(self, rendezvous: Rendezvous, patience_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
         self._rendezvous = rendezvous
-        self._patience = max(_MISSED, round(patience_s / _BEAT_S))
+        self._beat_s, self._missed = rendezvous.timing.beat_s, rendezvous.timing.missed
+        self._patience = max(self._missed, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched = range(1, size) if rank == 0 else range(1)
         self._beats: dict[int, Beat] = {}  # by rank: the last one heard
-        self._killed = oom.Killed()
+        self._killed = oom.Killed(round(rendezvous.timing.memory_s / self._beat_s))
         self._looks = 0  # at the store
         self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's last new beat
         self._failed: Failure | None = None
@@ -83,7 +80,7 @@ class Heartbeat:
         self._over.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(_BEAT_S)  # one that talks to a store which is gone may never end
+                thread.join(self._beat_s)  # one that talks to a store which is gone may never end
         if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # rank 0 has left
                 self._rendezvous.store.set(_key(self._rendezvous.info.rank), asdict(Beat(self._looks + 1, left=True)))
@@ -91,14 +88,14 @@ class Heartbeat:
     def cause(self) -> Failure | None:
         """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
         more = 2 if self._rendezvous.info.rank == 0 else 4  # the others hear of it from rank 0
-        looks, until = self._looks, time.monotonic() + (_MISSED + more) * _BEAT_S
+        looks, until = self._looks, time.monotonic() + (self._missed + more) * self._beat_s
         while self._failed is None and time.monotonic() < until:
-            time.sleep(_BEAT_S / 5)
-            if lost := self._lost(_MISSED):
+            time.sleep(self._beat_s / 5)
+            if lost := self._lost(self._missed):
                 return self._failure_of(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
-        return None if self._looks - looks >= _MISSED else self._alone(_MISSED)
+        return None if self._looks - looks >= self._missed else self._alone(self._missed)
 
     def _beat(self) -> None:
         """Say the next beat, read those of the others, and look whether one failed."""
@@ -115,11 +112,11 @@ class Heartbeat:
                     self._hear(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
-                if self._failed is None and all(missed < _MISSED for missed in self._silent.values()):
+                if self._failed is None and all(missed < self._missed for missed in self._silent.values()):
                     self._killed.look()
                 self._failed = self._failed or self._rendezvous.failed(store)
                 self._looks += 1
-                self._over.wait(_BEAT_S)
+                self._over.wait(self._beat_s)
 
     def _own(self, process: str) -> Beat:
         return Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
@@ -135,12 +132,12 @@ class Heartbeat:
     def _listen(self) -> None:
         """End where nothing more is to be expected."""
         looks = stuck = heard = 0
-        while not self._over.wait(_BEAT_S):
+        while not self._over.wait(self._beat_s):
             stuck = 0 if self._looks != looks else stuck + 1
             looks = self._looks
             if self._failed:
                 heard += 1
-                if heard >= _GRACE:
+                if heard >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck >= self._patience:
                 self._rendezvous.end(self._alone(stuck))
@@ -149,7 +146,7 @@ class Heartbeat:
 
     def _lost(self, looks: int) -> list[int]:
         """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
-        silent = [rank for rank, missed in self._silent.items() if missed >= _MISSED]
+        silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
         seen = {rank: liveness.state(self._last(rank).process) for rank in silent}
         enough = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
@@ -167,12 +164,14 @@ class Heartbeat:
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         status = f", last {last.status}" if last.status else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
-        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * _BEAT_S:.0f} s{status}", why)
+        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * self._beat_s:.0f} s{status}", why)
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""
         where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
-        return self._gone([0], f"{where} has not answered for {looks * _BEAT_S:.0f} s", "killed, stopped or cut off")
+        return self._gone(
+            [0], f"{where} has not answered for {looks * self._beat_s:.0f} s", "killed, stopped or cut off"
+        )
 
     def _gone(self, ranks: list[int], what: str, why: str) -> Failure:
         hosts = self._rendezvous.hosts

@@ -33,12 +33,10 @@ from lockstep.ranks.failure import Failure, failure_of, from_json
 from lockstep.ranks.rank_log import log_name, outliving_terminal
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
+from lockstep.ranks.timing import TIMING, Timing
 
 Worker = Callable[[Rendezvous], int]  # returns the exit code
 
-_LOOK_S: Final = 0.5
-_PATIENCE_S: Final = 2.0  # for the cause to show where a worker has ended only because it lost another
-_GRACE_S: Final = 5.0  # for workers to end once one has failed
 _PIPE: Final = 1 << 16
 _DONE: Final = b"done "
 
@@ -70,6 +68,7 @@ def run_workers(
     timeout_s: float,
     logs: Path | None = None,
     failed: Callable[[str], None] | None = None,
+    timing: Timing = TIMING,
 ) -> int:
     """Run `worker` in so many processes, each with all others met, and return the exit code of the run.
 
@@ -79,8 +78,8 @@ def run_workers(
     Signals that stop a run go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends.
     A second SIGINT kills them. The failure that came first is printed; the others, which only lost a peer, are not.
     """
-    check_loopback()
-    started = _Started(oom.Killed())
+    check_loopback(timing)
+    started = _Started(timing)
     with ExitStack() as held:
         received = held.enter_context(_relayed_signals(started))
         address = held.enter_context(_nameless_file())
@@ -110,11 +109,11 @@ def cause(ends: Sequence[End]) -> End | None:
     return min(failed, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None)
 
 
-def check_loopback() -> None:
+def check_loopback(timing: Timing = TIMING) -> None:
     """Raise PreflightError where processes of this machine cannot reach each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            socket.create_connection(listening.getsockname(), timeout=_PATIENCE_S).close()
+            socket.create_connection(listening.getsockname(), timeout=timing.loopback_s).close()
     except OSError as error:
         if over_files(error):
             raise refused("connect to itself", error) from error
@@ -139,9 +138,10 @@ class _Process:
 class _Started:
     """The workers that were started, by rank."""
 
-    def __init__(self, killed: oom.Killed) -> None:
+    def __init__(self, timing: Timing) -> None:
         self._workers: list[_Process] = []
-        self._killed = killed
+        self._timing = timing
+        self._killed = oom.Killed(round(timing.memory_s / timing.watch_s))
 
     def start(self, rank: int, method: Literal["fork", "spawn"], body: Callable[[Connection], None]) -> None:
         """Start the next worker."""
@@ -160,7 +160,7 @@ class _Started:
         """Return how the workers ended: all of them, or, where one fails, those that have ended when that is clear."""
         clear_at = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:
-            wait([worker.ending for worker in running], _LOOK_S)
+            wait([worker.ending for worker in running], self._timing.watch_s)
             for rank, worker in enumerate(self._workers):
                 if worker.end is None:
                     worker.peak = max(worker.peak, oom.peak_bytes(worker.process.pid or 0))
@@ -171,7 +171,7 @@ class _Started:
             elif not first.secondary:
                 break
             else:
-                clear_at = min(clear_at, time.monotonic() + _PATIENCE_S)
+                clear_at = min(clear_at, time.monotonic() + self._timing.cause_s)
                 if time.monotonic() >= clear_at:
                     break
         return self.ends
@@ -194,12 +194,12 @@ class _Started:
     def end(self) -> None:
         """End the workers that still run: one may be stopped, and not even hear of it."""
         self.signal(signal.SIGTERM)
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + self._timing.stop_s
         for worker in self._workers:
             wait([worker.ending], max(0.0, until - time.monotonic()))
         self.signal(signal.SIGKILL)
         for worker in self._workers:
-            worker.process.join(_GRACE_S)  # one that waits for a device or a disk may not even be killed
+            worker.process.join(self._timing.stop_s)  # one that waits for a device or a disk may not even be killed
             worker.words.close()
             os.close(worker.ending)
 

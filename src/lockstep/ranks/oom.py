@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final, final
 
 _VMSTAT: Final = Path("/proc/vmstat")
-_LOOKS: Final = 20  # a process that is killed may take seconds to give back its memory, and ends only then
 
 
 def kills() -> int:
@@ -34,12 +33,12 @@ def peak_bytes(process: int | str = "self") -> int:
 class Killed:
     """What there is to say of killed processes of this host; made before they start.
 
-    The host may be shared, so what was killed long before is no news: call `look` about twice a second, for as long as
-    all is well.
+    The host may be shared, so what was killed long before is no news: call `look` at equal intervals, for as long as
+    all is well; what was killed before the last `looks` of them does not count.
     """
 
-    def __init__(self) -> None:
-        self._counts = deque([kills()], maxlen=_LOOKS)
+    def __init__(self, looks: int) -> None:
+        self._counts = deque([kills()], maxlen=looks)
 
     def look(self) -> None:
         """Note that nothing is wrong, whatever was killed some seconds ago."""

@@ -36,6 +36,7 @@ from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, p
 from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.status import Status
+from lockstep.ranks.timing import TIMING, Timing
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
@@ -44,13 +45,6 @@ _START: Final = "lockstep start"
 _BEGIN: Final = "begin"
 _FAILURE: Final = "failure"
 _LEFT: Final = "left"
-_SAY_S: Final = 1.5  # of waiting, before who is missing is named; then ever less often
-_SLOW_S: Final = 10.0  # the same for rank 0, once it is here
-_SHORTEST_PAUSE_S: Final = 0.005
-_LONGEST_PAUSE_S: Final = 0.2
-_LINGER_S: Final = 5.0
-_LATE_S: Final = 30.0  # that rank 0 of a new start may come after others of it
-_UNKNOWN_S: Final = 10.0  # that the name of rank 0's host may take to be known here
 _VALUE_LENGTH: Final = 60  # of what is shown of a fact
 _SHOWN: Final = 5  # differences
 _ANOTHER_RUN: Final = "if another run meets there, choose another port"
@@ -66,9 +60,15 @@ class Rendezvous:
     """
 
     def __init__(
-        self, info: RankInfo, timeout_s: float, end: Callable[[Rendezvous, Failure], NoReturn], secret: bytes = b""
+        self,
+        info: RankInfo,
+        timeout_s: float,
+        end: Callable[[Rendezvous, Failure], NoReturn],
+        secret: bytes = b"",
+        timing: Timing = TIMING,
     ) -> None:
         self.info = info
+        self.timing = timing  # of whatever else works with these ranks, too
         self.secret = secret
         self.rank_log = rank_log = RankLog(info)
         self._end = end
@@ -162,11 +162,11 @@ class Rendezvous:
         """Say that this rank asks no more. Where the others ask, it stays a while for those that still do."""
         if self.store is None:
             return
-        until = time.monotonic() + _LINGER_S
+        until = time.monotonic() + self.timing.linger_s
         with suppress(RuntimeError):  # rank 0 has not stayed
             left = self.store.add(_LEFT, 1)
             while self.serves and left < self.info.size and time.monotonic() < until:
-                time.sleep(_SHORTEST_PAUSE_S)
+                time.sleep(self.timing.first_poll_s)
                 left = self.store.add(_LEFT, 0)
 
     def join(self, asked: str) -> None:
@@ -185,7 +185,7 @@ class Rendezvous:
             if self.info.rank == 0:
                 self._gather(base)
             else:
-                self._follow(base, 0.0 if own else min(_LATE_S, self.timeout_s))
+                self._follow(base, 0.0 if own else min(self.timing.late_s, self.timeout_s))
 
     def _gather(self, base: JobStore) -> None:
         name = uuid.uuid4().hex
@@ -193,7 +193,7 @@ class Rendezvous:
         here = {0: self._self()}
         self.store.set("here 0", here[0])
         base.set(_START, name)
-        for _ in self._looks(lambda: self._missing("here"), _SAY_S):
+        for _ in self._polls(lambda: self._missing("here"), self.timing.name_missing_s):
             for rank in set(range(1, self.info.size)) - here.keys():
                 if self.store.has(f"here {rank}"):
                     here[rank] = self.store.read(f"here {rank}", _here)
@@ -208,7 +208,7 @@ class Rendezvous:
         old: set[str] = set()
         name, doubted_until, over = "", 0.0, False
         trusts_until = time.monotonic() + late_s
-        for _ in self._looks(lambda: self._missing("here") if self.store else [0], _SAY_S):
+        for _ in self._polls(lambda: self._missing("here") if self.store else [0], self.timing.name_missing_s):
             found = name
             if base.has(_START):
                 try:
@@ -254,7 +254,7 @@ class Rendezvous:
     def _wait(self, key: str, who: str) -> None:
         """Wait for `key`, which is there once `who RANK` is of every rank that has to say something."""
         assert self.store is not None
-        for _ in self._looks(lambda: self._missing(who), _SLOW_S):
+        for _ in self._polls(lambda: self._missing(who), self.timing.name_rank_0_s):
             if self._come(key):
                 return
 
@@ -281,38 +281,44 @@ class Rendezvous:
             first, *_ = *str(error).splitlines(), type(error).__name__
             raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
 
-    def _looks(self, missing: Callable[[], list[int]], say_of_rank_0_s: float) -> Iterator[None]:
-        """Yield for look after look; say now and then who is missing, and raise TrainingError at the timeout.
+    def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
+        """Yield for each poll; report now and then who is missing, and raise TrainingError at the timeout.
 
-        Rank 0 says it, and of rank 0 one rank of each host.
+        Rank 0 reports it, and of rank 0 one rank of each host.
         """
 
         def words() -> str:
             return ranks_in_words(missing(), self.hosts)
 
-        def say(text: str) -> None:
+        def report(text: str) -> None:
             if 0 in missing():
                 self.rank_log.line(text)
 
         if self.info.rank == 0:
-            return looks(self.timeout_s, words, self.rank_log.line)
-        # rank 0 has the last word
-        return looks(self.timeout_s + _LINGER_S, words, say if _speaks(self.info) else None, say_of_rank_0_s)
+            return polls(self.timeout_s, self.timing, words, self.rank_log.line)
+        # Later than rank 0, whose error names the rank that is missing.
+        timeout_s = self.timeout_s + self.timing.linger_s
+        return polls(timeout_s, self.timing, words, report if _reports(self.info) else None, name_rank_0_s)
 
 
-def looks(
-    timeout_s: float, missing: Callable[[], str], say: Callable[[str], None] | None, say_at: float = _SAY_S
+def polls(
+    timeout_s: float,
+    timing: Timing,
+    missing: Callable[[], str],
+    report: Callable[[str], None] | None,
+    report_s: float | None = None,
 ) -> Iterator[None]:
-    """Yield for look after look, ever less often; say now and then who is missing; raise TrainingError at the end."""
-    began, pause = time.monotonic(), _SHORTEST_PAUSE_S
+    """Yield for each poll, ever less often; report now and then who is missing; raise TrainingError at the timeout."""
+    report_s = timing.name_missing_s if report_s is None else report_s
+    began, pause = time.monotonic(), timing.first_poll_s
     while (waited := time.monotonic() - began) < timeout_s:
         yield
-        if say and waited >= say_at:
-            say(f"has waited {waited:.0f} s for {missing()}")
-            say_at *= 2
+        if report and waited >= report_s:
+            report(f"still waiting for {missing()} after {waited:.0f} s")
+            report_s *= 2
         time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
-    raise TrainingError(f"waited {timeout_s:.0f} s for {missing()}, in vain")
+        pause = min(1.5 * pause, timing.longest_poll_s)
+    raise TrainingError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
 
 
 def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
@@ -415,7 +421,7 @@ def _connected(rendezvous: Rendezvous, host: str, port: int, opened: Callable[[]
 
     torch waits too, without a word; and for ever for who listens and does not answer.
     """
-    info, reason = rendezvous.info, ""
+    info, timing, reason = rendezvous.info, rendezvous.timing, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
 
     def connect() -> None:
@@ -429,15 +435,15 @@ def _connected(rendezvous: Rendezvous, host: str, port: int, opened: Callable[[]
 
     connecting = threading.Thread(target=connect, daemon=True)
     gives_up, known_at = inf, time.monotonic()
-    for _ in looks(rendezvous.timeout_s, missing, rendezvous.rank_log.line if _speaks(info) else None):
+    for _ in polls(rendezvous.timeout_s, timing, missing, rendezvous.rank_log.line if _reports(info) else None):
         if time.monotonic() > gives_up:
-            raise UsageError(f"waited {_LATE_S:.0f} s for {missing()}; {_ANOTHER_RUN}")
+            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {_ANOTHER_RUN}")
         if not connecting.ident:
             try:
-                socket.create_connection((host, port), timeout=_SAY_S).close()
+                socket.create_connection((host, port), timeout=timing.name_missing_s).close()
             except socket.gaierror as error:
                 reason = str(error.strerror)
-                if time.monotonic() - known_at >= _UNKNOWN_S:
+                if time.monotonic() - known_at >= timing.unknown_host_s:
                     raise ports.unknown(host, port, error) from error
                 continue
             except OSError as error:
@@ -446,17 +452,17 @@ def _connected(rendezvous: Rendezvous, host: str, port: int, opened: Callable[[]
                 continue
             reason = "somebody listens there, but does not answer"
             connecting.start()
-            gives_up = time.monotonic() + _LATE_S
+            gives_up = time.monotonic() + timing.late_s
         with suppress(Empty):
-            answer = answers.get(timeout=_SAY_S)
+            answer = answers.get(timeout=timing.name_missing_s)
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer
-    raise AssertionError  # looks raises
+    raise AssertionError  # polls raises
 
 
-def _speaks(info: RankInfo) -> bool:
-    """Return whether this rank speaks of rank 0: one does on each host, or each that may have a terminal of its own."""
+def _reports(info: RankInfo) -> bool:
+    """Return whether this rank reports a missing rank 0: one of each host, or each with a terminal of its own."""
     beside_rank_0 = info.local_rank == info.rank
     return info.local_rank == int(beside_rank_0) or info.launcher == "environment"
 

@@ -26,9 +26,6 @@ from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, who
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, Status
 
-_LOOK_S: Final = 1.0
-_ANSWER_S: Final = 5.0  # some looks, so that every rank that runs at all has seen the question
-_PAUSE_S: Final = 0.05
 _LINES: Final = 8  # of a late rank's stack
 _SENT_LINES: Final = 100  # of a stack, which may be deep
 
@@ -87,14 +84,15 @@ class StallDetector:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        patience_s: float,
+        timeout_s: float,
         tell: Callable[[str], None],
         record: Callable[[], str] = str,
         hidden: bool = False,
     ) -> None:
         self._rendezvous = rendezvous
         self._rank, self._size = rendezvous.info.rank, rendezvous.info.size
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._timing = rendezvous.timing
         self._tell = tell
         self._record = record
         self._hidden = hidden
@@ -112,7 +110,7 @@ class StallDetector:
         self._over.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(_LOOK_S)  # one that talks to a store which is gone may never end
+                thread.join(self._timing.sample_s)  # one that talks to a store which is gone may never end
 
     def _look_on(self) -> None:
         """Look where the main thread is, and ask once it has waited too long."""
@@ -121,10 +119,10 @@ class StallDetector:
             place, now = self._place(), time.monotonic()
             if (place, self._question) != (last, answered):
                 last, answered, since = place, self._question, now
-            elif place.waits is not False and now - since >= self._patience_s:
+            elif place.waits is not False and now - since >= self._timeout_s:
                 asking = threading.Thread(target=self._ask, args=(place, now - since), daemon=True)
                 asking.start()
-                asking.join(2 * _ANSWER_S)
+                asking.join(2 * self._timing.answer_s)
                 if asking.is_alive() and not self._over.is_set():
                     self._tell(_unanswered(self._rank, place, now - since))
                 since = time.monotonic()
@@ -137,9 +135,11 @@ class StallDetector:
             if store.add(f"stall {question} first", 1) > 1:
                 return
             store.set(_asked_key(question), question)
-            until = time.monotonic() + _ANSWER_S
+            until = time.monotonic() + self._timing.answer_s
             found: dict[int, tuple[str, ThreadState]] = {}
-            while len(found) < self._size and time.monotonic() < until and not self._over.wait(_PAUSE_S):
+            while (
+                len(found) < self._size and time.monotonic() < until and not self._over.wait(self._timing.answer_poll_s)
+            ):
                 for rank in range(self._size):
                     if rank not in found and store.has(_answer_key(question, rank)):
                         with suppress(UntrustedError):
@@ -167,7 +167,7 @@ class StallDetector:
 
     @property
     def _pause_s(self) -> float:
-        return min(_LOOK_S, self._patience_s / 4)
+        return min(self._timing.sample_s, self._timeout_s / 4)
 
     def _connected(self) -> JobStore:
         """Return a connection of its own for a thread: whoever waits in one keeps the others from it."""
