@@ -1,4 +1,4 @@
-"""Kill a process that saves checkpoints, many times, and check what it leaves; run by test_checkpoint.py.
+"""Kill a process that saves checkpoints, many times, and check what it leaves; run by test_store.py.
 
 A program of its own, so that torch is imported once and the forks come from a process with one thread.
 """
