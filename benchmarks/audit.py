@@ -57,8 +57,7 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
     engine, given, step = start(name, work, world)
     if audited:
         strategy = import_module(f"lockstep.strategies.{name}").Strategy()
-        places = [strategy.place(rank, SIZE) for rank in range(SIZE)]
-        rota = Rota(1, places, work.microbatches)
+        rota = Rota(1, strategy.mesh(SIZE), work.microbatches)
         index = rota.repeated(world.rank, step)
         assert index is not None
         given = [replace(work.batch(index), dummy=True), *given]

@@ -28,7 +28,7 @@ from benchmarks.loop import no_evaluation, no_save
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
@@ -108,7 +108,7 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     data = DataSet(split, split)
     endless = Steps(SAMPLES, BATCH, steps=10**6)
     finish = ImageFinish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
-    loader = Loader(data, endless, microbatches, finish, world.device, 0, Place(world.rank, world.size))
+    loader = Loader(data, endless, microbatches, finish, world.device, 0, DataRank(world.rank, world.size))
     engine = Strategy().start(
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),

@@ -187,14 +187,14 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
         world,
         Numerics(microbatches=MICROBATCHES, precision=precision, initial_scale=1024.0),
     )
-    place = strategy.place(world.rank, world.size)
+    data_rank = strategy.mesh(world.size).data_rank(world.rank)
     loss = float("nan")
     for number in range(steps):
         inputs, targets = _batch(number, world.device)
         parts = cut(SAMPLES, MICROBATCHES)
         own = [
             MicroBatch(index, (inputs[list(own)], targets[list(own)]), len(own), len(own), dummy)
-            for own, index, dummy in ((parts[index], index, dummy) for index, dummy in place.indices(MICROBATCHES))
+            for own, index, dummy in ((parts[index], index, dummy) for index, dummy in data_rank.indices(MICROBATCHES))
         ]
         sums = engine.forward_backward(own, Step(number, 0, number * SAMPLES, SAMPLES, number * SAMPLES, False))
         engine.update(0.1, 1.0)

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.blocks import find_units
@@ -76,9 +76,9 @@ class Work:
         targets = torch.randint(10, (self.samples,), generator=generator)
         return MicroBatch(index, (inputs, targets), self.samples, self.samples, dummy)
 
-    def batches(self, place: Place) -> list[MicroBatch]:
-        """Make the micro-batches of the rank that stands at `place`."""
-        return [self.batch(index, dummy) for index, dummy in place.indices(self.microbatches)]
+    def batches(self, data_rank: DataRank) -> list[MicroBatch]:
+        """Make the micro-batches of a rank."""
+        return [self.batch(index, dummy) for index, dummy in data_rank.indices(self.microbatches)]
 
 
 def _vit(name: str) -> nn.Module:
@@ -103,7 +103,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
         world,
         Numerics(microbatches=work.microbatches),
     )
-    own = work.batches(strategy.place(world.rank, world.size))
+    own = work.batches(strategy.mesh(world.size).data_rank(world.rank))
     return engine, own, Step(0, 0, 0, work.microbatches * work.samples, 0, False)
 
 
@@ -124,7 +124,7 @@ def torchs(name: str, work: Work, world: World) -> Do:
     if kind == "pipeline":
         return _pipelined(schedule, work, world)
     model, optimizer = _TORCHS[name](world, work, work.build())
-    own = work.batches(Place(member=world.rank, members=world.size))
+    own = work.batches(DataRank(member=world.rank, members=world.size))
 
     def do() -> None:
         for microbatch in own:
@@ -147,7 +147,7 @@ def _options(schedule: str) -> dict[str, Any]:
 def _pipelined(schedule: str, work: Work, world: World) -> Do:
     part, run = pipelined(schedule, work.build(), work.microbatches, world.rank, world.size)
     optimizer = _optimizer(work, part)
-    batches = work.batches(Place())
+    batches = work.batches(DataRank())
     inputs, targets = torch.cat([each.batch[0] for each in batches]), torch.cat([each.batch[1] for each in batches])
 
     def do() -> None:

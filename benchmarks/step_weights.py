@@ -106,7 +106,7 @@ def placed_gradient(world: World, placed: Placed) -> dict[str, Tensor]:
     )
     own = [
         MicroBatch(index, batch, _SAMPLES, TASK.weight(batch), dummy)
-        for index, dummy in strategy.place(world.rank, world.size).indices(len(COUNTED))
+        for index, dummy in strategy.mesh(world.size).data_rank(world.rank).indices(len(COUNTED))
         for batch in [batches()[index]]
     ]
     engine.forward_backward(own, Step(0, 0, 0, len(COUNTED) * _SAMPLES, 0, False, counted=sum(COUNTED)))

@@ -11,7 +11,7 @@ from lockstep.comm import canonical
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.carrier import Addressed, Carrier
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, Counter, blocks, total
 
@@ -21,8 +21,8 @@ CASES = [
 ]
 
 
-def contiguous(size: int) -> list[Place]:
-    return [Place(rank, size) for rank in range(size)]
+def contiguous(size: int) -> list[DataRank]:
+    return [DataRank(rank, size) for rank in range(size)]
 
 
 def leaf(number: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -41,7 +41,7 @@ def held(numbers: range, length: int, dtype: torch.dtype) -> dict[Block, Tensor]
 
 def summed(world: World, leaves: int, length: int, dtype: torch.dtype) -> Tensor:
     pieces = held(cut(leaves, world.size)[world.rank], length, dtype)
-    return world.canonical(contiguous(world.size))(pieces, leaves, torch.empty(length, dtype=dtype))
+    return world.canonical(Mesh(world.size), "replicate")(pieces, leaves, torch.empty(length, dtype=dtype))
 
 
 def all_summed(world: World) -> list[Tensor]:
@@ -124,7 +124,7 @@ def test_direct_exchange_sends_each_piece_once_and_each_sum_once() -> None:
 
 def missing(world: World) -> str:
     try:
-        world.canonical(contiguous(world.size))({}, 2, torch.empty(3))
+        world.canonical(Mesh(world.size), "replicate")({}, 2, torch.empty(3))
     except (KeyError, ValueError) as error:
         return type(error).__name__
     return "nothing was raised"

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from lockstep.comm import carrier
 from lockstep.comm.carrier import Addressed, Staged, Transfer
 from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
 from lockstep.core.rank import RankInfo
 
 CPU = torch.device("cpu")
@@ -22,7 +23,10 @@ def mesh_backends(world: World) -> list[str]:
     """Return the backends of the groups that fully_shard uses, where torch sees a CUDA device beside gloo."""
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         placed = World(RankInfo(world.rank, world.size, 0, 1, "part"), CPU, world._groups, world._timeout, Staged)
-        return [dist.get_backend(placed.grid(members).mesh.get_group()) for members in (2, 4)]
+        return [
+            dist.get_backend(placed.device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
+            for members in (2, 4)
+        ]
 
 
 @pytest.mark.worlds

@@ -10,7 +10,7 @@ import worlds
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.rank import ALONE, RankInfo
 from lockstep.core.tree import Block
 from lockstep.errors import UsageError
@@ -93,7 +93,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert [world.agree_to_stop(level) for level in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
-    assert world.canonical([Place()])({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
+    assert world.canonical(Mesh())({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
     assert isinstance(world.stream(), InlineStream)
     assert world.generators() == [torch.default_generator]
     world.close()

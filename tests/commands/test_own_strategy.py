@@ -22,8 +22,8 @@ LATE = (f"placement.strategy.name={OWN}:Late", "placement.processes=3", "recipe.
 def test_shipped_strategies_hold_the_contract(name: str) -> None:
     _, strategy = find_strategy(load("digits", [f"placement.strategy={name}"]).config.placement, 2)
     needed = {each for each in vars(Strategy) if not each.startswith("_")}
-    assert {"place", "cuts_rows"} <= needed
-    assert needed - ({"check_model"} if not strategy.cuts_model else set()) <= set(dir(strategy))
+    assert needed == {"traits", "check", "mesh", "start"}
+    assert needed <= set(dir(strategy))
 
 
 def test_the_bits_are_those_of_one_process_and_its_source_is_recorded(run, finished) -> None:
@@ -56,8 +56,7 @@ def test_verify_compares_it_with_one_process(run) -> None:
         ((f"placement.strategy={OWN}:Lat",), f"strategy {OWN}:Lat: module {OWN} ({{file}}) has no 'Lat'; did you mean"),
         (
             (f"placement.strategy={OWN}:Empty",),
-            f"strategy {OWN}:Empty: it has no cuts, needs, communication, recomputes, compiles, cuts_model, "
-            f"cuts_rows, check, place, start; add it",
+            f"strategy {OWN}:Empty: it has no traits, check, mesh, start; add it",
         ),
         ((f"placement.strategy={OWN}:Plain",), f"strategy {OWN}:Plain: it is a class, but no dataclass; name a frozen"),
         ((f"placement.strategy={OWN}:sys",), f"strategy {OWN}:sys: it is of type module; name a frozen"),
@@ -68,8 +67,8 @@ def test_verify_compares_it_with_one_process(run) -> None:
             "strategy own_strategies:Late: RuntimeError: not today ({file}:{check})",
         ),
         (
-            (*LATE, "placement.strategy.fault=place"),
-            "strategy own_strategies:Late: with 3 processes micro-batch 0 of 4 belongs to 3 ranks that speak",
+            (*LATE, "placement.strategy.fault=mesh"),
+            "strategy own_strategies:Late: its mesh for 3 processes is replicate=2; let the lengths multiply to 3",
         ),
         ((*LATE, "placement.strategy.fault=start"), "RuntimeError: no engine ({file}:{start})"),
     ],

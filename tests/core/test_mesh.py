@@ -1,29 +1,74 @@
-"""Places share a step's micro-batches and an epoch's validation batches; what they are left with makes the tree."""
+"""Ranks share a step's micro-batches and an epoch's validation batches; what they are left with makes the tree."""
+
+from itertools import product
+from math import prod
+from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.core.tree import Counter, total
 
 SIZES = st.integers(1, 5)
 LEAVES = st.integers(1, 40)
 
 
-def grid(replicas: int, members: int) -> list[Place]:
-    return [Place(rank // members, replicas, rank % members, members) for rank in range(replicas * members)]
+def data_ranks(replicas: int, members: int) -> list[DataRank]:
+    return [DataRank(rank // members, replicas, rank % members, members) for rank in range(replicas * members)]
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_coordinates_count_the_last_axis_first(replicate: int, pipe: int, shard: int, tensor: int) -> None:
+    mesh = Mesh(replicate, pipe, shard, tensor)
+    found = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert found == [Mesh(*each) for each in product(*map(range, mesh))]
+
+
+@given(SIZES, SIZES, SIZES, SIZES, st.sets(st.sampled_from(get_args(Axis))))
+def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(
+    replicate: int, pipe: int, shard: int, tensor: int, axes: set[Axis]
+) -> None:
+    mesh = Mesh(replicate, pipe, shard, tensor)
+    groups = mesh.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    for group in groups:
+        assert group == sorted(group)
+        assert len(group) == prod(getattr(mesh, axis) for axis in axes)
+        others = {
+            tuple(getattr(mesh.coordinate(rank), axis) for axis in mesh._fields if axis not in axes) for rank in group
+        }
+        assert len(others) == 1
+
+
+@given(SIZES, SIZES, SIZES, SIZES, LEAVES)
+def test_each_micro_batch_has_one_primary_rank_on_any_mesh(
+    replicate: int, pipe: int, shard: int, tensor: int, leaves: int
+) -> None:
+    mesh = Mesh(replicate, pipe, shard, tensor)
+    ranks = [mesh.data_rank(rank) for rank in range(mesh.size)]
+    assert ranks == [each for each in ranks if each.primary or each._replace(primary=True) in ranks]
+    own = [index for each in ranks if each.primary for index, dummy in each.indices(leaves) if not dummy]
+    assert sorted(own) == list(range(leaves))
+
+
+def test_golden_meshes() -> None:
+    assert Mesh(replicate=2, shard=3).groups("shard") == [[0, 1, 2], [3, 4, 5]]
+    assert Mesh(replicate=2, shard=3).groups("replicate") == [[0, 3], [1, 4], [2, 5]]
+    assert Mesh(pipe=2, shard=2, tensor=2).groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert Mesh(pipe=2, shard=2, tensor=2).groups("pipe", "tensor") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @given(SIZES, SIZES, LEAVES)
 def test_each_micro_batch_is_one_ranks_own(replicas: int, members: int, leaves: int) -> None:
-    dealt = [place.indices(leaves) for place in grid(replicas, members)]
+    dealt = [place.indices(leaves) for place in data_ranks(replicas, members)]
     assert sorted(index for own in dealt for index, dummy in own if not dummy) == list(range(leaves))
     assert all(0 <= index < leaves for own in dealt for index, _ in own)
 
 
 @given(SIZES, SIZES, LEAVES)
 def test_members_go_through_as_many_rounds_as_each_other(replicas: int, members: int, leaves: int) -> None:
-    places = grid(replicas, members)
+    places = data_ranks(replicas, members)
     for replica in range(replicas):
         ours = places[replica * members : (replica + 1) * members]
         assert len({len(place.indices(leaves)) for place in ours}) == 1
@@ -34,13 +79,13 @@ def test_members_go_through_as_many_rounds_as_each_other(replicas: int, members:
             assert [index for index, dummy in held if not dummy] == list(range(first, first + holders))
 
 
-def test_alone_nothing_is_a_shadow() -> None:
-    assert Place().indices(3) == [(0, False), (1, False), (2, False)]
-    assert Place(3, 4).indices(2) == []  # a replica of one rank has nobody to keep company
+def test_alone_nothing_is_a_dummy() -> None:
+    assert DataRank().indices(3) == [(0, False), (1, False), (2, False)]
+    assert DataRank(3, 4).indices(2) == []  # a replica of one rank has nobody to keep company
 
 
 def test_golden_rounds() -> None:
-    assert [place.indices(5) for place in grid(1, 3)] == [
+    assert [place.indices(5) for place in data_ranks(1, 3)] == [
         [(0, False), (3, False)],
         [(1, False), (4, False)],
         [(2, False), (4, True)],
@@ -53,7 +98,7 @@ def test_what_all_hold_is_the_tree(replicas: int, members: int, leaves: int) -> 
         return f"({left}{right})"
 
     pieces = {}
-    for place in grid(replicas, members):
+    for place in data_ranks(replicas, members):
         counter: Counter[str] = Counter(joined)
         for index, dummy in place.indices(leaves):
             if not dummy:
@@ -69,7 +114,7 @@ def test_what_all_hold_is_the_tree(replicas: int, members: int, leaves: int) -> 
 
 @given(SIZES, SIZES, st.integers(0, 40))
 def test_each_validation_batch_is_evaluated_once(replicas: int, members: int, batches: int) -> None:
-    turns = [place.turns(batches) for place in grid(replicas, members)]
+    turns = [place.turns(batches) for place in data_ranks(replicas, members)]
     assert sorted(number for own in turns for number in own if number is not None) == list(range(batches))
     for replica in range(replicas):
         assert len({len(own) for own in turns[replica * members : (replica + 1) * members]}) == 1

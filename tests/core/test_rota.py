@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.rota import Rota
 
@@ -12,34 +12,34 @@ def step(number: int, samples: int = 64) -> Step:
 
 
 def test_steps_are_due_by_their_number() -> None:
-    rota = Rota(5, [Place()], 4)
+    rota = Rota(5, Mesh(), 4)
     assert [number for number in range(12) if rota.due(step(number))] == [4, 9]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_each_rank_repeats_one_of_another_and_nobody_is_left_out(ranks: int) -> None:
-    rota = Rota(1, [Place(rank, ranks) for rank in range(ranks)], 8)
+    rota = Rota(1, Mesh(replicate=ranks), 8)
     seen: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for number in range(100):
         here = step(number)
         repeated = [index for rank in range(ranks) if (index := rota.repeated(rank, here)) is not None]
         assert sorted(repeated) == sorted(rota.watched(rank, here) for rank in range(ranks))
         for rank, index in enumerate(repeated):
-            own = {mine for mine, _ in rota.places[rank].indices(8)}
+            own = {mine for mine, _ in rota.mesh.data_rank(rank).indices(8)}
             assert index not in own
             seen[rank].add(index)
     for rank, indices in seen.items():
-        assert indices | {mine for mine, _ in rota.places[rank].indices(8)} == set(range(8))
+        assert indices | {mine for mine, _ in rota.mesh.data_rank(rank).indices(8)} == set(range(8))
 
 
 def test_a_rank_alone_repeats_its_own_in_turn() -> None:
-    rota = Rota(3, [Place()], 4)
+    rota = Rota(3, Mesh(), 4)
     assert [rota.repeated(0, step(number)) for number in (2, 5, 8, 11, 14)] == [0, 1, 2, 3, 0]
     assert all(rota.repeated(0, step(number)) is None for number in (0, 1, 3, 4))
 
 
 def test_in_a_short_step_who_has_nothing_repeats_something() -> None:
-    rota = Rota(1, [Place(rank, 4) for rank in range(4)], 8)
+    rota = Rota(1, Mesh(replicate=4), 8)
     assert {rota.repeated(rank, step(0, samples=2)) for rank in range(4)} == {0, 1}
-    sharded = Rota(1, [Place(member=rank, members=4) for rank in range(4)], 8)
+    sharded = Rota(1, Mesh(shard=4), 8)
     assert [sharded.watched(rank, step(0, samples=2)) for rank in range(4)] == [0, 1, 1, 1]

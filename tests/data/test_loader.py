@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core import random
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.order_name import OrderName
 from lockstep.core.shuffle import Order, permutation, shuffle
@@ -59,8 +59,8 @@ def _finish() -> ImageFinish:
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
     data = DataSet(split, split, skipped=skipped_samples)
-    place, steps = Place(rank, size), Steps(len(split), batch, epochs=2)
-    return Loader(data, steps, microbatches, _finish(), CPU, 3, place, workers)
+    data_rank, steps = DataRank(rank, size), Steps(len(split), batch, epochs=2)
+    return Loader(data, steps, microbatches, _finish(), CPU, 3, data_rank, workers)
 
 
 def _numbered(length: int) -> TensorSplit:
@@ -97,7 +97,7 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
         return 1 if step.number % 2 else None
 
     alone = list(_loader(split, 8, 4).training(0))
-    loader = Loader(data, steps, 4, _finish(), CPU, 3, Place(1, 2), workers, beside)
+    loader = Loader(data, steps, 4, _finish(), CPU, 3, DataRank(1, 2), workers, beside)
     for (step, every), (_, own) in zip(alone, loader.training(0), strict=True):
         expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
         assert _same((step, own), (step, expected))
@@ -257,7 +257,7 @@ def test_a_large_set_is_visited_in_the_order_of_its_recipe_by_all_ranks_together
     length = 6007
     split = TensorSplit(torch.arange(length)[:, None], torch.arange(length))
     data, steps = DataSet(split, split), Steps(length, batch, epochs=2, order=order)
-    loaders = [Loader(data, steps, 8, AsFetched(), CPU, 3, Place(rank, 3)).training(0) for rank in range(3)]
+    loaders = [Loader(data, steps, 8, AsFetched(), CPU, 3, DataRank(rank, 3)).training(0) for rank in range(3)]
     visited: list[int] = []
     for shares in zip(*loaders, strict=True):
         own = sorted((each for _, microbatches in shares for each in microbatches), key=lambda each: each.index)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lockstep.comm.canonical import CanonicalSum
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.parallel.gradients import Gradients, _flatten, _partition, _unflatten
 from lockstep.tasks.base import MicroBatch
 
@@ -34,7 +34,7 @@ class Noted:
 
 def _gradients(parameters: Sequence[Parameter], stream: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
     trained = [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
-    return Gradients(trained, CanonicalSum(0, [Place()], None), stream, alone, bucket_bytes)
+    return Gradients(trained, CanonicalSum(0, [DataRank()], None), stream, alone, bucket_bytes)
 
 
 def microbatches(count: int) -> list[MicroBatch]:

@@ -29,12 +29,12 @@ def observed(world: World, case: Case) -> list[dict[str, Any]]:
 def observed_in_stages(world: World, case: pipeline_models.Case, options: dict[str, Any] | None) -> list[Any]:
     """Observe the first step of a pipeline."""
     engine = pipeline_models.engine(world, case, options)
-    place = pipeline.Strategy(**(options or {})).place(world.rank, world.size)
+    data_rank = pipeline.Strategy(**(options or {})).mesh(world.size).data_rank(world.rank)
     step, images, targets = next(iter(pipeline_models.steps(case)))
     cuts = cut(step.samples, case.microbatches)
     own = [
         MicroBatch(index, (images[list(cuts[index])], targets[list(cuts[index])]), len(cuts[index]), len(cuts[index]))
-        for index, _ in place.indices(len(cuts))
+        for index, _ in data_rank.indices(len(cuts))
     ]
     sums = engine.forward_backward(own, step, observe=True).of_task
     engine.close()

@@ -1,7 +1,7 @@
 """Parameter groups keep the ratio of their own rate to the optimizer's while that follows the schedule."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def with_timms_scales(trained: Sequence[Named], norms: Norms) -> Optimizer:
 
 
 def updates(make: Any) -> tuple[Updates, ReplicatedLayout]:
-    layout = ReplicatedLayout(Weights(model(), None), cast(Any, None))
+    layout = ReplicatedLayout(Weights(model(), None))
     return Updates(layout, make, Numerics(1), torch.device("cpu")), layout
 
 

@@ -161,9 +161,9 @@ def steps(case: Case) -> Iterator[tuple[Step, dict[str, Tensor]]]:
 def share(world: World, case: Case, step: Step, batch: dict[str, Tensor]) -> list[MicroBatch]:
     """Return this rank's micro-batches."""
     cuts = cut(step.samples, min(case.microbatches, step.samples))
-    place = strategy(world, case).place(world.rank, world.size)
+    data_rank = strategy(world, case).mesh(world.size).data_rank(world.rank)
     found = []
-    for index, dummy in place.indices(len(cuts)):
+    for index, dummy in data_rank.indices(len(cuts)):
         own = {name: tensor[list(cuts[index])] for name, tensor in batch.items()}
         found.append(MicroBatch(index, own, len(cuts[index]), int(own["mask"].sum()), dummy))
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.core.rota import Rota
@@ -166,8 +166,7 @@ def engine(world: World, case: Case) -> Engine:
 
 
 def rota(world: World, case: Case) -> Rota:
-    places = [strategy(world, case).place(rank, world.size) for rank in range(world.size)]
-    return Rota(case.audit_every, places, case.microbatches)
+    return Rota(case.audit_every, strategy(world, case).mesh(world.size), case.microbatches)
 
 
 def fetch(case: Case, step: Step, index: int, dummy: bool = True) -> MicroBatch:
@@ -192,8 +191,8 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
 
 def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step, after the one that it repeats, if it does."""
-    place: Place = strategy(world, case).place(world.rank, world.size)
-    own = place.indices(min(case.microbatches, step.samples))
+    data_rank: DataRank = strategy(world, case).mesh(world.size).data_rank(world.rank)
+    own = data_rank.indices(min(case.microbatches, step.samples))
     repeated = rota(world, case).repeated(world.rank, step) if case.audit_every else None
     beside = [] if repeated is None else [(repeated, True)]
     return [fetch(case, step, index, dummy) for index, dummy in [*beside, *own]]

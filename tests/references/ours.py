@@ -26,8 +26,8 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
     samples = PROCESSES * SAMPLES
     for number in range(STEPS):
         step = Step(number, 0, number * samples, samples, number * samples, False)
-        places = placed.place(world.rank, world.size).indices(PROCESSES)
-        own = [MicroBatch(index, data(number, index), SAMPLES, SAMPLES, dummy) for index, dummy in places]
+        indices = placed.mesh(world.size).data_rank(world.rank).indices(PROCESSES)
+        own = [MicroBatch(index, data(number, index), SAMPLES, SAMPLES, dummy) for index, dummy in indices]
         engine.forward_backward(own, step)
         engine.update(recipe.lr, recipe.max_norm)
     weights = {name: tensor.detach().clone() for name, tensor in gathered(world, engine.state().model).items()}

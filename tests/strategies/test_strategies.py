@@ -17,12 +17,10 @@ def test_every_file_is_a_strategy() -> None:
     for name in names():
         strategy = import_module(f"lockstep.strategies.{name}").Strategy
         assert is_dataclass(strategy)
-        assert strategy.exactness in ("bits", "close")
-        assert all(isinstance(text, str) and text for text in (strategy.cuts, strategy.needs, strategy.communication))
         assert get_type_hints(strategy.check) == {"processes": int, "microbatches": int, "return": type(None)}
-        made = strategy()
-        with pytest.raises(AttributeError):
-            made.exactness = "close"
+        traits = strategy().traits
+        assert traits.exactness in ("bits", "close")
+        assert all(isinstance(text, str) and text for text in (traits.cuts, traits.needs, traits.communication))
         for option in fields(strategy):
             assert option.name in strategy.__doc__
 
@@ -47,7 +45,7 @@ def test_processes_without_work_are_refused(strategy: Any) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("leaves", [1, 3, 4, 7, 8])
 def test_places_share_all_micro_batches(strategy: Any, size: int, leaves: int) -> None:
-    dealt = [strategy.place(rank, size).indices(leaves) for rank in range(size)]
+    dealt = [strategy.mesh(size).data_rank(rank).indices(leaves) for rank in range(size)]
     assert sorted(index for own in dealt for index, dummy in own if not dummy) == list(range(leaves))
 
 
@@ -70,8 +68,8 @@ def test_replicas_must_fit(replicate: int, processes: int, problem: str) -> None
 
 
 def test_replicas_are_ranks_that_follow_each_other() -> None:
-    places = [hsdp.Strategy(replicate=2).place(rank, 6) for rank in range(6)]
-    assert [(place.replica, place.member) for place in places] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    ranks = [hsdp.Strategy(replicate=2).mesh(6).data_rank(rank) for rank in range(6)]
+    assert [(rank.replica, rank.member) for rank in ranks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
 def test_single_is_one_process() -> None:

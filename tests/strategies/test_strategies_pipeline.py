@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.errors import UsageError
 from lockstep.strategies.pipeline import Strategy
 
@@ -63,9 +63,9 @@ def test_options_are_of_their_kind(options: dict[str, object]) -> None:
 
 
 def test_the_ranks_of_a_pipeline_have_the_same_micro_batches() -> None:
-    places = [Strategy(replicate=2).place(rank, 4) for rank in range(4)]
-    assert places == [Place(0, 2), Place(0, 2, speaks=False), Place(1, 2), Place(1, 2, speaks=False)]
-    assert [place.indices(5) for place in places[1:3]] == [
+    ranks = [Strategy(replicate=2).mesh(4).data_rank(rank) for rank in range(4)]
+    assert ranks == [DataRank(0, 2), DataRank(0, 2, primary=False), DataRank(1, 2), DataRank(1, 2, primary=False)]
+    assert [rank.indices(5) for rank in ranks[1:3]] == [
         [(0, False), (1, False), (2, False)],
         [(3, False), (4, False)],
     ]

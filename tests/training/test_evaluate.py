@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Batch
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.images.tensors import TensorSplit
@@ -35,7 +35,7 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
         AsFetched(),
         torch.device("cpu"),
         0,
-        Place(world.rank, world.size),
+        DataRank(world.rank, world.size),
     )
     seen = 0
 

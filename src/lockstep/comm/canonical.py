@@ -1,6 +1,6 @@
 """The canonical tree between processes: the same brackets as in one process, over the network.
 
-Rank r of W holds the pieces that its place gives it (core/mesh.py). Two ways lead to the same sum:
+Rank r of W holds the pieces that are its data rank's (core/mesh.py). Two ways lead to the same sum:
 
 *Halving and doubling*, where every rank holds one block and all blocks are of one size (W and M/W powers of two):
 level by level, rank r and its sibling r XOR 2^k swap halves of what they still own and add; then the way back without
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.comm.carrier import Addressed, Carrier
 from lockstep.comm.peer_errors import translated_peer_errors
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, total
 
@@ -34,14 +34,19 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 class CanonicalSum:
     """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
-    `places` says of each of these ranks which micro-batches it holds; one that is alone needs no carrier.
+    `data_ranks` are theirs, and `rank` is this one's number among them; one that is alone needs no carrier.
     """
 
-    def __init__(self, rank: int, places: Sequence[Place], carrier: Carrier | None) -> None:
+    def __init__(self, rank: int, data_ranks: Sequence[DataRank], carrier: Carrier | None) -> None:
         self._rank = rank
-        self._places = places
-        self._size = len(places)
+        self._data_ranks = data_ranks
+        self._size = len(data_ranks)
         self._carrier = carrier
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to add with."""
+        return self._size == 1
 
     def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
@@ -49,9 +54,9 @@ class CanonicalSum:
         `pieces` are this rank's, flat, and may be overwritten; `like` is a flat tensor of the same length, dtype
         and device, for ranks that hold none.
         """
-        if self._size == 1:
+        if self.alone:
             return total(pieces, leaves, add_)
-        held = [place.held(leaves) for place in self._places]
+        held = [each.held(leaves) for each in self._data_ranks]
         with translated_peer_errors():
             if _halving_fits(held):
                 (piece,) = pieces.values()

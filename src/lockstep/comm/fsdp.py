@@ -94,14 +94,14 @@ class Sharded:
         for unit in self._units:
             unit.reshard()
 
-    def state(self, speaks: bool) -> dict[str, Held]:
-        """Return the model's state; `speaks` says whether this rank's replica is the one that tells its shards."""
-        return {name: self._held(tensor, speaks) for name, tensor in self._model.state_dict().items()}
+    def state(self, primary: bool) -> dict[str, Held]:
+        """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
+        return {name: self._held(tensor, primary) for name, tensor in self._model.state_dict().items()}
 
-    def trained(self, speaks: bool) -> dict[str, tuple[Shard, DTensor]]:
+    def trained(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        return {name: (self._shard(cast(Any, p), speaks), cast(Any, p)) for name, p in parameters.items()}
+        return {name: (self._shard(cast(Any, p), primary), cast(Any, p)) for name, p in parameters.items()}
 
     def _count(self, unit: int, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
@@ -125,14 +125,14 @@ class Sharded:
         else:
             _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
 
-    def _held(self, tensor: Tensor, speaks: bool) -> Held:
-        return self._shard(tensor, speaks) if isinstance(tensor, DTensor) else tensor
+    def _held(self, tensor: Tensor, primary: bool) -> Held:
+        return self._shard(tensor, primary) if isinstance(tensor, DTensor) else tensor
 
-    def _shard(self, tensor: DTensor, speaks: bool) -> Shard:
+    def _shard(self, tensor: DTensor, primary: bool) -> Shard:
         # As torch.chunk cuts: all members have as many rows as the first, but for the last ones.
         height = -(-tensor.shape[0] // self._mesh.size())
         own = tensor._local_tensor.detach()
-        return Shard(own, min(self._mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, speaks)
+        return Shard(own, min(self._mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
 
 
 def own_gradient(parameter: DTensor) -> Tensor:

@@ -13,7 +13,6 @@ import json
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
@@ -27,7 +26,7 @@ from lockstep.comm.carrier import Carrier, Direct, Staged
 from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Axis, Mesh
 from lockstep.core.rank import RankInfo
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
@@ -37,18 +36,8 @@ from lockstep.errors import UsageError
 # would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
 # outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The ranks as replicas of some members each: `mesh` has the members of this rank's replica, for fully_shard.
-
-    The carriers are for a side stream: `within` the replica, `across` the ranks that are the same member as this one.
-    """
-
-    mesh: DeviceMesh
-    within: Carrier
-    across: Carrier | None
+_MAIN: Final = 0  # of a group's uses: by this thread
+_BESIDE: Final = 1  # and by a side stream, which may exchange at the same time
 
 
 class Edge(NamedTuple):
@@ -85,32 +74,32 @@ class World:
         self.sharing: list[list[int]] = []  # ranks that have one device between them
         self._edges: dict[int, Edge] = {}
         self._stop = _StopAgreement(groups[0]) if groups else None
-        self._grids: dict[int, Grid] = {}
+        self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
 
-    def canonical(self, places: Sequence[Place]) -> CanonicalSum:
-        """Return the tree between the ranks, which stand at `places`."""
-        return CanonicalSum(self.rank, places, self._carry(self._groups[1]) if self._groups else None)
+    def canonical(self, mesh: Mesh, *axes: Axis) -> CanonicalSum:
+        """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
+
+        It may be used by a side stream. All ranks call it alike.
+        """
+        among = Mesh(**{axis: getattr(mesh, axis) for axis in axes})
+        [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
+        data_ranks = [among.data_rank(number) for number in range(among.size)]
+        carrier = self.carrier(mesh, *axes) if among.size > 1 else None
+        return CanonicalSum(ranks.index(self.rank), data_ranks, carrier)
+
+    def carrier(self, mesh: Mesh, *axes: Axis) -> Carrier:
+        """Return what carries tensors between the ranks that differ along these axes alone, for a side stream."""
+        return self._carry(self._group(_BESIDE, mesh.groups(*axes)))
+
+    def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
+        """Return the ranks that differ along these axes alone as torch's, for this thread."""
+        # Made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
+        return DeviceMesh.from_group(self._group(_MAIN, mesh.groups(*axes)), self.device.type)
 
     @property
     def on_gpu(self) -> bool:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
-
-    def grid(self, members: int) -> Grid:
-        """Return the ranks as replicas of `members` consecutive ranks. All ranks call it; groups are made once."""
-        if members not in self._grids:
-            self._grids[members] = self._new_grid(members)
-        return self._grids[members]
-
-    def _new_grid(self, members: int) -> Grid:
-        # The mesh is made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
-        if members == self.size:
-            mesh = DeviceMesh.from_group(self._groups[0], self.device.type)
-            return Grid(mesh, self._carry(self._groups[1]), None)
-        ranks = torch.arange(self.size).view(-1, members)
-        mesh = DeviceMesh.from_group(self._own_group(ranks.tolist()), self.device.type)
-        within = self._carry(self._own_group(ranks.tolist()))
-        return Grid(mesh, within, self._carry(self._own_group(ranks.T.tolist())))
 
     def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
         """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
@@ -151,6 +140,15 @@ class World:
         with translated_peer_errors():
             move(carrier, first if self.rank == source else [], first if self.rank == target else [])
         return carrier
+
+    def _group(self, use: int, groups: list[list[int]]) -> dist.ProcessGroup:
+        """Return the group of this rank among `groups`, which has one for each use and is made once."""
+        if len(groups) == 1:
+            return self._groups[use]
+        key = use, str(groups)
+        if key not in self._made:
+            self._made[key] = self._own_group(groups)
+        return self._made[key]
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""

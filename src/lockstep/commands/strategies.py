@@ -37,8 +37,8 @@ def row(name: str) -> Row:
     """Return what a strategy says of itself."""
     from importlib import import_module
 
-    strategy = import_module(f"lockstep.strategies.{name}").Strategy
-    return Row(name, strategy.cuts, strategy.exactness, strategy.needs, strategy.communication)
+    traits = import_module(f"lockstep.strategies.{name}").Strategy().traits
+    return Row(name, traits.cuts, traits.exactness, traits.needs, traits.communication)
 
 
 def _plain(row: Row) -> str:

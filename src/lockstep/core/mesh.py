@@ -1,31 +1,79 @@
-"""Where a rank stands among the ranks, and which of a step's micro-batches follow from that."""
+"""The ranks as a mesh: how many there are along each axis, and which of a step's micro-batches a rank computes.
+
+The axes are those of torch's DeviceMesh in the field: replicas of a model, pipeline stages, shards, slices of a tensor.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import prod
+from typing import Literal, NamedTuple
 
 from lockstep.core.order import part
 from lockstep.core.tree import Block, blocks
 
+Axis = Literal["replicate", "pipe", "shard", "tensor"]
 
-class Place(NamedTuple):
-    """A rank in a grid of replicas, each a group of members.
 
-    Replicas take contiguous parts of a step's micro-batches, so that each can add its own part first. The members of
-    one take turns in its part: in round k they hold k * members, k * members + 1, ..., which they add across before the
-    next round. `speaks` is false where another rank of the same place has the same results to tell.
+class Mesh(NamedTuple):
+    """The number of ranks along each axis. Ranks are numbered along the last axis first: these are neighbours.
+
+    `replicate`: replicas of the model, each of which has a contiguous part of a step's micro-batches.
+    `pipe`: ranks that pass the same micro-batches on to each other, each with other stages of the model.
+    `shard`: the members of a replica, which gather what they compute with from each other, and so go through its
+    micro-batches together, in rounds of one for each.
+    `tensor`: ranks that compute a part of each product, for the same micro-batches.
+    """
+
+    replicate: int = 1
+    pipe: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self)
+
+    def coordinate(self, rank: int) -> Mesh:
+        """Return where a rank is along each axis, counted from 0."""
+        found = []
+        for length in reversed(self):
+            rank, along = divmod(rank, length)
+            found.append(along)
+        return Mesh(*reversed(found))
+
+    def groups(self, *axes: Axis) -> list[list[int]]:
+        """Return the ranks, group by group, that differ along these axes alone: each rank is in one group."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            others = self.coordinate(rank)._replace(**dict.fromkeys(axes, 0))
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+    def data_rank(self, rank: int) -> DataRank:
+        """Return which data a rank computes."""
+        at = self.coordinate(rank)
+        return DataRank(at.replicate, self.replicate, at.shard, self.shard, primary=not (at.pipe or at.tensor))
+
+
+class DataRank(NamedTuple):
+    """A rank as the data is dealt out: member `member` of replica `replica`.
+
+    Replicas have contiguous parts of a step's micro-batches, so that each can add its own part first. The members of
+    one take turns in its part: in round k they have k * members, k * members + 1, ..., which they add across before the
+    next round. Of several ranks with the same data one is `primary`: it reports what all of them know.
     """
 
     replica: int = 0
     replicas: int = 1
     member: int = 0
     members: int = 1
-    speaks: bool = True
+    primary: bool = True
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
         """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a dummy.
 
-        Members go through a round together. Who has none in it computes the step's last one along with its owner.
+        Members go through a round together. One that has none in it computes the step's last one along with its owner.
         """
         return [
             (first + self.member, False) if self.member < holders else (leaves - 1, True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 
 
@@ -13,11 +12,11 @@ from lockstep.core.order import Step
 class Rota:
     """Every `every` steps each rank repeats one micro-batch of another rank, or of its own where it is alone.
 
-    Who repeats whose, and which one, takes turns. `places` are those of all ranks.
+    Who repeats whose, and which one, takes turns.
     """
 
     every: int
-    places: Sequence[Place]
+    mesh: Mesh
     microbatches: int
 
     def due(self, step: Step) -> bool:
@@ -27,7 +26,7 @@ class Rota:
     def watched(self, rank: int, step: Step) -> int:
         """Return which micro-batch of `rank` is repeated; the step's last one where it has none of its own."""
         leaves = min(self.microbatches, step.samples)
-        own = self.places[rank].indices(leaves) or [(leaves - 1, True)]
+        own = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
         return own[self._turn(step) // self._others % len(own)][0]
 
     def repeated(self, rank: int, step: Step) -> int | None:
@@ -35,11 +34,11 @@ class Rota:
         if not self.due(step):
             return None
         distance = 1 + self._turn(step) % self._others
-        return self.watched((rank + distance) % len(self.places), step)
+        return self.watched((rank + distance) % self.mesh.size, step)
 
     def _turn(self, step: Step) -> int:
         return step.number // self.every
 
     @property
     def _others(self) -> int:
-        return max(1, len(self.places) - 1)
+        return max(1, self.mesh.size - 1)

@@ -1,4 +1,7 @@
-"""Whether each process has a micro-batch of its own. It imports nothing heavy: a recipe is checked before torch is."""
+"""Whether each process has a micro-batch of its own, and others to share with.
+
+It imports nothing heavy: a recipe is checked before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,14 @@ def check_work(processes: int, microbatches: int) -> None:
     """Raise UsageError where some process would never have a micro-batch of its own."""
     if processes > microbatches:
         raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
+
+
+def check_several(processes: int, strategy: str) -> None:
+    """Raise UsageError for one process under a strategy that shares the model out."""
+    if processes == 1:
+        raise UsageError(
+            f"strategy {strategy}: one process has nobody to share with; use 2 or more, or strategy single"
+        )
 
 
 def too_few(processes: int, microbatches: int) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import random
 from lockstep.core.batch import Batch, mapped
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, Finish, Request, Split
@@ -30,7 +30,7 @@ from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageE
 from lockstep.parent import die_with_parent
 from lockstep.tasks.base import MicroBatch
 
-ALONE: Final = Place()
+ALONE: Final = DataRank()
 _BLOCK: Final = 64, 8192  # updates, and samples of all ranks, that are planned at once
 _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
 
@@ -68,7 +68,7 @@ class _Sent(NamedTuple):
 
 @final
 class Loader:
-    """The batches of the rank at `place`.
+    """The batches of a rank, which is `data_rank` among those that share the data.
 
     `skipped` counts the unreadable samples it met in training, at each time; `unreadable` are their numbers and those
     of validation. `beside` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
@@ -82,7 +82,7 @@ class Loader:
         finish: Finish,
         device: torch.device,
         seed: int,
-        place: Place = ALONE,
+        data_rank: DataRank = ALONE,
         workers: int = 0,
         beside: Callable[[Step], int | None] | None = None,
         weigh: Weigh | None = None,
@@ -96,10 +96,10 @@ class Loader:
         self._device = device
         self._seed = seed
         self._copies = copies_to(device)
-        self._place = place
+        self._data_rank = data_rank
         self._workers = workers
         self._beside = beside
-        self._skipped = data.skipped if place.speaks else None
+        self._skipped = data.skipped if data_rank.primary else None
         self._weigh = weigh
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
         # Of the last two epochs: loader processes may be ahead by one.
@@ -130,7 +130,7 @@ class Loader:
         split = self._data.validation
         assert split is not None
         length = len(split)
-        numbers = self._place.turns(self.validation_batches(batch))
+        numbers = self._data_rank.turns(self.validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _fetching(split, requests, self._workers, self._device) as fetch:
@@ -138,7 +138,7 @@ class Loader:
             sent = started_ahead(copied, self._copies.steps_ahead)
             for number, each in zip(numbers, sent, strict=True):
                 batch = self._finish.for_evaluation(each.arrival())
-                yield number if self._place.speaks else None, batch, each.weight
+                yield number if self._data_rank.primary else None, batch, each.weight
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
@@ -173,7 +173,7 @@ class Loader:
 
     def _share(self, samples: int) -> list[_Cut]:
         if samples not in self._shares:
-            indices = self._place.indices(min(self._microbatches, samples))
+            indices = self._data_rank.indices(min(self._microbatches, samples))
             self._shares[samples] = [self._cut(samples, index, dummy) for index, dummy in indices]
         return self._shares[samples]
 
@@ -203,7 +203,7 @@ class Loader:
         """Return the step with what it weighs over all ranks: all of them ask, before any computes."""
         if self._weigh is None:
             return step
-        own = sum(each.weight for each in sent if self._place.speaks and not each.cut.dummy)
+        own = sum(each.weight for each in sent if self._data_rank.primary and not each.cut.dummy)
         return step._replace(counted=self._weigh.over_ranks(own))
 
     def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:

@@ -22,15 +22,14 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
-from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import Held, alike, local, rows_of
 from lockstep.core.tree import Counter
@@ -42,16 +41,13 @@ from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layouts.base import Layout, Slots
+from lockstep.parallel.layouts.base import MakeLayout, Slots
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
-
-# Given the model, a stream of this layout's own, and the dtype in which the model is to compute, if it is another.
-Lay = Callable[[nn.Module, CommStream, torch.dtype | None], Layout]
 
 
 @dataclass(eq=False)
@@ -69,7 +65,7 @@ class _Turn:
 
 @final
 class DataParallelEngine:
-    """A model that lies as `lay` lays it, on ranks that stand at `places`."""
+    """A model that lies in the layout that `make_layout` makes, on the ranks of `mesh`."""
 
     def __init__(
         self,
@@ -77,8 +73,8 @@ class DataParallelEngine:
         make_optimizer: MakeOptimizer,
         world: World,
         numerics: Numerics,
-        places: Sequence[Place],
-        lay: Lay,
+        mesh: Mesh,
+        make_layout: MakeLayout,
     ) -> None:
         self._task = problem.task
         self._world = world
@@ -95,7 +91,7 @@ class DataParallelEngine:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())
         self._stream = world.stream()
-        self._layout = lay(self._model, self._stream, numerics.dtype)
+        self._layout, self._gradients = make_layout(self._model, self._stream, numerics.dtype)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -103,8 +99,7 @@ class DataParallelEngine:
         self._training = around_forward(self._autocast, self._model, world.device, numerics.offload_activations)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._canonical = world.canonical(places)
-        self._gradients = self._layout.gradients
+        self._canonical = world.canonical(mesh, "replicate", "shard")
         self._alone = world.size == 1
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
@@ -168,6 +163,7 @@ class DataParallelEngine:
             self._loss = total[0].clone() if self._running.size else total[0]
             self._observed = total[1:] / now.step.samples
         self._gradients.finish()
+        self._layout.collect()
         return Sums(self._loss, now.step.weight, now.own_losses)
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
@@ -203,7 +199,7 @@ class DataParallelEngine:
         """See Engine."""
         with evaluating(self._model, self._ema, self._layout.reload):
             yield self._predict
-            self._layout.after_evaluation()
+            self._layout.reload()
 
     @contextmanager
     def own_evaluation(self) -> Iterator[None]:
@@ -242,7 +238,6 @@ class DataParallelEngine:
 
     def close(self) -> None:
         """See Engine."""
-        self._layout.close()
         self._stream.close()
 
     def _averaged(self, decay: float) -> Ema:

@@ -56,7 +56,7 @@ class Updates:
             if max_norm is not None and norm is not None:
                 clip_(self._gradients(), norm, max_norm)
             applied = self._step(lr)
-            self._layout.settle()
+            self._layout.publish()
         if self._scales:
             self._scaler.update()
         self._forget()

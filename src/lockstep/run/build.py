@@ -23,7 +23,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
 from lockstep.core.batch import Batch, mapped, tensors_of
 from lockstep.core.devices import SHARING, resolved_backend
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.rota import Rota
 from lockstep.data.asked import asked_by
@@ -54,9 +54,10 @@ from lockstep.run.adapters import tuning_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
-from lockstep.run.strategy import check_strategy, find_strategy
+from lockstep.run.strategy import check_strategy, find_strategy, recomputes
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
+from lockstep.strategies.base import CutsModel
 from lockstep.tasks.base import Problem, Task
 from lockstep.tasks.batches import targets_if_any
 from lockstep.tasks.find import find_task, wanted
@@ -122,9 +123,9 @@ class Setup:
         return self.problem.task
 
     def loader(
-        self, world: World, place: Place, workers: int, beside: Callable[[Step], int | None] | None = None
+        self, world: World, data_rank: DataRank, workers: int, beside: Callable[[Step], int | None] | None = None
     ) -> Loader:
-        """Return the loader of this process, which stands at `place`; for `beside` see there."""
+        """Return the loader of this process, which is `data_rank`; for `beside` see there."""
         recipe, task = self.recipe, self.task
         change = _finish(recipe, self.data, world.device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
@@ -135,7 +136,7 @@ class Setup:
             change,
             world.device,
             recipe.seed,
-            place,
+            data_rank,
             workers,
             beside,
             weigh,
@@ -231,8 +232,8 @@ def start(ready: Setup, placement: Placement, world: World, resumes: bool = Fals
     One that `resumes` will be given all weights: it needs none before.
     """
     name, chosen = find_strategy(placement, world.size)
-    _check_compile(ready.recipe, name, chosen.compiles)
-    every = 0 if chosen.recomputes else recomputed(placement)
+    _check_compile(ready.recipe, name, chosen.traits.compiles)
+    every = 0 if recomputes(chosen) else recomputed(placement)
     problem = replace(ready.problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
     engine = chosen.start(
         problem if resumes else ready.problem,
@@ -240,11 +241,12 @@ def start(ready: Setup, placement: Placement, world: World, resumes: bool = Fals
         world,
         ready.numerics(placement.offload_activations, every),
     )
-    places = [chosen.place(rank, world.size) for rank in range(world.size)]
+    mesh = chosen.mesh(world.size)
+    own = mesh.data_rank(world.rank)
     if placement.audit_every is None:
-        return name, engine, ready.loader(world, places[world.rank], placement.workers)
-    rota = Rota(placement.audit_every, places, ready.recipe.microbatches)
-    loader = ready.loader(world, places[world.rank], placement.workers, partial(rota.repeated, world.rank))
+        return name, engine, ready.loader(world, own, placement.workers)
+    rota = Rota(placement.audit_every, mesh, ready.recipe.microbatches)
+    loader = ready.loader(world, own, placement.workers, partial(rota.repeated, world.rank))
     return name, AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), loader
 
 
@@ -291,13 +293,13 @@ def check_placement(config: Config, count: int) -> None:
         check_precision(config.recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
     name, chosen = find_strategy(config.placement, count)
     check_strategy(name, chosen, count, config.recipe.microbatches)
-    if config.placement.audit_every is not None and chosen.cuts_model:
+    if config.placement.audit_every is not None and isinstance(chosen, CutsModel):
         raise UsageError(
             f"placement.audit_every: strategy {name} has but a part of the model on each rank, so none can repeat "
             f"another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
         )
-    _check_compile(config.recipe, name, chosen.compiles)
-    if chosen.cuts_rows:
+    _check_compile(config.recipe, name, chosen.traits.compiles)
+    if chosen.traits.cuts_rows:
         check_rows(optimizer(config.recipe), name)
 
 
@@ -318,10 +320,10 @@ def _check_compile(recipe: Recipe, name: str, compiles: bool) -> None:
 def check_cut(ready: Setup, config: Config, count: int) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
     name, chosen = find_strategy(config.placement, count)
-    if chosen.cuts_rows:
+    if chosen.traits.cuts_rows:
         for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
             check_rows(make, name)
-    if chosen.cuts_model:
+    if isinstance(chosen, CutsModel):
         chosen.check_model(ready.blank, ready.problem.example, count, whole_blocks=ready.recipe.compile)
         check_separable(ready.optimizer, ready.dims)
 

@@ -43,7 +43,8 @@ from lockstep.run.own_step import OwnStep
 from lockstep.run.placing import check_pair, check_steps, hand_over, hyperparameters, over_trained
 from lockstep.run.resume import signing_key
 from lockstep.run.session import engine_state
-from lockstep.run.strategy import check_strategy, find_strategy
+from lockstep.run.strategy import check_strategy, find_strategy, recomputes
+from lockstep.strategies.base import CutsModel
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import disagreement
@@ -134,7 +135,7 @@ class Run:
             raise refused("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
         name, chosen = self._strategy(strategy)
-        check_steps(optimizer, model, name, chosen.cuts_rows)
+        check_steps(optimizer, model, name, chosen.traits.cuts_rows)
         modes = {module: module.training for module in model.modules()}
         problem = Problem(own_sums.NoTask(), lambda: model, f"model {type(model).__name__}")
         placement = self._placement
@@ -143,7 +144,7 @@ class Run:
             self._seed,
             self._precision,
             offload_activations=placement.offload_activations,
-            recompute=0 if chosen.recomputes else recomputed(placement),
+            recompute=0 if recomputes(chosen) else recomputed(placement),
         )
         engine = chosen.start(problem, over_trained(optimizer, model), self._world, numerics)
         assert isinstance(engine, DataParallelEngine)
@@ -272,7 +273,7 @@ class Run:
         strategy = Strategy.model_validate({"name": given} if isinstance(given, str) else given)
         placement = self._placement.model_copy(update={"strategy": strategy})
         name, chosen = find_strategy(placement, self.size)
-        if chosen.cuts_model:
+        if isinstance(chosen, CutsModel):
             raise refused(
                 f"strategy {name}: it cuts the model, so it needs a task, which says what goes in and what the loss is",
                 "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
@@ -462,10 +463,10 @@ class Run:
         )
 
     def _loader(self, items: Items, steps: Steps, microbatches: int, placed: _Placed, weigh: Weigh | None) -> Loader:
-        place = placed.chosen.place(self.rank, self.size)
+        data_rank = placed.chosen.mesh(self.size).data_rank(self.rank)
         workers = self._placement.workers
         data, finish = DataSet(items, items), AsFetched()
-        return Loader(data, steps, microbatches, finish, self.device, self._seed, place, workers, None, weigh)
+        return Loader(data, steps, microbatches, finish, self.device, self._seed, data_rank, workers, None, weigh)
 
     def _ready(self, what: str) -> _Placed:
         self._between(what)

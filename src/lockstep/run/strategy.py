@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -12,15 +10,14 @@ from typing import Any, Final, cast
 from pydantic import TypeAdapter, ValidationError
 
 from lockstep.config.placement import Placement
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.names import choices
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, Traits
 
 _CONTRACT: Final = "see docs/bring-your-own.md"
-_ONLY_WHERE_CUT: Final = "check_model"
 
 
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
@@ -36,31 +33,35 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
         if key not in valid:
             raise UsageError(f"placement.strategy.{key}: strategy {name} has no such option{choices(key, valid)}")
     with _code(name):
-        if kind.recomputes:
+        if "recompute" in valid:
             options.setdefault("recompute", placement.recompute != "none")
         made = _made(kind, options)
-        if made.exactness not in ("bits", "close"):
-            raise UsageError(f"strategy {name}: its exactness is {made.exactness!r}; make it 'bits' or 'close'")
+        traits = made.traits
+        if not isinstance(traits, Traits):
+            raise UsageError(f"strategy {name}: its traits are a {type(traits).__name__}; return Traits ({_CONTRACT})")
+        if traits.exactness not in ("bits", "close"):
+            raise UsageError(f"strategy {name}: its exactness is {traits.exactness!r}; make it 'bits' or 'close'")
     return name, made
 
 
 def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: int) -> None:
-    """Raise UsageError where the strategy refuses so many processes, or deals a micro-batch to none or to several."""
+    """Raise UsageError where the strategy refuses so many processes, or has no place for each of them."""
     with _code(name):
         strategy.check(processes, microbatches)
-        places = [strategy.place(rank, processes) for rank in range(processes)]
-    wrong = next((each for each in places if not isinstance(each, Place)), None)
-    if wrong is not None:
-        raise UsageError(f"strategy {name}: place returned {type(wrong).__name__}; return a Place ({_CONTRACT})")
-    held = Counter(
-        number for place in places if place.speaks for number, dummy in place.indices(microbatches) if not dummy
-    )
-    for number in range(microbatches):
-        if held[number] != 1:
-            raise UsageError(
-                f"strategy {name}: with {processes} processes micro-batch {number} of {microbatches} belongs to "
-                f"{held[number]} ranks that speak; let place() give each to one ({_CONTRACT})"
-            )
+        mesh = strategy.mesh(processes)
+    if not isinstance(mesh, Mesh):
+        raise UsageError(f"strategy {name}: mesh returned {type(mesh).__name__}; return a Mesh ({_CONTRACT})")
+    if mesh.size != processes or min(mesh) < 1:
+        axes = " x ".join(f"{axis}={length}" for axis, length in mesh._asdict().items() if length != 1) or "one rank"
+        raise UsageError(
+            f"strategy {name}: its mesh for {processes} processes is {axes}; let the lengths multiply to {processes} "
+            f"({_CONTRACT})"
+        )
+
+
+def recomputes(strategy: Strategy) -> bool:
+    """Return whether recomputation is an option of the strategy itself."""
+    return any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
 
 
 def _own(path: str) -> type[Any]:
@@ -71,9 +72,7 @@ def _own(path: str) -> type[Any]:
         raise UsageError(f"strategy {path}: it is {what}; name a frozen dataclass ({_CONTRACT})")
     needed = [each for each in vars(Strategy) if not each.startswith("_")]
     found = dir(kind)
-    missing = [each for each in needed if each not in found and each != _ONLY_WHERE_CUT]
-    if not missing and inspect.getattr_static(kind, "cuts_model") is not False and _ONLY_WHERE_CUT not in found:
-        missing = [_ONLY_WHERE_CUT]
+    missing = [each for each in needed if each not in found]
     if missing:
         raise UsageError(f"strategy {path}: it has no {', '.join(missing)}; add it ({_CONTRACT})")
     return cast(type[Any], kind)

@@ -7,17 +7,18 @@ buckets. What is ours is the order of the sum: that of one process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, final
 
 from pydantic import Field
 
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.replicated import whole
+from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 
@@ -26,27 +27,27 @@ from lockstep.tasks.base import Problem
 class Strategy:
     """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on."""
 
-    exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "the micro-batches of a step"
-    needs: ClassVar[str] = "at most as many processes as micro-batches; memory for the whole model in each"
-    recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
-    cuts_model: ClassVar[bool] = False
-    cuts_rows: ClassVar[bool] = False
-    communication: ClassVar[str] = "the sum of the gradients, once a step, while backward goes on"
-
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step",
+            needs="at most as many processes as micro-batches; memory for the whole model in each",
+            communication="the sum of the gradients, once a step, while backward goes on",
+        )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work."""
         check_work(processes, microbatches)
 
-    def place(self, rank: int, size: int) -> Place:
-        """Return where a rank stands: it has a contiguous part of the micro-batches."""
-        return Place(replica=rank, replicas=size)
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = whole(world, places, bucket_bytes=int(self.bucket_mib * 2**20))
-        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)
+        mesh = self.mesh(world.size)
+        make_layout = replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20))
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

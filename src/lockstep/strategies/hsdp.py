@@ -7,18 +7,19 @@ ranks that follow each other, as on one host, so parameters travel within it, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, final
 
 from pydantic import Field
 
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.sharded import sharded
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 
@@ -29,17 +30,18 @@ class Strategy:
     but while a block computes with it, and the CPU does the update.
     """
 
-    exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
-    needs: ClassVar[str] = "processes that the replicas divide; an optimizer that works element by element"
-    recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
-    cuts_model: ClassVar[bool] = False
-    cuts_rows: ClassVar[bool] = True
-    communication: ClassVar[str] = "as zero3 within a replica; between replicas a shard of the gradients once a step"
-
     replicate: Annotated[int, Field(ge=1)] = 2
     offload: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
+            needs="processes that the replicas divide; an optimizer that works element by element",
+            communication="as zero3 within a replica; between replicas a shard of the gradients once a step",
+            cuts_rows=True,
+        )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the processes cannot be divided, or some would never have work."""
@@ -56,13 +58,12 @@ class Strategy:
                 f"with nobody; use more processes, fewer replicas, or strategy ddp"
             )
 
-    def place(self, rank: int, size: int) -> Place:
-        """Return where a rank stands: replicas have contiguous parts of the micro-batches, members take turns."""
-        members = size // self.replicate
-        return Place(rank // members, self.replicate, rank % members, members)
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=self.replicate, shard=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = sharded(world, places[world.rank], keep_gathered=False, offload=self.offload)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)
+        mesh = self.mesh(world.size)
+        make_layout = sharded(world, mesh, keep_gathered=False, offload=self.offload)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, final
 
 import torch
 from pydantic import Field
@@ -16,13 +16,14 @@ from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
 from lockstep.parallel.pipeline.schedule import Schedule
+from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 
@@ -36,19 +37,6 @@ class Strategy:
     activations, and compute its forward again in its backward.
     """
 
-    exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "the model, into stages; micro-batches with replicate, and with shard the optimizer's state"
-    needs: ClassVar[str] = (
-        "a model that calls at least as many modules one after the other as there are stages; with shard an optimizer "
-        "that works element by element"
-    )
-    communication: ClassVar[str] = (
-        "what crosses from stage to stage, and its gradient, for each micro-batch; with replicate or shard the sum of "
-        "the gradients once a step, with shard the new parameters too"
-    )
-    recomputes: ClassVar[bool] = True
-    cuts_model: ClassVar[bool] = True
-
     schedule: Schedule = "1f1b"
     replicate: Annotated[int, Field(ge=1)] = 1
     shard: Annotated[int, Field(ge=1)] = 1
@@ -57,14 +45,17 @@ class Strategy:
     recompute: bool = False
 
     @property
-    def cuts_rows(self) -> bool:
-        """Whether the optimizer sees but rows of tensors."""
-        return self.shard > 1
-
-    @property
-    def compiles(self) -> bool:
-        """Whether a block's backward is one, as it is where it is compiled: zero_bubble has it in two halves."""
-        return self.schedule != "zero_bubble"
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the model, into stages; micro-batches with replicate, and with shard the optimizer's state",
+            needs="a model that calls at least as many modules one after the other as there are stages; with shard an "
+            "optimizer that works element by element",
+            communication="what crosses from stage to stage, and its gradient, for each micro-batch; with replicate or "
+            "shard the sum of the gradients once a step, with shard the new parameters too",
+            cuts_rows=self.shard > 1,
+            compiles=self.schedule != "zero_bubble",  # which takes a block's backward in two halves
+        )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the options do not fit each other or the number of processes."""
@@ -113,10 +104,9 @@ class Strategy:
                 blank = build()
         find_cut(blank, stages, example, self.cut, whole_blocks=whole_blocks)
 
-    def place(self, rank: int, size: int) -> Place:
-        """Return where a rank stands: all ranks of a pipeline have the same micro-batches, and the first speaks."""
-        pipeline, number = divmod(rank, size // self._pipelines)
-        return Place(pipeline, self._pipelines, speaks=number == 0)
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy: all ranks of a pipeline have the same micro-batches."""
+        return Mesh(replicate=self._pipelines, pipe=processes // self._pipelines)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import final
 
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.replicated import whole
+from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 
@@ -20,26 +21,26 @@ from lockstep.tasks.base import Problem
 class Strategy:
     """No other process takes part; more micro-batches than one are gradient accumulation."""
 
-    exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "nothing"
-    needs: ClassVar[str] = "one process; memory for the whole model and its optimizer state"
-    recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
-    cuts_model: ClassVar[bool] = False
-    cuts_rows: ClassVar[bool] = False
-    communication: ClassVar[str] = "none"
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="nothing",
+            needs="one process; memory for the whole model and its optimizer state",
+            communication="none",
+        )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError for more than one process."""
         if processes != 1:
             raise UsageError(f"strategy single: {processes} processes; use 1, or strategy ddp")
 
-    def place(self, rank: int, size: int) -> Place:
-        """Return where a rank stands: it has a contiguous part of the micro-batches."""
-        return Place(replica=rank, replicas=size)
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = whole(world, places, bucket_bytes=0)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)
+        mesh = self.mesh(world.size)
+        make_layout = replicated(world, mesh, bucket_bytes=0)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

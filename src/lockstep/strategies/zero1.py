@@ -6,17 +6,18 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, final
 
 from pydantic import Field
 
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.rows import rows
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 
@@ -27,28 +28,29 @@ class Strategy:
     optimizer's state is in the memory of the CPU, which does the update.
     """
 
-    exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "the micro-batches of a step; the optimizer's state, by rows"
-    needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
-    recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
-    cuts_model: ClassVar[bool] = False
-    cuts_rows: ClassVar[bool] = True
-    communication: ClassVar[str] = "the sum of the gradients and the new parameters, once a step"
-
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
     offload: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step; the optimizer's state, by rows",
+            needs="at most as many processes as micro-batches; an optimizer that works element by element",
+            communication="the sum of the gradients and the new parameters, once a step",
+            cuts_rows=True,
+        )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work."""
         check_work(processes, microbatches)
 
-    def place(self, rank: int, size: int) -> Place:
-        """Return where a rank stands: it has a contiguous part of the micro-batches."""
-        return Place(replica=rank, replicas=size)
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = rows(world, places, bucket_bytes=int(self.bucket_mib * 2**20), offload=self.offload)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)
+        mesh = self.mesh(world.size)
+        make_layout = rows(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20), offload=self.offload)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -7,16 +7,16 @@ fully_shard (FSDP2) does it block by block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import final
 
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
-from lockstep.core.work import check_work
-from lockstep.errors import UsageError
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_several, check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.sharded import sharded
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 
@@ -25,29 +25,29 @@ from lockstep.tasks.base import Problem
 class Strategy:
     """`offload`: what is cut is in the memory of the CPU but while a block computes with it; the CPU updates it."""
 
-    exactness: ClassVar[Literal["bits", "close"]] = "bits"
-    cuts: ClassVar[str] = "the micro-batches of a step; parameters, gradients and optimizer state, by rows"
-    needs: ClassVar[str] = "at most as many processes as micro-batches; an optimizer that works element by element"
-    recomputes: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
-    cuts_model: ClassVar[bool] = False
-    cuts_rows: ClassVar[bool] = True
-    communication: ClassVar[str] = "the parameters twice and the gradients once for each micro-batch, block by block"
-
     offload: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
+            needs="at most as many processes as micro-batches; an optimizer that works element by element",
+            communication="the parameters twice and the gradients once for each micro-batch, block by block",
+            cuts_rows=True,
+        )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work, or none would share with another."""
         check_work(processes, microbatches)
-        if processes == 1:
-            raise UsageError("strategy zero3: one process has nobody to share with; use 2 or more, or strategy single")
+        check_several(processes, "zero3")
 
-    def place(self, rank: int, size: int) -> Place:
-        """Return where a rank stands: all take turns in the micro-batches."""
-        return Place(member=rank, members=size)
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        places = [self.place(rank, world.size) for rank in range(world.size)]
-        lay = sharded(world, places[world.rank], keep_gathered=False, offload=self.offload)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, places, lay)
+        mesh = self.mesh(world.size)
+        make_layout = sharded(world, mesh, keep_gathered=False, offload=self.offload)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -174,7 +174,7 @@ def _candidate(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapp
     placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
     name, chosen = find_strategy(placement, processes)
-    return Candidate(placed, name, processes, chosen.exactness)
+    return Candidate(placed, name, processes, chosen.traits.exactness)
 
 
 def _checked(place: Candidate) -> Candidate:

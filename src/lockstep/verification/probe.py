@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call, mapped, tensors_of
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE
@@ -128,7 +128,7 @@ def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
 
 def _given(ready: Setup, device: torch.device) -> list[MicroBatch]:
     """Return the micro-batches of the first step."""
-    loader = ready.loader(World(ALONE, device), Place(), 0)
+    loader = ready.loader(World(ALONE, device), DataRank(), 0)
     with closing(loader.training(0)) as batches:  # type: ignore[type-var]
         return next(batches)[1]
 

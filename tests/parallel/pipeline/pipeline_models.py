@@ -196,13 +196,13 @@ def trained(
     training = engine(world, case, options)
     if state is not None:
         training.load(state)
-    place = pipeline.Strategy(**(options or {})).place(world.rank, world.size)
+    data_rank = pipeline.Strategy(**(options or {})).mesh(world.size).data_rank(world.rank)
     trace: Trace = {}
     for step, images, targets in list(steps(case))[first:]:
         cuts = cut(step.samples, min(case.microbatches, step.samples))
         mine = [
             MicroBatch(index, (images[list(own)], targets[list(own)]), len(own), len(own))
-            for index, own in ((index, cuts[index]) for index, _ in place.indices(len(cuts)))
+            for index, own in ((index, cuts[index]) for index, _ in data_rank.indices(len(cuts)))
         ]
         sums = training.forward_backward(mine, step)
         trace |= {f"gradient {step.number} {name}": text for name, text in own(training.gradients()).items()}

@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.p2p import Values
+from lockstep.core.mesh import DataRank
 from lockstep.parallel.pipeline.stage import Stage
+
+ALONE = CanonicalSum(0, [DataRank()], None)
 
 
 class Uneven(nn.Module):
@@ -60,7 +64,7 @@ def test_a_weight_that_meets_the_input_twice_can_wait_too(recompute: bool) -> No
             stage.backward_weight(0)
         else:
             back = stage.backward(0, [gradient])
-        stage.add_gradients(1, None)
+        stage.add_gradients(1, ALONE)
         found.append([*back, *[parameter.grad for parameter in stage.parameters]])
         model.zero_grad()
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # type: ignore[arg-type]
@@ -96,7 +100,7 @@ def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor
     if split:
         for number in range(2):
             stage.backward_weight(number)
-    stage.add_gradients(2, None)
+    stage.add_gradients(2, ALONE)
     sums = []
     for parameter in stage.parameters:
         assert parameter.grad is not None
@@ -154,7 +158,7 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
         stage.forward(number, [torch.randn(3, 4).requires_grad_()], 3, compute)
         given += stage.backward_input(number, [torch.ones(3, 4)])
         stage.backward_weight(number)
-    stage.add_gradients(2, None)
+    stage.add_gradients(2, ALONE)
     assert torch.equal(model.added.grad, torch.full((3, 4), 2.0))  # type: ignore[arg-type]
     assert all(torch.equal(each, torch.ones(3, 4)) for each in given if each is not None)
 

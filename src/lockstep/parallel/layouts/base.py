@@ -14,6 +14,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.norm import row_norms
 from lockstep.core.shard import Held, Shard, rows_of
@@ -33,7 +34,7 @@ class GradientSum(Protocol):
     def after_backward(self, microbatch: MicroBatch) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the sums and leave them in `grad` of the trained tensors."""
+        """Wait for the sums and leave them in `grad` of the model's parameters."""
         ...
 
 
@@ -64,7 +65,7 @@ class Trained(Protocol):
         """Make flags nonzero on all ranks which are so on one."""
         ...
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Call after an update: bring what is trained to where the model computes with it."""
         ...
 
@@ -72,22 +73,24 @@ class Trained(Protocol):
 class Layout(Trained, Protocol):
     """Where all of a model's tensors are."""
 
-    @property
-    def gradients(self) -> GradientSum: ...
-
     def state(self) -> dict[str, Held]:
         """Return the model's state, under the names of a single process."""
         ...
 
+    def collect(self) -> None:
+        """Call when a step's sums are complete: bring them from the model's parameters to `grad` of what is trained."""
+        ...
+
     def reload(self) -> None:
-        """Call after values were written into the tensors of `state`: bring them to where they are used."""
+        """Bring the values of the tensors of `state` to where the model computes with them.
+
+        Call it after they were written, and after an evaluation, which may have left what it gathered.
+        """
         ...
 
-    def after_evaluation(self) -> None:
-        """Call when the model has been used without a backward."""
-        ...
 
-    def close(self) -> None: ...
+# Given the model, a stream that is the layout's own, and the dtype in which the model is to compute, if it is another.
+MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
 @final

@@ -14,30 +14,28 @@ from torch import Tensor, nn
 
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.shard import Held, Shard, alike
-from lockstep.parallel.data_parallel import Lay
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.weights import Weights
-from lockstep.tasks.base import MicroBatch
 
 _PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy
 
 
-def rows(world: World, places: Sequence[Place], bucket_bytes: int, offload: bool) -> Lay:
-    """Return what lays a model whole on each of several ranks, with a share of each tensor's rows to update.
+def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool) -> MakeLayout:
+    """Return what puts a model whole on each of several ranks, with a share of each tensor's rows to update.
 
     With `offload` those rows and the optimizer's state for them are in the memory of the CPU, which does the update.
     """
 
-    def lay(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> Layout:
-        trained = trained_parameters(model)
-        gradients = Gradients(trained, world.canonical(places), stream, world.size == 1, bucket_bytes)
-        return RowLayout(model, gradients, world, offload, dtype)
+    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+        canonical = world.canonical(mesh, "replicate")
+        gradients = Gradients(trained_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
+        return RowLayout(model, world, offload, dtype), gradients
 
-    return lay
+    return make
 
 
 @final
@@ -48,9 +46,7 @@ class RowLayout:
     weights themselves in rows.
     """
 
-    def __init__(
-        self, model: nn.Module, gradients: GradientSum, world: World, offload: bool, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
         self._model = model
         self._world = world
         self._whole = trained_parameters(model)
@@ -66,7 +62,6 @@ class RowLayout:
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self._norms = RowNorms(world, parts, torch.device("cpu") if offload else world.device)
         self._moved = self._sorted()
-        self.gradients: GradientSum = _RowGradients(gradients, self._whole, self.trained, self._cuts)
 
     def state(self) -> dict[str, Held]:
         """See Layout."""
@@ -98,25 +93,28 @@ class RowLayout:
         """See Layout."""
         if self._copies:
             self._weights.publish()
-            self.settle()
+            self.publish()
         elif self._apart:
             for name, trained in self.trained:
                 trained.copy_(self._cuts[name].tensor)
 
-    def after_evaluation(self) -> None:
-        """See Layout."""
+    def collect(self) -> None:
+        """Keep this rank's rows of the gradients, and free the rest while the optimizer works."""
+        for (name, parameter), (_, own) in zip(self._whole, self.trained, strict=True):
+            assert parameter.grad is not None
+            cut = self._cuts[name]
+            gradient = parameter.grad[cut.first : cut.first + len(own)] if cut.shape else parameter.grad
+            own.grad = gradient.to(own.device, copy=True)
+            parameter.grad = None
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Send all ranks the rows that this one moved, and take theirs."""
         if self._apart:
             for name, trained in self.trained:
                 self._cuts[name].tensor.copy_(trained)
         for rows in self._moved:
             rows.exchange()
-
-    def close(self) -> None:
-        """See Layout."""
 
     def _cut(self, parameter: Tensor) -> Shard:
         if not parameter.ndim:
@@ -171,41 +169,3 @@ class _Rows:
         for rank, rows in self._others.items():
             pieces = torch.split(arrived[rank], sizes[rank])
             torch._foreach_copy_(list(rows), [piece.view(row.shape) for piece, row in zip(pieces, rows, strict=True)])
-
-
-@final
-class _RowGradients:
-    """Sums of whole gradients, of which this rank's rows are kept."""
-
-    def __init__(
-        self,
-        whole: GradientSum,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        trained: Sequence[tuple[str, nn.Parameter]],
-        cuts: Mapping[str, Shard],
-    ) -> None:
-        self._whole = whole
-        self._pairs = [
-            (parameter, own, cuts[name]) for (name, parameter), (_, own) in zip(parameters, trained, strict=True)
-        ]
-
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
-        """See GradientSum."""
-        self._whole.begin(leaves, microbatches)
-
-    def before_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-        self._whole.before_backward(microbatch)
-
-    def after_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-        self._whole.after_backward(microbatch)
-
-    def finish(self) -> None:
-        """See GradientSum."""
-        self._whole.finish()
-        for parameter, own, cut in self._pairs:
-            assert parameter.grad is not None
-            gradient = parameter.grad[cut.first : cut.first + len(own)] if cut.shape else parameter.grad
-            own.grad = gradient.to(own.device, copy=True)  # so that the rest is free while the optimizer works
-            parameter.grad = None

@@ -22,31 +22,31 @@ from lockstep.comm.canonical import CanonicalSum, Deal, add_
 from lockstep.comm.fsdp import Sharded, own_gradient
 from lockstep.comm.stream import CommStream, InlineStream
 from lockstep.comm.world import World
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import Held, alike
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
-from lockstep.parallel.data_parallel import Lay
-from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_
 from lockstep.tasks.base import MicroBatch, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
 _UNDER_WAY: Final = 4
 
 
-def sharded(world: World, place: Place, keep_gathered: bool, offload: bool) -> Lay:
-    """Return what lays a model in rows on the members of this rank's replica.
+def sharded(world: World, mesh: Mesh, keep_gathered: bool, offload: bool) -> MakeLayout:
+    """Return what puts a model in rows on the members of this rank's replica.
 
     With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
     """
 
-    def lay(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> Layout:
+    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
         stream = InlineStream() if world.on_gpu else stream
-        return ShardedLayout(model, world, place, keep_gathered, offload, stream, dtype)
+        layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype)
+        return layout, layout.gradients
 
-    return lay
+    return make
 
 
 @final
@@ -60,7 +60,7 @@ class ShardedLayout:
         self,
         model: nn.Module,
         world: World,
-        place: Place,
+        mesh: Mesh,
         keep_gathered: bool,
         offload: bool,
         stream: CommStream,
@@ -68,32 +68,34 @@ class ShardedLayout:
     ) -> None:
         _check(model)
         self._world = world
-        self._speaks = place.replica == 0
-        grid = world.grid(place.members)
+        rank = mesh.data_rank(world.rank)
+        self._primary = rank.replica == 0
         units = find_units(model)
         paths = {module: path for path, module in model.named_modules()}
         dealt = _Dealt(
-            place,
-            Deal(place.member, place.members, grid.within),
-            CanonicalSum(place.replica, [Place(r, place.replicas) for r in range(place.replicas)], grid.across),
+            rank,
+            Deal(rank.member, rank.members, world.carrier(mesh, "shard")),
+            world.canonical(mesh, "replicate"),
             stream,
             [*(paths[unit] for unit in units), "what is in no block"],
         )
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
-        self._sharded = Sharded(model, units, grid.mesh, dealt.receive, keep_gathered, offload, dtype)
-        parts = self._sharded.trained(self._speaks)
+        self._sharded = Sharded(
+            model, units, world.device_mesh(mesh, "shard"), dealt.receive, keep_gathered, offload, dtype
+        )
+        parts = self._sharded.trained(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
         device = torch.device("cpu") if offload else world.device
         self._norms = RowNorms(world, {own: self._cuts[name] for name, own in self.trained}, device)
-        pairs = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
-        self.gradients: GradientSum = ShardGradients(self._sharded, dealt, pairs)
+        self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
+        self.gradients = ShardGradients(self._sharded, dealt)
 
     def state(self) -> dict[str, Held]:
         """See Layout."""
-        return self._sharded.state(self._speaks)
+        return self._sharded.state(self._primary)
 
     def held(self, name: str, tensor: Tensor) -> Held:
         """See Layout."""
@@ -111,31 +113,27 @@ class ShardedLayout:
         """See Layout."""
         add_flags_(self._world, flags)
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """See Layout."""
+        for own, gradient in self._gradients:
+            own.grad = gradient()
+        self._sharded.end_round()
+
+    def publish(self) -> None:
+        """See Layout: what is trained are the very rows that are gathered."""
 
     def reload(self) -> None:
         """See Layout."""
         self._sharded.scatter()
 
-    def after_evaluation(self) -> None:
-        """See Layout."""
-        self._sharded.scatter()
-
-    def close(self) -> None:
-        """See Layout."""
-
 
 @final
 class ShardGradients:
-    """What fully_shard's backward makes, brought to the tensors that the optimizer moves."""
+    """Adds what fully_shard's backward makes, and leaves it in the gradients of its shards."""
 
-    def __init__(
-        self, model: Sharded, dealt: _Dealt, pairs: Sequence[tuple[nn.Parameter, Callable[[], Tensor]]]
-    ) -> None:
+    def __init__(self, model: Sharded, dealt: _Dealt) -> None:
         self._model = model
         self._dealt = dealt
-        self._pairs = pairs
         self._last: MicroBatch | None = None
 
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
@@ -158,9 +156,6 @@ class ShardGradients:
     def finish(self) -> None:
         """See GradientSum."""
         self._dealt.finish()
-        for own, gradient in self._pairs:
-            own.grad = gradient()
-        self._model.end_round()
 
 
 @final
@@ -168,11 +163,11 @@ class _Dealt:
     """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`."""
 
     def __init__(
-        self, place: Place, deal: Deal, across: CanonicalSum, stream: CommStream, units: Sequence[str]
+        self, rank: DataRank, deal: Deal, across: CanonicalSum, stream: CommStream, units: Sequence[str]
     ) -> None:
         self.note: Note | None = None
         self._units = units
-        self._place = place
+        self._rank = rank
         self._deal = deal
         self._across = across
         self._stream = stream
@@ -188,7 +183,7 @@ class _Dealt:
         self._outputs: dict[int, Tensor] = {}
 
     def begin(self, leaves: int) -> None:
-        rounds = self._place.rounds(leaves)
+        rounds = self._rank.rounds(leaves)
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)

@@ -20,16 +20,16 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import CanonicalSum, add_
+from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.p2p import PointToPoint, Value, Values
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
-from lockstep.core.mesh import Place
+from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import Held, alike, local, rows_of
-from lockstep.core.tree import Counter, total
+from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
 from lockstep.own_code import OwnCode
@@ -43,7 +43,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
 from lockstep.parallel.pipeline.ghost import Ghost
-from lockstep.parallel.pipeline.layout import StageLayout, StageSums
+from lockstep.parallel.pipeline.layout import StageLayout
 from lockstep.parallel.pipeline.loans import Loan, Loans
 from lockstep.parallel.pipeline.part import keep_only, part_of
 from lockstep.parallel.pipeline.replay import Replay
@@ -138,13 +138,13 @@ class PipelineEngine:
             self._evaluating = {number: replay.stage(parts[False][number]) for number in numbers}
             self._training = {number: replay.stage(parts[True][number]) for number in numbers}
         self._model.train()
-        self._across = self._sum_across()
+        mesh = Mesh(replicate=self._pipelines, pipe=self._ranks)
+        self._across = world.canonical(mesh, "replicate")  # over the ranks that have the same stages as this one
         self._replica = self._pipeline // pipe.sharers
         self._layout = StageLayout(
             world,
             self._model,
             self._part,
-            StageSums([*self._stages.values()], self._across),
             world.among(self._groups_of_sharers()),
             self._pipeline,
             self._replica,
@@ -173,11 +173,12 @@ class PipelineEngine:
         self._observed = NamedSums() if observe else None
         leaves = min(self._numerics.microbatches, step.samples)
         pipe = self._pipe
-        self._layout.gradients.begin(leaves, microbatches)
         for action in actions(pipe.schedule, self._rank, self._ranks, pipe.stages_per_rank, len(microbatches)):
             self._act(action, microbatches[action.microbatch], step)
         self._post.finish()
-        self._layout.gradients.finish()
+        for stage in self._stages.values():
+            stage.add_gradients(leaves, self._across)
+        self._layout.collect()
         for stage in self._stages.values():
             stage.observe(leaves, step.samples, self._across)
         self._loss = self._total_loss(leaves)
@@ -384,13 +385,6 @@ class PipelineEngine:
         unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
         return None if states is None and unchanged else torch.cat(now)
 
-    def _sum_across(self) -> CanonicalSum | None:
-        """Return what adds over the ranks that have the same stages as this one, if there are any."""
-        if self._pipelines == 1:
-            return None
-        places = [Place(pipeline, self._pipelines) for pipeline in range(self._pipelines)]
-        return CanonicalSum(self._pipeline, places, self._world.grid(self._ranks).across)
-
     def _groups_of_sharers(self) -> list[list[int]]:
         """Return, group by group, the ranks which share the optimizer's work for the same stages."""
         sharers = self._pipe.sharers
@@ -402,8 +396,8 @@ class PipelineEngine:
         ]
 
     @property
-    def _speaks(self) -> bool:
-        """Whether this rank's pipeline tells what all of them know."""
+    def _primary(self) -> bool:
+        """Whether this rank's pipeline reports what all of them know."""
         return self._pipeline == 0
 
     def _total_loss(self, leaves: int) -> Tensor:
@@ -411,8 +405,8 @@ class PipelineEngine:
         loss = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         if self._last in self._stages:
             pieces = self._losses.pieces()
-            added = total(pieces, leaves, add_) if self._across is None else self._across(pieces, leaves, loss)
-            if self._speaks:
+            added = self._across(pieces, leaves, loss)
+            if self._primary:
                 loss = added
         # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]

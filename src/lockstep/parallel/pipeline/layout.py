@@ -13,45 +13,14 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.shard import Held, Shard
-from lockstep.parallel.layouts.base import GradientSum, Layout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.layouts.base import Layout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
-from lockstep.parallel.pipeline.stage import Stage
 from lockstep.parallel.weights import Weights
-from lockstep.tasks.base import MicroBatch
-
-
-@final
-class StageSums:
-    """The canonical sums of the gradients of a rank's stages, made once a step's last backward is done.
-
-    `across` adds over the ranks that have the same stages, where there are several.
-    """
-
-    def __init__(self, stages: Sequence[Stage], across: CanonicalSum | None) -> None:
-        self._stages = stages
-        self._across = across
-        self._leaves = 0
-
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
-        """See GradientSum."""
-        self._leaves = leaves
-
-    def before_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-
-    def after_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-
-    def finish(self) -> None:
-        """See GradientSum."""
-        for stage in self._stages:
-            stage.add_gradients(self._leaves, self._across)
 
 
 @final
@@ -59,7 +28,7 @@ class StageLayout:
     """The part of `model` on this rank, which is `part`; what is not has no memory here.
 
     `sharers` are the ranks that share this one's stages by rows. `pipeline` and `replica` are the numbers of this
-    rank's pipeline and of its group of sharers among their like: the first of each tells what all of them know.
+    rank's pipeline and of its group of sharers among their like: the first of each reports what all of them know.
     """
 
     def __init__(
@@ -67,7 +36,6 @@ class StageLayout:
         world: World,
         model: nn.Module,
         part: nn.Module,
-        sums: GradientSum,
         sharers: World,
         pipeline: int,
         replica: int,
@@ -80,11 +48,10 @@ class StageLayout:
         self._absent = {name: absent(tensor) for name, tensor in model.state_dict().items()}
         whole = sharers.size == 1
         self._own: Layout = (
-            ReplicatedLayout(Weights(part, dtype), sums) if whole else RowLayout(part, sums, sharers, False, dtype)
+            ReplicatedLayout(Weights(part, dtype)) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
         )
-        self._whole_speaks, self._rows_speak = pipeline == 0, replica == 0
+        self._whole_primary, self._rows_primary = pipeline == 0, replica == 0
         self.trained = self._own.trained
-        self.gradients = self._own.gradients
         own = dict(self.trained)
         self._parts = [self.held(name, own[name]) if name in own else absent(p) for name, p in self._all]
         self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
@@ -93,7 +60,9 @@ class StageLayout:
     def state(self) -> dict[str, Held]:
         """See Layout."""
         own = self._own.state()
-        return {name: self._told(own[name]) if name in own else elsewhere for name, elsewhere in self._absent.items()}
+        return {
+            name: self._reported(own[name]) if name in own else elsewhere for name, elsewhere in self._absent.items()
+        }
 
     def own_state(self) -> dict[str, Held]:
         """Return what of the state is on this rank."""
@@ -101,7 +70,7 @@ class StageLayout:
 
     def held(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._told(self._own.held(name, tensor.detach()))
+        return self._reported(self._own.held(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, Held]:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
@@ -122,15 +91,19 @@ class StageLayout:
         """See Layout."""
         add_flags_(self._world, flags)
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """See Layout."""
-        self._own.settle()
+        self._own.collect()
+
+    def publish(self) -> None:
+        """See Layout."""
+        self._own.publish()
 
     def reload(self) -> None:
         """See Layout."""
         self._own.reload()
 
-    def _told(self, held: Held) -> Shard:
+    def _reported(self, held: Held) -> Shard:
         if isinstance(held, Shard):
-            return replace(held, primary=held.primary and self._rows_speak)
-        return Shard(held, 0, held.shape, self._whole_speaks)
+            return replace(held, primary=held.primary and self._rows_primary)
+        return Shard(held, 0, held.shape, self._whole_primary)

@@ -111,25 +111,25 @@ class Stage:
         assert finish is not None
         self._gradients.push(number, finish())
 
-    def add_gradients(self, leaves: int, across: CanonicalSum | None) -> None:
+    def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
         """Leave the canonical sums of a step of so many micro-batches in `grad`.
 
-        `across` adds over the ranks that have the same stage, where there are several; all of them call this.
+        `across` adds over the ranks that have the same stage; all of them call this.
         """
         pieces = self._gradients.pieces()
-        if across is None:
+        if across.alone:  # then nothing has to be flat
             gradients = total(pieces, leaves, _add_parts_)
         else:
             gradients = list(_added_across(pieces, leaves, self.parameters, across))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def observe(self, leaves: int, samples: int, across: CanonicalSum | None) -> None:
+    def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
         """Leave the mean of what a step's micro-batches observed in `observed`, as add_gradients does the sums."""
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()
-            whole = total(statistics, leaves, add_) if across is None else across(statistics, leaves, like)
+            whole = across(statistics, leaves, like)
             self.observed = whole / samples
 
     def move(self, applied: bool) -> None:
