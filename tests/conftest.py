@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tiers
@@ -9,6 +10,7 @@ import torch
 import worlds
 
 LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds, commands or real those of a tier"
+PROCESSES = 2  # of pytest-xdist, for the quick tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,9 +20,23 @@ def pytest_configure(config: pytest.Config) -> None:
         # Autograd looks once for devices, at the first backward of a process. A test that pretends a CUDA device would
         # let it find one, start a thread for it, and refuse a backward in all that is forked later.
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    asked = config.option.markexpr or config.option.keyword
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not asked:
-        config.option.markexpr = "quick"  # an option, as processes of pytest-xdist are told them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Let plain pytest run the quick tests: two at a time, unless the user gives a number or wants a debugger."""
+    option = config.option
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.markexpr or option.keyword:
+        return
+    option.markexpr = "quick"  # an option, as processes of pytest-xdist are told them
+    if config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
+        option.numprocesses, option.dist = PROCESSES, "loadfile"  # before xdist looks, which starts so many
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file that has no quick test where only those are wanted; None leaves it to others."""
+    wanted = config.option.markexpr != "quick" or collection_path.is_dir() or tiers.may_be_quick(collection_path)
+    return None if wanted else True
 
 
 @pytest.hookimpl(tryfirst=True)

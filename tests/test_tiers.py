@@ -22,9 +22,23 @@ def test_what_a_list_names_is_there(place: str) -> None:
         ("commands/test_eval.py", "worlds", "commands", False),
         ("faults/test_faults.py", None, "real", False),
         ("core/test_tree.py", "gpu", "gpu", False),
+        ("core/test_tree.py", "commands", "commands", False),
     ],
 )
 def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, expected: str, quick: bool) -> None:
     stands = SimpleNamespace(path=tiers.TESTS / place, get_closest_marker=lambda name: name == marker)
     assert tiers.tier(cast("pytest.Item", stands)) == expected
     assert tiers.is_quick(cast("pytest.Item", stands)) == quick
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("core/test_tree.py", True),
+        ("commands/test_strategies_train.py", True),
+        ("commands/test_eval.py", False),
+        ("faults/test_faults.py", False),
+    ],
+)
+def test_files_that_plain_pytest_need_not_import(place: str, expected: bool) -> None:
+    assert tiers.may_be_quick(tiers.TESTS / place) == expected

@@ -5,6 +5,7 @@ are whole programs, from the command line to the run folder; `real` ones need ot
 Open MPI, etcd, hosts, a compiler, the faults, the benchmarks. `gpu` needs a CUDA device.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ _REAL: Final = (
     "launchers/test_fewer_hosts.py",
     "launchers/test_prove_launchers.py",
     "launchers/test_real.py",
+    "launchers/test_slurm_cards.py",
     "launchers/test_srun_killed.py",
     "launchers/test_submitted.py",
     "launchers/test_swallowed.py",
@@ -49,10 +51,8 @@ _COMMANDS: Final = (
 # Of the other tiers, what shows the promise in a minute: every strategy, killed and resumed, on 1 process and on more.
 _QUICK: Final = (
     "commands/test_strategies_train.py",
-    "commands/test_tasks_train.py",
     "parallel/test_data_parallel.py",
     "run",
-    "test_library.py",
 )
 
 
@@ -60,17 +60,23 @@ def tier(item: pytest.Item) -> str:
     """Return the tier of a test."""
     if item.get_closest_marker("gpu"):
         return "gpu"
-    if _stands_in(item, _REAL):
+    if _stands_in(item.path, _REAL):
         return "real"
-    if _stands_in(item, _COMMANDS):
+    if _stands_in(item.path, _COMMANDS) or item.get_closest_marker("commands"):
         return "commands"
     return "worlds" if item.get_closest_marker("worlds") else "pure"
 
 
 def is_quick(item: pytest.Item) -> bool:
     """Say whether plain pytest runs a test."""
-    return tier(item) == "pure" or _stands_in(item, _QUICK)
+    return tier(item) == "pure" or _stands_in(item.path, _QUICK)
 
 
-def _stands_in(item: pytest.Item, places: tuple[str, ...]) -> bool:
-    return any(item.path.is_relative_to(TESTS / place) for place in places)
+def may_be_quick(path: Path) -> bool:
+    """Say whether a file can have quick tests: others are not even imported by plain pytest."""
+    return _stands_in(path, _QUICK) or not _stands_in(path, (*_REAL, *_COMMANDS))
+
+
+@cache  # there are thousands of tests in some hundred files
+def _stands_in(path: Path, places: tuple[str, ...]) -> bool:
+    return any(path.relative_to(TESTS).is_relative_to(place) for place in places)

@@ -24,6 +24,7 @@ def shown(**env: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
     return {name: (now, in_run) for name, now, in_run in found}, doubtful
 
 
+@pytest.mark.commands
 def test_what_a_run_sets() -> None:
     found, doubtful = shown()
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ("unset", ":4096:8")
@@ -33,6 +34,7 @@ def test_what_a_run_sets() -> None:
     assert doubtful == []
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(
     ("env", "doubt"),
     [

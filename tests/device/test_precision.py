@@ -104,6 +104,7 @@ def fixed(before: str, fix: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
 def test_kernels_are_fixed(before: str) -> None:
     """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
@@ -170,6 +171,7 @@ fix_kernels(2, "tf32", torch.device("cuda", 0))
 """
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
 def test_tf32_reaches_every_product_on_cuda_and_none_on_the_cpu(before: str) -> None:
     found = fixed(before, ON_AMPERE)

@@ -146,6 +146,7 @@ def test_pretrained_weights_are_for_timm_and_torchvision(name: str) -> None:
         _build(name, pretrained=True)
 
 
+@pytest.mark.commands
 def test_ours_import_neither_timm_nor_torchvision() -> None:
     code = (
         "import sys; from lockstep.models.find import build_model;"
