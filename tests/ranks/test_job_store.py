@@ -1,12 +1,24 @@
 """What is believed of the values at a store that anybody may reach."""
 
 import json
-from typing import Any
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
+from waiting import QUICK, until
 
+from lockstep.core.rank import RankInfo
+from lockstep.ranks import job_store
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.job_store import LONGEST, JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.stall import StallDetector
+from lockstep.ranks.status import Status
 
 SECRET = b"of this job, and nobody else's"
 
@@ -135,3 +147,43 @@ def test_whole_numbers_are_within_their_limits(value: Any) -> None:
 def test_text_is_text(value: Any) -> None:
     with pytest.raises(ValueError, match="expected text"):
         text(value)
+
+
+def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks do all that is done at a store; what they write, and nothing else, is in the table."""
+    written: set[str] = set()
+    for name in ("set", "add", "settle"):
+        method = getattr(JobStore, name)
+
+        def noting(self: JobStore, key: str, *rest: Any, method: Any = method) -> Any:
+            written.add(key)
+            return method(self, key, *rest)
+
+        monkeypatch.setattr(JobStore, name, noting)
+
+    def end(_: Rendezvous, _failure: Failure) -> NoReturn:
+        raise AssertionError
+
+    reported = threading.Event()
+
+    def one(rank: int) -> None:
+        rendezvous = Rendezvous(RankInfo(rank, 2, rank, 2, "test"), 20.0, end, SECRET, QUICK)
+        rendezvous.join(f"file://{tmp_path}/meet")
+        rendezvous.compare({})
+        rendezvous.tell("")
+        rendezvous.status = lambda: Status("training")  # where a device may wait for the other rank
+        stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), hidden=True)
+        with Heartbeat(rendezvous, 30.0), stall:
+            assert reported.wait(20)
+            until(lambda: stall._question > 0)
+        rendezvous.fail(Failure(rank, 2, "a", "error: disk full"))
+        rendezvous.leave()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(2)))
+    assert job_store.__doc__
+    rows = re.findall(r"^\| (`.*?`) \|", job_store.__doc__, re.MULTILINE)
+    keys = [key for row in rows for key in re.findall("`(.*?)`", row) if key != "group ..."]
+    patterns = {key: re.compile(re.sub(r"\b[NR]\b", r"\\d+", key)) for key in keys}
+    assert [key for key in written if not any(each.fullmatch(key) for each in patterns.values())] == []
+    assert [key for key, each in patterns.items() if not any(each.fullmatch(one) for one in written)] == []

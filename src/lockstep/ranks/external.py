@@ -1,13 +1,9 @@
-"""A rank that another launcher started: when one ends by an error all of them end, and it is said once, and why.
-
-Of ranks that Lockstep started itself this is said by the process that started them (ranks/local_launcher.py).
-"""
+"""A rank that another launcher started: it reports its end at the store, and on the terminal if no other rank does."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,8 +12,9 @@ from typing import NoReturn
 from lockstep.comm.peer_errors import lost_peer
 from lockstep.core.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
-from lockstep.ranks.failure import Failure, PeerFailedError, failure_of
+from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
+from lockstep.ranks.member import at_most, end_process, joined
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
 from lockstep.ranks.timing import TIMING, Timing
@@ -46,8 +43,7 @@ def membership(
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
-    try:
-        rendezvous.join(address)
+    with joined(rendezvous, address):
         with heartbeat:
             try:
                 yield rendezvous
@@ -58,10 +54,6 @@ def membership(
                 unexplained = replace(failure_of(error, rendezvous.info, rendezvous.rank_log), secondary=False)
                 rendezvous.end(heartbeat.cause() or unexplained)
         rendezvous.leave()
-    except PeerFailedError as error:
-        rendezvous.end(replace(error.failure, secondary=True))
-    except (Exception, SystemExit) as error:  # the user's code may exit
-        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
@@ -91,35 +83,23 @@ def met(info: RankInfo, address: str, timeout_s: float, timing: Timing = TIMING)
 
 
 def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
-    """End this process, whatever becomes of its last words."""
-    try:
-        _at_most(rendezvous.timing.end_s, lambda: _take_leave(rendezvous, failure))
-    finally:
-        os._exit(failure.exit_code)
+    end_process(rendezvous, failure, _report)
 
 
-def _take_leave(rendezvous: Rendezvous, failure: Failure) -> None:
-    """Tell the other ranks why this one ends, and the user what has not been said yet."""
-    first = _at_most(rendezvous.timing.report_s, lambda: rendezvous.fail(failure))
-    for line in _to_say(rendezvous.info, failure, first) if first else _to_say_unheard(rendezvous, failure):
+def _report(rendezvous: Rendezvous, failure: Failure) -> None:
+    """Send the other ranks why this one ends, and print what no other rank prints."""
+    timing = rendezvous.timing
+    first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may be gone
+    for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
             rendezvous.rank_log.notice(line)
-    _at_most(rendezvous.timing.leave_s, rendezvous.leave)
+    at_most(timing.leave_s, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def _at_most(seconds: float, work: Callable[[], Failure | None]) -> Failure | None:
-    """Return what `work` returns, or None where it takes longer, as it may for ever."""
-    replies: list[Failure | None] = [None]
-    working = threading.Thread(target=lambda: replies.append(work()), daemon=True)
-    working.start()
-    working.join(seconds)
-    return replies[-1]
-
-
-def _to_say(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
-    """Return what this rank says of `failure`, where `first` was the first of all ranks."""
+def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
+    """Return what this rank prints of `failure`, where `first` was the first of all ranks."""
     by_hand = info.launcher == "environment"  # each rank may have a terminal of its own
     if failure == first and not failure.secondary:
         return [failure.words]
@@ -128,10 +108,10 @@ def _to_say(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
     return [f"rank {info.rank} ends with it: {first.line}"] if by_hand or info.local_rank == 0 else []
 
 
-def _to_say_unheard(rendezvous: Rendezvous, failure: Failure) -> list[str]:
-    """Return what this rank says of `failure` where the ranks do not hear of each other: the store is gone."""
+def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:
+    """Return what this rank prints of `failure` where the store is gone, and no rank knows what another prints."""
     info = rendezvous.info
     own = failure.rank == info.rank and not failure.secondary
     with_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
-    speaks = info.local_rank == int(with_rank_0)  # one for each host; where rank 0 was, which is gone, the next one
-    return [failure.words] if own or speaks or info.launcher == "environment" else []
+    reports = info.local_rank == int(with_rank_0)  # one for each host; where rank 0 was, which is gone, the next one
+    return [failure.words] if own or reports or info.launcher == "environment" else []

@@ -29,7 +29,8 @@ from lockstep.device.limits import over_files, refused
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
 from lockstep.parent import die_with_parent
 from lockstep.ranks import oom
-from lockstep.ranks.failure import Failure, failure_of, from_json
+from lockstep.ranks.failure import Failure, from_json
+from lockstep.ranks.member import end_process, joined
 from lockstep.ranks.rank_log import log_name, outliving_terminal
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
@@ -85,7 +86,7 @@ def run_workers(
         address = held.enter_context(_nameless_file())
         held.callback(started.end)  # while the file is there: who looks for one that is gone waits for it
         for rank in range(processes):
-            started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s))
+            started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s, timing))
         ends = started.watch()
         first = cause(ends)
         if first is None:
@@ -222,7 +223,9 @@ def _end_of(rank: int, worker: _Process) -> End | None:
     return End(rank, code, now)
 
 
-def _begin(worker: Worker, rank: int, size: int, address: str, timeout_s: float, words: Connection) -> None:
+def _begin(
+    worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, words: Connection
+) -> None:
     """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
     die_with_parent()
     # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
@@ -231,24 +234,21 @@ def _begin(worker: Worker, rank: int, size: int, address: str, timeout_s: float,
         signal.signal(number, signal.SIG_DFL)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # a model may ask
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    rendezvous = Rendezvous(RankInfo(rank, size, rank, size, "lockstep"), timeout_s, partial(_end, words))
-    try:
-        with outliving_terminal():  # of a spawned process: a forked one has its parent's
-            rendezvous.join(address)
-            code = worker(rendezvous)
-    except BaseException as error:
-        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
+    info = RankInfo(rank, size, rank, size, "lockstep")
+    rendezvous = Rendezvous(info, timeout_s, partial(_end, words), timing=timing)
+    # The terminal's streams are those of a spawned process: a forked one has its parent's.
+    with joined(rendezvous, address), outliving_terminal():
+        code = worker(rendezvous)
     os.write(words.fileno(), _DONE + str(code).encode())
 
 
 def _end(words: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
-    """End this worker; what there is to say, the agent says."""
-    try:
-        os.write(words.fileno(), failure.to_json().encode())
+    def report(rendezvous: Rendezvous, failure: Failure) -> None:
+        os.write(words.fileno(), failure.to_json().encode())  # first: it needs no store
         rendezvous.fail(failure)
         sys.stdout.flush()
-    finally:  # whatever becomes of its last words
-        os._exit(failure.exit_code)
+
+    end_process(rendezvous, failure, report)
 
 
 def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -21,6 +23,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import start_method
 
 T = TypeVar("T")
+_SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
@@ -79,3 +82,20 @@ def in_workers(
     method = start_method(placement)
     worker = partial(work, ready if method == "fork" else None)
     return run_workers(worker, count, method, placement.timeout_s, logs, failed)
+
+
+def in_workers_silently(
+    work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int
+) -> tuple[int, str]:
+    """Do what `in_workers` does; return the exit code, and what it would have printed of a failure.
+
+    A signal that ended the workers ends this process, too.
+    """
+    with redirect_stderr(io.StringIO()) as printed:
+        try:
+            code = in_workers(work, ready, placement, count)
+        except SystemExit as end:  # a signal came before there were workers
+            code = int(end.code or 0)
+    if code > _SIGNALLED:
+        raise SystemExit(code)
+    return code, printed.getvalue().strip()

@@ -7,13 +7,11 @@ placement. What differs is run a second time, to see the values.
 
 from __future__ import annotations
 
-import io
 import pkgutil
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -33,7 +31,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Departure, Row, Verdict, Verification
 from lockstep.run import build
 from lockstep.run.build import Setup
-from lockstep.run.start import in_workers
+from lockstep.run.start import in_workers_silently
 from lockstep.run.strategy import find_strategy
 from lockstep.strategies import names
 from lockstep.verification import probing, trace
@@ -46,7 +44,6 @@ from lockstep.verification.values import Values, largest, values, wanted
 _SINGLE: Final = Strategy(name="single")
 _LARGEST: Final = 4  # processes, with --all
 _BATCHES: Final = 4  # of validation, and a short one
-_SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
 
 
 @dataclass(frozen=True)
@@ -351,14 +348,7 @@ class _Contest:
     ) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         work = partial(_with_own_streams, partial(body, job))
-        with redirect_stderr(io.StringIO()) as said:
-            try:
-                code = in_workers(work, self._ready, place.loaded.config.placement, place.processes)
-            except SystemExit as end:  # a signal came before there were workers
-                code = int(end.code or 0)
-        if code > _SIGNALLED:
-            raise SystemExit(code)
-        text = said.getvalue().strip()
+        code, text = in_workers_silently(work, self._ready, place.loaded.config.placement, place.processes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _demanded(self, outcome: Outcome) -> Outcome:

@@ -6,13 +6,12 @@ each step, its loss and a digest of each tensor of the model, and compared with 
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,9 @@ from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.script import run_script
-from lockstep.run.start import in_workers
+from lockstep.run.start import in_workers_silently
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
-_SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
 _TRACE: Final = "trace.jsonl"
 _SHOWN: Final = 3  # tensors
 
@@ -120,14 +118,7 @@ def _ran(
     folder.mkdir()
     given = strategy if isinstance(strategy, str) else dict(strategy)
     work = partial(_work, function, given, folder, steps)
-    with redirect_stderr(io.StringIO()) as said:
-        try:
-            code = in_workers(work, None, Placement(), count)
-        except SystemExit as end:  # a signal came before there were workers
-            code = int(end.code or 0)
-    if code > _SIGNALLED:
-        raise SystemExit(code)
-    text = said.getvalue().strip()
+    code, text = in_workers_silently(work, None, Placement(), count)
     return code, text.partition("error: ")[2] or text
 
 
