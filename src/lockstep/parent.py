@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import select
 import signal
-from pathlib import Path
 from typing import Final
 
 from lockstep.errors import TrainingError
@@ -39,11 +38,12 @@ def die_with_launcher(launcher: str) -> None:
 
 def parent_command() -> list[str]:
     """Return the command line of the process that started this one; empty where there is no telling."""
+    import psutil  # only now: `lockstep --help` need not wait for it
+
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:  # no Linux, or not ours to see
+        return psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:  # gone, or not ours to see
         return []
-    return os.fsdecode(words).split("\0")[:-1]
 
 
 def _left_behind(launcher: str) -> bool:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
-from pathlib import Path
-from typing import Final
+
+import psutil
 
 from lockstep.errors import UsageError
-
-_LISTENING: Final = "0A"  # in /proc/net/tcp (include/net/tcp_states.h)
 
 
 def check(host: str, port: int, near: bool) -> None:
@@ -87,43 +83,21 @@ def _everywhere(port: int) -> socket.socket:
 
 def holder(port: int) -> str:
     """Return who holds a TCP port here, as `pid 17 (command line)`; "" where that is nobody, or not for us to see."""
-    inodes = set(_inodes(port))
-    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)) if inodes else ():
-        if inodes & set(_sockets(process)):
-            return f"pid {process.name} ({_command(process)})"
+    with suppress(psutil.Error):  # macOS shows it to root alone
+        # Connections that were accepted have the port of their listener, maybe in another process.
+        found = sorted(
+            (each.status != psutil.CONN_LISTEN, each.pid)
+            for each in psutil.net_connections("tcp")
+            if each.laddr and each.laddr.port == port and each.pid is not None
+        )
+        for _, pid in found:
+            return f"pid {pid} ({_command(pid)})"
     return ""
 
 
-def _inodes(port: int) -> Iterator[str]:
-    """Yield the inodes of the sockets that have this port here: of those that listen, if there are any."""
-    rows = [row for name in ("tcp", "tcp6") for row in _table(name) if int(row[1].rpartition(":")[2], 16) == port]
-    listening = [row for row in rows if row[3] == _LISTENING]
-    for row in listening or rows:
-        yield row[9]
-
-
-def _table(name: str) -> list[list[str]]:
-    try:
-        lines = Path("/proc/net", name).read_text(encoding="ascii").splitlines()[1:]
-    except OSError:  # no Linux, or no such protocol
-        return []
-    return [line.split() for line in lines]
-
-
-def _sockets(process: Path) -> Iterator[str]:
-    """Yield the inodes of a process's sockets; nothing where it is not ours to see, or has gone."""
-    with suppress(OSError):
-        for descriptor in (process / "fd").iterdir():
-            with suppress(OSError):
-                target = os.readlink(descriptor)
-                if target.startswith("socket:["):
-                    yield target[len("socket:[") : -1]
-
-
-def _command(process: Path) -> str:
-    with suppress(OSError):
-        words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        text = b" ".join(words).decode(errors="replace")
+def _command(pid: int) -> str:
+    with suppress(psutil.Error):
+        text = " ".join(psutil.Process(pid).cmdline())
         if text:
             return text if len(text) <= 200 else f"{text[:197]}..."
     return "of no known command"

@@ -1,4 +1,8 @@
-"""Whether a process of this machine lives: who hears nothing of one may look, where it is near enough."""
+"""Whether a process of this machine still runs, for a rank that has missed its heartbeats.
+
+Read from Linux itself: psutil counts the start of a process from the wall clock, which may be set in the meantime, and
+the process would then be taken for another. Elsewhere nothing is known, and a rank is waited for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When memory runs out the kernel kills a process, which cannot say so: the others know what it had, and count."""
+"""When memory runs out the kernel kills a process, which cannot report it: others know its peak, and count the kills.
+
+Read from Linux itself: psutil has neither the counter of kills nor, on Linux, a peak (VmHWM).
+"""
 
 from __future__ import annotations
 
