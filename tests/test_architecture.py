@@ -73,7 +73,9 @@ WORDS_OF_TASKS = re.compile(
     r"(?<![a-z])(images?|pictures?|pixels?|crops?|classes|classif[a-z]*|labels|label_smoothing|num_class|class_weights?"
     r"|top_?[k15]|accurac(?:y|ies)|perplexit(?:y|ies)|segmentation|tokens?(?!_hex)|tokenizers?|vocabular(?:y|ies))(?![a-z])"
 )
-SHARED_BY_LAUNCHERS = {f"launchers/{name}" for name in ("environment", "hostlist", "job", "variables")}
+SHARED_BY_LAUNCHERS = {
+    f"launchers/{name}" for name in ("agents", "base", "environment", "hostlist", "job", "variables")
+}
 FORBIDDEN_WORDS = ["manager", "helper", "util", "misc", "handler"]
 
 

@@ -113,17 +113,17 @@ def test_lines(command, job, line):
 
 def test_ssh_ties_what_it_starts_to_itself():
     job = replace(JOB, host=1, options=("-p", "2222"))
-    words = ssh.command(job, torchrun.command(replace(job, options=())), "/data/it's here")
+    words = ssh.command(replace(job, folder="/data/it's here"))
     assert words[:1] == ["ssh"]
     assert words[-4:-1] == ["-p", "2222", "b"]
     folder, _, there = words[-1].partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/data/it's here"]
     line = torchrun.command(replace(job, options=()))
     assert shlex.split(there) == ["/opt/python", "-m", "lockstep.tether", "--knows", "a", *line]
-    *_, there = ssh.command(replace(job, signed=True), line, "/data")
+    *_, there = ssh.command(replace(job, signed=True))
     assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.tether", "--secret", "--knows", "a", *line]
     alone = replace(HERE, hosts=("a",), options=())
-    *_, there = ssh.command(alone, torchrun.command(alone), "/data")
+    *_, there = ssh.command(alone)
     assert "--knows" not in there
 
 

@@ -9,6 +9,7 @@ import pytest
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import ORDER
+from lockstep.launchers.base import Launcher
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "add-a-launcher.md"
 JSRUN = {
@@ -38,5 +39,6 @@ def test_the_example_finds_its_ranks(example: dict[str, Any]) -> None:
 
 
 def test_the_example_is_new(example: dict[str, Any]) -> None:
-    assert not any(launcher.detect(JSRUN) for launcher in ORDER)
-    assert set(example["VARIABLES"]) >= JSRUN.keys()
+    assert not any(launcher.detect(JSRUN) for launcher in ORDER if launcher.detect)
+    assert isinstance(example["LAUNCHER"], Launcher)
+    assert set(example["LAUNCHER"].variables) >= JSRUN.keys()

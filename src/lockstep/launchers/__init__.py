@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from lockstep.core.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers import environment, horovodrun, mpich, openmpi, slurm, torchrun
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """How one launcher is found: by `detect`, which looks at `variables`."""
-
-    name: str
-    detect: Callable[[Mapping[str, str]], RankInfo | None]
-    variables: tuple[str, ...]
+from lockstep.launchers import environment, horovodrun, local, mpich, openmpi, slurm, ssh, torchrun
+from lockstep.launchers.base import Launcher
 
 
 @dataclass(frozen=True)
@@ -32,12 +24,14 @@ class Look:
 # Who is asked, one after the other, until one decides. The one that started a process last comes first: what it started
 # inherits the variables of all before.
 ORDER: Final = (
-    Launcher("torchrun", torchrun.detect, torchrun.VARIABLES),  # srun and mpirun start it once on each host
-    Launcher("environment", environment.detect, environment.VARIABLES),  # a script made them of its launcher's own
-    Launcher("horovodrun", horovodrun.detect, horovodrun.VARIABLES),  # over MPI it sets no rank, and mpirun decides
-    Launcher("openmpi", openmpi.detect, openmpi.VARIABLES),  # in a Slurm job it starts its daemons by srun
-    Launcher("mpich", mpich.detect, mpich.VARIABLES),  # so does this one: SLURM_PROCID is that of the daemon
-    Launcher("slurm", slurm.detect, slurm.VARIABLES),
+    local.LAUNCHER,
+    torchrun.LAUNCHER,  # srun and mpirun start it once on each host
+    environment.LAUNCHER,  # a script made them of its launcher's own
+    horovodrun.LAUNCHER,  # over MPI it sets no rank, and mpirun decides
+    openmpi.LAUNCHER,  # in a Slurm job it starts its daemons by srun
+    mpich.LAUNCHER,  # so does this one: SLURM_PROCID is that of the daemon
+    slurm.LAUNCHER,
+    ssh.LAUNCHER,
 )
 
 
@@ -48,7 +42,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     launcher decides: scripts for Slurm often set WORLD_SIZE, and leave the rank to srun.
     """
     for launcher in ORDER:
-        info = launcher.detect(env)
+        info = launcher.detect(env) if launcher.detect else None
         if info is not None:
             return info
     environment.check_half_set(env)
@@ -62,11 +56,11 @@ def located(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
 
 def look(env: Mapping[str, str]) -> tuple[Look, ...]:
     """Return what each launcher makes of the environment, in order: the first that is not neither decides."""
-    return tuple(_looked(launcher, env) for launcher in ORDER)
-
-
-def _looked(launcher: Launcher, env: Mapping[str, str]) -> Look:
-    try:
-        return Look(launcher, launcher.detect(env), None)
-    except UsageError as error:
-        return Look(launcher, None, str(error))
+    looks = []
+    for launcher in ORDER:
+        if launcher.detect:
+            try:
+                looks.append(Look(launcher, launcher.detect(env), None))
+            except UsageError as error:
+                looks.append(Look(launcher, None, str(error)))
+    return tuple(looks)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from lockstep.core.rank import RankInfo
+from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Variables, check_range
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,3 +47,6 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
         env.get("MASTER_ADDR"),
         port,
     )
+
+
+LAUNCHER: Final = Launcher("environment", detect, VARIABLES)

@@ -7,6 +7,7 @@ from typing import Final
 from zlib import crc32
 
 from lockstep.core.rank import RankInfo
+from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Names, place, port_of
 
 VARIABLES: Final = (
@@ -31,3 +32,6 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # of one job alone, the same on all ranks
     port = port_of(crc32(rendezvous.encode()))
     return place(env, "horovodrun", Names(*VARIABLES[:4]), port=port, missing=_MISSING, advice=_ADVICE)
+
+
+LAUNCHER: Final = Launcher("horovodrun", detect, VARIABLES)

@@ -46,6 +46,7 @@ class Job:
     how often the processes are started again after one failed. `rendezvous` is how torchrun's agents meet, chosen for
     the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`, and `id` tells their
     rendezvous from others at the same place. `signed`: the launcher brings the ranks a secret of the job, in `SECRET`.
+    `folder` is where each host starts, for launchers that must be given it.
     """
 
     words: tuple[str, ...]
@@ -63,6 +64,7 @@ class Job:
     id: str = ""
     resources: Resources = Resources()
     signed: bool = False
+    folder: str = ""
 
     @property
     def meets_by(self) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from lockstep.errors import UsageError
+from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 
 
@@ -18,3 +21,11 @@ def command(job: Job) -> list[str]:
     if not job.trains:
         raise UsageError(f"--on local: starts train and eval; run lockstep {' '.join(job.words)} as it is")
     return [*job.program, f"placement.processes={job.processes}"]
+
+
+def unused_port(_: Job) -> str:
+    """Return why a job has no use for --port."""
+    return "the processes meet in files"
+
+
+LAUNCHER: Final = Launcher("local", command=command, unused_port=unused_port, signed=False)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from lockstep.core.rank import RankInfo
+from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Names, place
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
@@ -22,3 +23,6 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None
     return place(env, "mpich", Names(*VARIABLES[:4]), port=PORT, missing=_MISSING, advice=_ADVICE)
+
+
+LAUNCHER: Final = Launcher("mpich", detect, VARIABLES)

@@ -7,6 +7,7 @@ from typing import Final
 from zlib import crc32
 
 from lockstep.core.rank import SECRET, RankInfo
+from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 from lockstep.launchers.variables import Names, place, port_of
 
@@ -42,3 +43,11 @@ def command(job: Job) -> list[str]:
     secret = ["-x", SECRET] if job.signed else []  # its value is that of the environment, and in no command line
     layout = ["--map-by", f"ppr:{count}:node", "--bind-to", "none"]  # it would bind to one core and its threads too
     return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *secret, *job.options, *job.program]
+
+
+def unused_port(job: Job) -> str:
+    """Return why a job has no use for --port, "" where it has."""
+    return "" if len(job.hosts) > 1 else "it follows from the number of the job, or is mpirun's -x MASTER_PORT=PORT"
+
+
+LAUNCHER: Final = Launcher("openmpi", detect, VARIABLES, command, unused_port=unused_port)

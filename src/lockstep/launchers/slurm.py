@@ -13,6 +13,7 @@ from typing import Final
 
 from lockstep.core.rank import SECRET, RankInfo
 from lockstep.errors import UsageError
+from lockstep.launchers.base import Launcher
 from lockstep.launchers.hostlist import counts, hosts
 from lockstep.launchers.job import Job, Resources, resource_problems
 from lockstep.launchers.variables import Variables, check_range, port_of
@@ -116,6 +117,14 @@ def command(job: Job) -> list[str]:
 
 def _asked(job: Job) -> list[str]:
     return [f"{option}={value}" for option, value in job.resources.named.items()]
+
+
+def unused_port(_: Job) -> str:
+    """Return why a job has no use for --port."""
+    return "it follows from the numbers of job and step, or is MASTER_PORT of the environment"
+
+
+LAUNCHER: Final = Launcher("slurm", detect, VARIABLES, command, unused_port=unused_port, resources=True, followed=True)
 
 
 @dataclass(frozen=True)

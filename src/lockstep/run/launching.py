@@ -1,0 +1,196 @@
+"""Starts a job by a launcher: by becoming it, or by a command for each host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.rank import SECRET
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
+from lockstep.launchers import ORDER
+from lockstep.launchers.base import Launcher
+from lockstep.launchers.job import Job, checked
+from lockstep.ranks.secret import drawn, job_secret
+from lockstep.tether import SRUN_PORT, held, problem_of
+
+
+def starters() -> dict[str, Launcher]:
+    """Return the launchers that can start a job, by name."""
+    return {launcher.name: launcher for launcher in ORDER if launcher.command}
+
+
+def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
+    """Start a job by a launcher and return its exit code, or only print its lines; UsageError for what cannot be.
+
+    `port` and `node_rank` are None where they were left out.
+    """
+    launcher = starters()[name]
+    job = _with_id(launcher, _checked(launcher, job, port))
+    _check_node_rank(launcher, job, node_rank)
+    _check_restarts(job)
+    secret = _secret(launcher, job)
+    lines = _lines(launcher, replace(job, signed=bool(secret)))
+    if dry_run:
+        print("\n".join(map(shlex.join, lines.values())))
+        return EXIT_DONE
+    if name == "local" and job.is_script:
+        from lockstep.run.script import start_script
+
+        return start_script(job.words[1], job.words[2:], job.processes)
+    if launcher.per_host:
+        return _on_hosts(lines, job, secret)
+    if launcher.elastic and not job.standalone and (problem := problem_of(job.meets_on)):
+        raise UsageError(problem)
+    _become(lines[""], launcher, secret)
+    return EXIT_DONE
+
+
+def named_hosts(file: Path) -> tuple[str, ...]:
+    """Return the names in a file: one on each line, # begins a remark, and what follows the name is not for us."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"--hosts {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--hosts {file}: is no text; write the name of one host on each line") from error
+    names = tuple(line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    if not names:
+        raise UsageError(f"--hosts {file}: names no host; write one on each line")
+    return names
+
+
+def number_of_hosts(text: str) -> tuple[int | None, int]:
+    """Return the fewest hosts that will do, or None where all are needed, and the most."""
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise UsageError(f"--nodes: expected a number such as 2, or MIN:MAX such as 1:3, got {text}")
+    return (int(numbers[0]) if len(numbers) == 2 else None), int(numbers[-1])
+
+
+def _checked(launcher: Launcher, job: Job, port: int | None) -> Job:
+    """Return the job, or raise UsageError where it asks for what this launcher does not do."""
+    on, asked = f"not with --on {launcher.name}", ", ".join(checked(job).resources.named)
+    if job.elastic and not launcher.elastic:
+        able = " and ".join(each.name for each in starters().values() if each.elastic)
+        raise UsageError(f"{', '.join(job.elastic)}: {on}; the agents of --on {able} do that")
+    if job.id and (job.standalone or job.meets_by == "static"):
+        raise UsageError(f"--id: {job.id}, but who meets statically or alone has no name for that; leave --id out")
+    if asked and not launcher.resources:
+        raise UsageError(f"{asked}: {on}; they are for Slurm: --on slurm, or lockstep submit")
+    if port is not None and (unused := launcher.unused_port(job)):
+        raise UsageError(f"--port: {port}, but with --on {launcher.name} {unused}; leave --port out")
+    return job
+
+
+def _secret(launcher: Launcher, job: Job) -> str:
+    """Return the secret of the job: the user's own, else a new one where this command starts all ranks; "" for none.
+
+    Hosts that join later, or that another command starts, would not have a new one.
+    """
+    own = os.fsdecode(job_secret(os.environ))
+    return own or (drawn() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
+
+
+def _with_id(launcher: Launcher, job: Job) -> Job:
+    """Return the job with a name for its rendezvous, where it wants one and this command knows all hosts."""
+    if job.id or job.meets_by == "static":
+        return job
+    if launcher.starts_all(job):
+        return replace(job, id=uuid.uuid4().hex[:12])
+    if job.rendezvous == "etcd-v2":  # what etcd keeps of a rendezvous that has ended refuses another of its name
+        raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; say it in --id")
+    return job
+
+
+def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> None:
+    several = not launcher.starts_all(job) and job.meets_by == "static"
+    if node_rank is not None and not (several and node_rank < job.nodes):
+        raise UsageError(
+            f"--node-rank: {node_rank} with --on {launcher.name} and {job.nodes} hosts; it is for torchrun on several "
+            f"that meet statically"
+        )
+    if several and node_rank is None:
+        raise UsageError(
+            f"--on {launcher.name}: starts the processes of one host of several: say which in --node-rank, "
+            "or use --on ssh, which does that"
+        )
+
+
+def _check_restarts(job: Job) -> None:
+    """Raise UsageError where a training is to be started again that would not go on."""
+    if (job.restarts or job.fewest) and job.words[0] == "train" and not _run_folder(job.words):
+        raise UsageError(
+            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
+            "would begin a run of its own; name one, such as run.dir=runs/a"
+        )
+
+
+def _run_folder(words: tuple[str, ...]) -> str | None:
+    """Return the run folder that a training names, None where it names none; ConfigError where its words are wrong."""
+    from lockstep.config.load import load, split
+
+    return load(*split(words[1:])).config.run.dir
+
+
+def _lines(launcher: Launcher, job: Job) -> dict[str, list[str]]:
+    """Return the lines to run, by the names of their hosts; the name is empty where one line starts all."""
+    assert launcher.command
+    if not (launcher.per_host and job.hosts):
+        return {"": launcher.command(job)}
+    return {host: launcher.command(replace(job, host=number)) for number, host in enumerate(job.hosts)}
+
+
+def _become(line: list[str], launcher: Launcher, secret: str) -> None:
+    """Become the launcher, so that signals go where they should. What it starts has the secret in its environment."""
+    env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
+    if shutil.which(line[0]) is None:
+        raise UsageError(f"{line[0]} is not found; install it or load its module, or choose another --on")
+    sys.stdout.flush()
+    with held() if launcher.followed else nullcontext() as tied_to:
+        port = {SRUN_PORT: str(tied_to.getsockname()[1])} if tied_to else {}
+        os.execvpe(line[0], line, env | port)
+
+
+def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
+    """Run the lines and return the exit code: the first host's that failed, or what says that the run is saved.
+
+    torchrun makes 1 of that; it is found in the run folder, where this host sees it too.
+    """
+    from lockstep.launchers.hosts import run_on_hosts
+
+    if shutil.which("ssh") is None:
+        raise UsageError("ssh is not found; install it, or choose another --on")
+    before = _result(job)
+    ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret)
+    result = _result(job)
+    if not ended.code or result == before or result.get("exit_code") not in (EXIT_SAVED, EXIT_INTERRUPTED):
+        return ended.code
+    return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
+
+
+def _report(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone: SIGHUP follows
+        print(text, file=sys.stderr, flush=True)
+
+
+def _result(job: Job) -> dict[str, Any]:
+    """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
+    from lockstep.run.runs import RESULT
+
+    if job.words[0] != "train":
+        return {}
+    with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
+        folder = _run_folder(job.words)
+        found = json.loads(Path(folder, RESULT).read_bytes()) if folder else {}
+        return found if isinstance(found, dict) else {}
+    return {}
