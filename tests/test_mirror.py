@@ -44,7 +44,7 @@ strategies: base
 tasks: base batches own_loss
 training: events
 training/checkpoint: saved_state
-verification: causes compare contest contestant first_look probe probe_state probe_witness probing trace values
+verification: cases causes compare first_look probe probe_state probe_witness probing trace traced_run values
 """
 
 

@@ -10,8 +10,8 @@ from forked import Command
 from lockstep import strategies
 from lockstep.config.load import load
 from lockstep.core.order import Steps
-from lockstep.verification import contest
-from lockstep.verification.contestant import Job
+from lockstep.verification import cases
+from lockstep.verification.traced_run import Job
 
 # A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
 PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
@@ -112,7 +112,7 @@ def test_an_interrupt_ends_everything(start):
 
 
 def test_all_means_every_strategy_on_one_to_four_processes_or_the_reason_why_not():
-    places = contest._all(load("digits", ["placement.device=cpu"]))
+    places = cases._all(load("digits", ["placement.device=cpu"]))
     assert {(place.strategy, place.processes) for place in places} == {
         (name, size) for name in strategies.names() for size in (1, 2, 3, 4)
     }
@@ -124,7 +124,7 @@ def test_all_means_every_strategy_on_one_to_four_processes_or_the_reason_why_not
 
 def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
     loaded = load("digits", ["placement.strategy={name: ddp, bucket_mib: 1.5}", "recipe.microbatches=2"])
-    places = {(place.strategy, place.processes): place for place in contest._all(loaded)}
+    places = {(place.strategy, place.processes): place for place in cases._all(loaded)}
     assert places["ddp", 2].loaded.config.placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert places["single", 1].loaded.config.placement.strategy.model_extra == {}
     assert "3 processes but only 2 micro-batches" in places["ddp", 3].reason
@@ -132,12 +132,12 @@ def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
 
 def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputation():
     overrides = ["placement.strategy={bucket_mib: 1.5}", "placement.recompute=full", "placement.workers=2"]
-    single, asked = contest._given(load("digits", overrides), 2)
+    single, asked = cases._given(load("digits", overrides), 2)
     assert (single.label, asked.label) == ("single on 1", "ddp on 2")
     placement = asked.loaded.config.placement
     assert placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert (placement.recompute, placement.workers, placement.processes) == ("full", 2, 2)
-    assert [place.label for place in contest._given(load("digits"), 1)] == ["single on 1"]
+    assert [place.label for place in cases._given(load("digits"), 1)] == ["single on 1"]
 
 
 @pytest.mark.parametrize(
@@ -151,19 +151,19 @@ def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputatio
     ],
 )
 def test_the_first_steps_and_the_last_of_the_epoch_are_compared(steps, count, chosen):
-    assert contest.chosen_steps(steps, count) == chosen
+    assert cases.chosen_steps(steps, count) == chosen
     assert all(number < steps.total for number in chosen)
 
 
 def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_path):
     for overrides, half in ((), 2), (("recipe.compile=true",), 4):
         job = Job(load("digits", overrides), (0, 1, 2, 3, 22), 8, tmp_path)
-        assert contest.saved_after(job) == half
+        assert cases.saved_after(job) == half
 
 
 @pytest.mark.parametrize(("options", "refused"), [({}, False), ({"schedule": "zero_bubble"}, True)])
 def test_what_would_not_compile_to_the_same_bits_is_not_possible(options, refused):
     asked = f"placement.strategy={json.dumps({'name': 'pipeline', **options})}"
-    place = contest._checked(contest._named(load("digits", ["recipe.compile=true", asked]), "pipeline", 2))
+    place = cases._checked(cases._named(load("digits", ["recipe.compile=true", asked]), "pipeline", 2))
     assert place.reason.startswith("recipe.compile: strategy pipeline takes the backward of a block apart") is refused
     assert bool(place.reason) is refused

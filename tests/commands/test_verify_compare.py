@@ -1,4 +1,4 @@
-"""Comparing what contestants saw: everything that differs is found, the first to come about first."""
+"""Comparing what cases saw: everything that differs is found, the first to come about first."""
 
 import copy
 import math
@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from lockstep.verification import compare, trace
 from lockstep.verification.compare import NOT_THERE, Difference, differences
-from lockstep.verification.trace import Seen, StepSeen, Wanted
+from lockstep.verification.trace import StepTrace, Trace, Wanted
 from lockstep.verification.values import farthest, largest, values, wanted
 
 
-def reference() -> Seen:
+def reference() -> Trace:
     """What one process saw of two steps with four micro-batches."""
-    return Seen(0, [_step(0), _step(6)], {"loss": 2.5, "correct1": 40.0}, 0.1, 1)
+    return Trace(0, [_step(0), _step(6)], {"loss": 2.5, "correct1": 40.0}, 0.1, 1)
 
 
-def _step(number: int) -> StepSeen:
+def _step(number: int) -> StepTrace:
     tensors = {
         trace.GRADIENT: {"a": "ga:8", "b": "gb:8"},
         trace.MODEL: {"a": "wa:8", "b": "wb:8", "mean": "m:8"},
@@ -27,10 +27,10 @@ def _step(number: int) -> StepSeen:
         trace.AVERAGE: {"a": "ea:8"},
     }
     own = {str(index): float(index) for index in range(4)}
-    return StepSeen(number, {str(index): f"d{index}:8" for index in range(4)}, own, 6.0, 1.5, tensors, "{}")
+    return StepTrace(number, {str(index): f"d{index}:8" for index in range(4)}, own, 6.0, 1.5, tensors, "{}")
 
 
-def shared() -> list[Seen]:
+def shared() -> list[Trace]:
     """What two processes see of it that have two micro-batches each, where all is right."""
     ranks = [reference(), reference()]
     for rank, seen in enumerate(ranks):

@@ -13,8 +13,8 @@ import torch
 from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.verification import causes, probe, probing
-from lockstep.verification.causes import Facts, findings
-from lockstep.verification.contestant import prepared
+from lockstep.verification.causes import ProbeResult, findings
+from lockstep.verification.traced_run import prepared
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
@@ -27,7 +27,7 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def look(*overrides: str) -> Facts:
+def look(*overrides: str) -> ProbeResult:
     """Return the facts about digits with these overrides."""
     ready = prepared(load("digits", ["recipe.batch=16", *overrides]))
     return probe.facts_of(ready, torch.device("cpu"))
@@ -41,24 +41,24 @@ def placed(text: str, above: int = 0) -> str:
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
-def faults(facts: Facts) -> dict[str, str]:
-    return {finding.culprit: finding.text for finding in findings(facts) if finding.fault}
+def faults(probed: ProbeResult) -> dict[str, str]:
+    return {finding.culprit: finding.text for finding in findings(probed) if finding.fault}
 
 
 @pytest.mark.parametrize("model", ["{name: digits_convnet, options: {dropout: 0.1}}", '{name: "planted:linear"}'])
 def test_code_without_a_fault_has_no_findings(model):
-    facts = look(f"recipe.model={model}")
-    assert findings(facts) == []
-    assert facts.loss is not None
-    assert facts.loss.samples == 4
+    probed = look(f"recipe.model={model}")
+    assert findings(probed) == []
+    assert probed.loss is not None
+    assert probed.loss.samples == 4
 
 
 def test_a_model_that_keeps_state_in_plain_attributes():
-    facts = look('recipe.model={name: "planted:Remembering"}')
-    assert facts.attributes == {"forwards": "0 -> 2", "center": "a tensor"}
-    assert facts.alone == "loss"
-    assert list(faults(facts)) == [causes.ATTRIBUTES]
-    assert f"forwards (0 -> 2, {placed('self.forwards += 1')})" in faults(facts)[causes.ATTRIBUTES]
+    probed = look('recipe.model={name: "planted:Remembering"}')
+    assert probed.attributes == {"forwards": "0 -> 2", "center": "a tensor"}
+    assert probed.alone == "loss"
+    assert list(faults(probed)) == [causes.ATTRIBUTES]
+    assert f"forwards (0 -> 2, {placed('self.forwards += 1')})" in faults(probed)[causes.ATTRIBUTES]
 
 
 def test_attributes_without_consequence_are_a_note():
@@ -68,11 +68,11 @@ def test_attributes_without_consequence_are_a_note():
 
 
 def test_buffers_outside_batchnorm():
-    facts = look('recipe.model={name: "planted:Centered"}')
-    assert facts.changed_buffers == {"center": "Centered"}
-    assert facts.counting_buffers == ["center"]
-    assert list(faults(facts)) == [causes.BUFFERS]
-    assert f"center ({placed('self.center.lerp_')})" in faults(facts)[causes.BUFFERS]
+    probed = look('recipe.model={name: "planted:Centered"}')
+    assert probed.changed_buffers == {"center": "Centered"}
+    assert probed.counting_buffers == ["center"]
+    assert list(faults(probed)) == [causes.BUFFERS]
+    assert f"center ({placed('self.center.lerp_')})" in faults(probed)[causes.BUFFERS]
 
 
 def test_a_buffer_that_becomes_the_same_whatever_goes_by_is_a_note():
@@ -81,11 +81,11 @@ def test_a_buffer_that_becomes_the_same_whatever_goes_by_is_a_note():
 
 
 def test_a_custom_batchnorm():
-    facts = look('recipe.model={name: "planted:normed"}')
-    assert list(faults(facts)) == [causes.CUSTOM_BATCHNORM]
-    assert "MyNorm" in faults(facts)[causes.CUSTOM_BATCHNORM]
-    assert "2.running_mean, 2.running_var" in faults(facts)[causes.CUSTOM_BATCHNORM]
-    assert f"MyNorm ({placed('self.running_mean.lerp_')})" in faults(facts)[causes.CUSTOM_BATCHNORM]
+    probed = look('recipe.model={name: "planted:normed"}')
+    assert list(faults(probed)) == [causes.CUSTOM_BATCHNORM]
+    assert "MyNorm" in faults(probed)[causes.CUSTOM_BATCHNORM]
+    assert "2.running_mean, 2.running_var" in faults(probed)[causes.CUSTOM_BATCHNORM]
+    assert f"MyNorm ({placed('self.running_mean.lerp_')})" in faults(probed)[causes.CUSTOM_BATCHNORM]
 
 
 def test_unused_parameters_are_named_in_a_note():
@@ -96,11 +96,11 @@ def test_unused_parameters_are_named_in_a_note():
 
 @pytest.mark.parametrize(("source", "stream"), [("python", "Python's"), ("numpy", "NumPy's")])
 def test_randomness_outside_torchs_generators(source, stream):
-    facts = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
-    assert facts.streams == [stream]
-    assert list(faults(facts)) == [causes.FOREIGN_RANDOMNESS]
+    probed = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
+    assert probed.streams == [stream]
+    assert list(faults(probed)) == [causes.FOREIGN_RANDOMNESS]
     line = {"python": "random.random()", "numpy": "np.random.rand()"}[source]
-    assert f"{stream} random generator ({placed(line)})" in faults(facts)[causes.FOREIGN_RANDOMNESS]
+    assert f"{stream} random generator ({placed(line)})" in faults(probed)[causes.FOREIGN_RANDOMNESS]
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_randomness_outside_torchs_generators(source, stream):
     [("clock", "the clock", "time.perf_counter"), ("system", "the system's randomness", "os.urandom")],
 )
 def test_a_forward_pass_that_cannot_be_repeated(source, reads, line):
-    facts = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
-    assert facts.repeated == "loss"
-    assert list(faults(facts)) == [causes.UNREPEATABLE]
-    assert f"reads {reads} ({placed(line)})" in faults(facts)[causes.UNREPEATABLE]
+    probed = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
+    assert probed.repeated == "loss"
+    assert list(faults(probed)) == [causes.UNREPEATABLE]
+    assert f"reads {reads} ({placed(line)})" in faults(probed)[causes.UNREPEATABLE]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_a_loss_that_counts_in_a_closure_is_named():
 @pytest.mark.parametrize(("source", "line"), [("rank", "dist.get_rank()"), ("variable", 'os.environ.get("RANK"')])
 def test_a_forward_pass_that_depends_on_the_rank(source, line):
     before = dict(os.environ)
-    facts = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
-    assert (facts.by_rank, facts.repeated, facts.alone) == ("loss", "", "")
-    assert list(faults(facts)) == [causes.RANKED]
-    assert f"reads the rank or the number of ranks ({placed(line)})" in faults(facts)[causes.RANKED]
+    probed = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
+    assert (probed.by_rank, probed.repeated, probed.alone) == ("loss", "", "")
+    assert list(faults(probed)) == [causes.RANKED]
+    assert f"reads the rank or the number of ranks ({placed(line)})" in faults(probed)[causes.RANKED]
     assert dict(os.environ) == before
 
 
@@ -153,9 +153,9 @@ def test_what_fails_for_want_of_other_ranks_is_no_finding():
 
 @pytest.mark.parametrize("model", ["spectral_by_hook", "spectral_by_parametrization"])
 def test_torchs_spectral_norm(model):
-    facts = look(f'recipe.model={{name: "planted:{model}"}}')
-    assert list(faults(facts)) == [causes.SPECTRAL_NORM]
-    assert f"spectral_norm ({placed(f'def {model}')})" in faults(facts)[causes.SPECTRAL_NORM]
+    probed = look(f'recipe.model={{name: "planted:{model}"}}')
+    assert list(faults(probed)) == [causes.SPECTRAL_NORM]
+    assert f"spectral_norm ({placed(f'def {model}')})" in faults(probed)[causes.SPECTRAL_NORM]
 
 
 def test_weights_that_the_forward_pass_changes():
@@ -172,21 +172,21 @@ def test_an_evaluation_that_depends_on_what_was_evaluated_before(counts, why):
 
 
 def test_a_generator_of_the_models_own_is_state():
-    facts = look('recipe.model={name: "planted:Drawing"}')
-    assert list(facts.attributes) == ["generator"]
-    assert list(faults(facts)) == [causes.ATTRIBUTES]
+    probed = look('recipe.model={name: "planted:Drawing"}')
+    assert list(probed.attributes) == ["generator"]
+    assert list(faults(probed)) == [causes.ATTRIBUTES]
 
 
 def test_an_operation_without_a_deterministic_kernel():
-    facts = look('recipe.model={name: "planted:without_kernel"}')
-    assert list(faults(facts)) == [causes.NOT_DETERMINISTIC]
-    assert f"loss ({placed('.put_(')}) has no deterministic kernel: put_ " in faults(facts)[causes.NOT_DETERMINISTIC]
+    probed = look('recipe.model={name: "planted:without_kernel"}')
+    assert list(faults(probed)) == [causes.NOT_DETERMINISTIC]
+    assert f"loss ({placed('.put_(')}) has no deterministic kernel: put_ " in faults(probed)[causes.NOT_DETERMINISTIC]
 
 
 def test_a_loss_that_is_a_mean_and_hides_it():
-    facts = look(LINEAR, 'recipe.loss={name: "planted:mean_of_parts"}')
-    assert list(faults(facts)) == [causes.MEAN_LOSS]
-    assert f"loss ({placed('def mean_of_parts')}): " in faults(facts)[causes.MEAN_LOSS]
+    probed = look(LINEAR, 'recipe.loss={name: "planted:mean_of_parts"}')
+    assert list(faults(probed)) == [causes.MEAN_LOSS]
+    assert f"loss ({placed('def mean_of_parts')}): " in faults(probed)[causes.MEAN_LOSS]
 
 
 def test_a_loss_that_is_a_mean_and_shows_it_is_refused_before():
@@ -205,19 +205,20 @@ def test_mixtures_of_classes_have_a_loss_that_adds_up():
 
 @pytest.mark.parametrize(("data", "what"), [("jittering", "inputs"), ("relabelled", "targets")])
 def test_a_data_set_that_is_random_for_each_call(data, what):
-    facts = look(LINEAR, f'recipe.data={{name: "planted:{data}"}}')
-    assert facts.random_samples[0].part == "training"
-    assert {sample.what for sample in facts.random_samples} == {what}
-    assert list(faults(facts)) == [causes.RANDOM_DATA]
+    probed = look(LINEAR, f'recipe.data={{name: "planted:{data}"}}')
+    assert probed.random_samples[0].part == "training"
+    assert {sample.what for sample in probed.random_samples} == {what}
+    assert list(faults(probed)) == [causes.RANDOM_DATA]
     assert (
-        f"sample {facts.random_samples[0].number}, fetched twice, has other {what}" in faults(facts)[causes.RANDOM_DATA]
+        f"sample {probed.random_samples[0].number}, fetched twice, has other {what}"
+        in faults(probed)[causes.RANDOM_DATA]
     )
 
 
 def test_a_data_set_that_each_rank_has_its_own_part_of():
-    facts = look(LINEAR, 'recipe.data={name: "planted:sharded"}')
-    assert list(faults(facts)) == [causes.RANKED_DATA]
-    assert f"training data set ({placed('class _Sharded', 1)}) depends" in faults(facts)[causes.RANKED_DATA]
+    probed = look(LINEAR, 'recipe.data={name: "planted:sharded"}')
+    assert list(faults(probed)) == [causes.RANKED_DATA]
+    assert f"training data set ({placed('class _Sharded', 1)}) depends" in faults(probed)[causes.RANKED_DATA]
 
 
 def test_a_data_set_that_draws_from_seeded_generators_is_not_random():
@@ -225,7 +226,7 @@ def test_a_data_set_that_draws_from_seeded_generators_is_not_random():
 
 
 def test_facts_survive_being_written(tmp_path):
-    facts = look('recipe.model={name: "planted:Remembering"}')
-    facts = replace(facts, random_samples=[causes.RandomSample("training", 3, "inputs")])
-    probing.write(tmp_path, facts)
-    assert probing.read(tmp_path) == facts
+    probed = look('recipe.model={name: "planted:Remembering"}')
+    probed = replace(probed, random_samples=[causes.RandomSample("training", 3, "inputs")])
+    probing.write(tmp_path, probed)
+    assert probing.read(tmp_path) == probed

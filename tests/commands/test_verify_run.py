@@ -1,4 +1,4 @@
-"""What a contestant of a verification puts together of tensors that are cut, and the samples it evaluates."""
+"""What a case of a verification puts together of tensors that are cut, and the samples it evaluates."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +18,8 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
 from lockstep.training.events import Event
 from lockstep.training.loop import train
-from lockstep.verification import contestant as verify_run
-from lockstep.verification.contestant import FirstSamples, wholes
+from lockstep.verification import traced_run as verify_run
+from lockstep.verification.traced_run import FirstSamples, wholes
 
 
 def tensors() -> dict[str, Tensor]:
@@ -96,12 +96,12 @@ def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
     monkeypatch.setattr(verify_run, "train", watched)
     loaded = load("digits", ['recipe.model={name: "planted:linear"}'])
     job = verify_run.Job(loaded, (0, 1, 5), 40, tmp_path, save_after=1)
-    contestant = verify_run._Contestant(job, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu")))
-    seen = contestant.run()
+    traced_run = verify_run._TracedRun(job, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu")))
+    seen = traced_run.run()
     assert [event.step for event in driven] == [1, 2, 6]
     assert [step.number for step in seen.steps] == [0, 1, 5]
     assert seen.evaluation["counted"] == 40
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
     resumed = replace(job, first=1, resume=tmp_path / "checkpoints/step-00000001", save_after=None)
-    again = verify_run._Contestant(resumed, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu"))).run()
+    again = verify_run._TracedRun(resumed, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu"))).run()
     assert again.steps == seen.steps[1:]

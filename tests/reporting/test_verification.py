@@ -7,9 +7,9 @@ import math
 import pytest
 from rich.console import Console
 
-from lockstep.reporting.verification import Departure, Finding, Row, Verification, draw, placed, to_json
+from lockstep.reporting.verification import Finding, Mismatch, Row, Verification, draw, placed, to_json
 
-DEPARTURE = Departure(2, "gradient of", "conv.weight", None, (1,), (3, 0), "0.5", "0.25", "an order of its own")
+DEPARTURE = Mismatch(2, "gradient of", "conv.weight", None, (1,), (3, 0), "0.5", "0.25", "an order of its own")
 SAME = Row("ddp", 2, "identical", seconds=0.125, peak_bytes=(1 << 29, 3 << 28), resumed_on="single on 1")
 OTHER = Row("zero1", 3, "differs", largest=0.125, seconds=1.0, departure=DEPARTURE, differing=5)
 NEAR = Row("tensor", 2, "within tolerance", exactness="close", largest=1e-7, tolerance=2e-5, seconds=1.0)
@@ -53,7 +53,7 @@ def test_a_departure_is_told_with_place_values_and_cause():
 
 
 def test_a_cause_that_is_a_finding_is_not_told_twice():
-    departure = Departure(1, "loss", "", 2, (), None, "1.0", "2.0", FAULT.text)
+    departure = Mismatch(1, "loss", "", 2, (), None, "1.0", "2.0", FAULT.text)
     lines = drawn(verification(Row("ddp", 2, "differs", departure=departure), findings=(FAULT, NOTE)))
     assert lines.count("fault: the model keeps state") == 1
     assert "note: nobody uses a.weight" in lines
@@ -90,9 +90,9 @@ def test_json_holds_all_of_it_and_is_json():
 
 
 def test_places_in_words():
-    assert placed(Departure(None, "evaluated sum", "correct1", None, (), None, "", "", "")) == (
+    assert placed(Mismatch(None, "evaluated sum", "correct1", None, (), None, "", "", "")) == (
         "after the last step, evaluated sum correct1"
     )
-    assert placed(Departure(4, "loss of a micro-batch", "", 0, (0, 2), None, "", "", "")) == (
+    assert placed(Mismatch(4, "loss of a micro-batch", "", 0, (0, 2), None, "", "", "")) == (
         "step 4, loss of a micro-batch, micro-batch 0, ranks 0, 2"
     )

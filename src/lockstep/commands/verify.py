@@ -44,7 +44,7 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
 
     from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.verification import draw, to_json
-    from lockstep.verification.contest import verify
+    from lockstep.verification.cases import verify
 
     if detect(os.environ):
         raise UsageError("verify starts the processes of each placement itself; run it once, without a launcher")

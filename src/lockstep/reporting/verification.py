@@ -18,7 +18,7 @@ _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Departure:
+class Mismatch:
     """The first thing on which a placement and the reference disagree, with the likely cause in words.
 
     `step` is the number of the step in the run, from 1 on; None after the last one. `ranks` are those that saw `found`;
@@ -52,7 +52,7 @@ class Row:
     seconds: float | None = None  # of the steps alone
     peak_bytes: tuple[int, ...] = ()  # of each rank
     resumed_on: str = ""  # where the state that it saved half way was carried on
-    departure: Departure | None = None
+    departure: Mismatch | None = None
     differing: int = 0  # how many figures and tensors differ, over all steps
 
     @property
@@ -125,7 +125,7 @@ def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
     yield f"  likely cause: {[*told, departure.cause][0]}"
 
 
-def placed(departure: Departure) -> str:
+def placed(departure: Mismatch) -> str:
     """Say what departed and where: `step 1, gradient of conv.weight[3, 1], rank 1`."""
     name = departure.name + (str(list(departure.index)) if departure.index else "")
     parts = [

@@ -62,7 +62,7 @@ class LossFact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProbeResult:
     """What probes on one process saw of data, model and loss. Names are those of a single process."""
 
     buffers: Sequence[str] = ()
@@ -94,29 +94,29 @@ class Facts:
         return f" ({found[0]})" if found else ""
 
 
-def findings(facts: Facts) -> list[Finding]:
+def findings(probed: ProbeResult) -> list[Finding]:
     """Return what is wrong, or worth knowing, with the user's own code."""
-    found = [*_of_data(facts), *_of_kernels(facts), *_of_state(facts), *_of_buffers(facts), *_of_loss(facts)]
-    found += _of_evaluation(facts)
-    if facts.unused:
+    found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
+    found += _of_evaluation(probed)
+    if probed.unused:
         text = (
-            f"the loss of the micro-batches tried depends on none of these parameters: {_listed(facts.unused)}; they "
+            f"the loss of the micro-batches tried depends on none of these parameters: {_listed(probed.unused)}; they "
             f"get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
             f"(requires_grad=False)"
         )
-        found.append(Finding(UNUSED, False, text, tuple(facts.unused)))
+        found.append(Finding(UNUSED, False, text, tuple(probed.unused)))
     return found
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class Diagnosis:
     """What departed first, and all that is known around it.
 
     `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same.
     """
 
     first: Difference
-    facts: Facts
+    probed: ProbeResult
     place: str
     processes: int
     resumed: bool = False
@@ -126,7 +126,7 @@ class Suspicion:
     def what(self) -> str:
         """The kind of the first departure, in the user's words."""
         if self.first.what == MODEL:
-            return "buffer" if self.first.name in self.facts.buffers else "weight"
+            return "buffer" if self.first.name in self.probed.buffers else "weight"
         return {EVALUATION: "evaluated sum", GRADIENT: "gradient of"}.get(self.first.what, self.first.what)
 
     @property
@@ -140,37 +140,37 @@ class Suspicion:
         return int(self.first.name) if self.first.what in (DATA, OWN_LOSS) else None
 
 
-def cause(suspicion: Suspicion) -> str:
+def cause(diagnosis: Diagnosis) -> str:
     """Say in words what most likely made it depart."""
-    if suspicion.what == "buffer" and suspicion.first.name in suspicion.facts.changed_buffers:
-        return _of_buffer(suspicion)
-    suspects = {finding.culprit: finding.text for finding in findings(suspicion.facts) if finding.fault}
-    if suspicion.first.what == DATA:
+    if diagnosis.what == "buffer" and diagnosis.first.name in diagnosis.probed.changed_buffers:
+        return _of_buffer(diagnosis)
+    suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}
+    if diagnosis.first.what == DATA:
         return suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA) or _OTHER_DATA
-    if suspicion.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
+    if diagnosis.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
     for culprit in _OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
-    notes = [finding.text for finding in findings(suspicion.facts) if finding.culprit in _OF_FORWARD]
-    if notes and suspicion.first.what != EVALUATION:
+    notes = [finding.text for finding in findings(diagnosis.probed) if finding.culprit in _OF_FORWARD]
+    if notes and diagnosis.first.what != EVALUATION:
         return f"perhaps what was noted, which may matter after more micro-batches: {notes[0]}"
-    return _without_suspect(suspicion)
+    return _without_suspect(diagnosis)
 
 
-def _without_suspect(suspicion: Suspicion) -> str:
-    first = suspicion.first
-    if not suspicion.again:
+def _without_suspect(diagnosis: Diagnosis) -> str:
+    first = diagnosis.first
+    if not diagnosis.again:
         return (
             "a second run of the same saw something else again: a kernel is not deterministic, processes do not wait "
             "for each other, or something depends on the clock, the system's randomness or the process"
         )
-    if suspicion.place == "single on 1" and not suspicion.resumed:
+    if diagnosis.place == "single on 1" and not diagnosis.resumed:
         return (
             "the reference does not agree with a second run of itself: a kernel is not deterministic, or the forward "
             "pass or the data depend on the clock, the system's randomness or the process"
         )
-    if suspicion.resumed:
+    if diagnosis.resumed:
         return (
             "the checkpoint does not hold all that the rest of the run depends on: state in plain attributes, in "
             "buffers with persistent=False or in globals, or the strategy saves or loads it wrongly; the run itself "
@@ -193,11 +193,11 @@ def _by_kind(first: Difference) -> str:
     return by_kind.get(first.what, "the strategy computes something else")
 
 
-def _of_buffer(suspicion: Suspicion) -> str:
-    first, facts = suspicion.first, suspicion.facts
+def _of_buffer(diagnosis: Diagnosis) -> str:
+    first, probed = diagnosis.first, diagnosis.probed
     module, _, name = first.name.rpartition(".")
-    kind = facts.changed_buffers[first.name]
-    subject = f"{name} of {module or 'the model'}{facts.at(first.name)} differs from step {first.step} on"
+    kind = probed.changed_buffers[first.name]
+    subject = f"{name} of {module or 'the model'}{probed.at(first.name)} differs from step {first.step} on"
     if kind == SPECTRAL_KIND:
         return f"{subject}: torch's spectral_norm moves it at each forward pass, and each process by its own only"
     if _is_norm(first.name, kind):
@@ -208,22 +208,22 @@ def _of_buffer(suspicion: Suspicion) -> str:
     return f"{subject}: this model updates buffers outside BatchNorm, and each process by its own micro-batches only"
 
 
-def _of_data(facts: Facts) -> Iterator[Finding]:
-    by_call = [each for each in facts.random_samples if not each.by_rank]
-    by_rank = [each for each in facts.random_samples if each.by_rank]
+def _of_data(probed: ProbeResult) -> Iterator[Finding]:
+    by_call = [each for each in probed.random_samples if not each.by_rank]
+    by_rank = [each for each in probed.random_samples if each.by_rank]
     if by_call:
         part, number, what, _ = by_call[0]
         text = (
-            f"the {part} data set{facts.at(part, 'data')} is random for each call: sample {number}, fetched twice, has "
-            f"other {what} ({len(by_call)} of the samples tried do); draw from Python's, NumPy's or torch's default "
-            f"generators in __getitem__, which are seeded for each sample, not from a generator of its own, the clock "
-            f"or the system"
+            f"the {part} data set{probed.at(part, 'data')} is random for each call: sample {number}, fetched twice, "
+            f"has other {what} ({len(by_call)} of the samples tried do); draw from Python's, NumPy's or torch's "
+            f"default generators in __getitem__, which are seeded for each sample, not from a generator of its own, "
+            f"the clock or the system"
         )
         yield Finding(RANDOM_DATA, True, text, _samples(by_call))
     if by_rank:
         part, number, what, _ = by_rank[0]
         text = (
-            f"the {part} data set{facts.at(part, 'data')} depends on the rank: sample {number} has other {what} on "
+            f"the {part} data set{probed.at(part, 'data')} depends on the rank: sample {number} has other {what} on "
             f"rank 1 of 2 ({len(by_rank)} of the samples tried do); give every rank the whole data set: Lockstep "
             f"shares it out"
         )
@@ -234,97 +234,97 @@ def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
     return tuple(f"{each.part} {each.number}" for each in samples)
 
 
-def _of_kernels(facts: Facts) -> Iterator[Finding]:
-    if facts.refused:
+def _of_kernels(probed: ProbeResult) -> Iterator[Finding]:
+    if probed.refused:
         text = (
-            f"an operation of the model or the loss{facts.at('kernel')} has no deterministic kernel: {facts.refused}; "
-            f"use another one"
+            f"an operation of the model or the loss{probed.at('kernel')} has no deterministic kernel: "
+            f"{probed.refused}; use another one"
         )
         yield Finding(NOT_DETERMINISTIC, True, text)
     # What a global counts makes each call another one; without a clock in sight there is nothing else to explain.
-    elif facts.repeated and not (facts.variables and not _clocks(facts)):
+    elif probed.repeated and not (probed.variables and not _clocks(probed)):
         text = (
-            f"the same micro-batch, computed again by a fresh copy of the model{facts.at('model')} with every "
-            f"generator in the same state, has another {facts.repeated}: "
+            f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
+            f"generator in the same state, has another {probed.repeated}: "
         )
-        if _clocks(facts):
-            text += f"the code reads {_read(facts, _clocks(facts))}; make it a function of the inputs"
+        if _clocks(probed):
+            text += f"the code reads {_read(probed, _clocks(probed))}; make it a function of the inputs"
         else:
             text += (
                 "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or "
                 "something that an earlier one left behind"
             )
         yield Finding(UNREPEATABLE, True, text)
-    if facts.by_rank:
-        reads = _read(facts, [each for each in facts.reads if each in (RANK, PROCESS, HOST)])
+    if probed.by_rank:
+        reads = _read(probed, [each for each in probed.reads if each in (RANK, PROCESS, HOST)])
         depends = (
-            f"the code reads {reads}" if reads else f"the model{facts.at('model')} or the loss depends on the rank"
+            f"the code reads {reads}" if reads else f"the model{probed.at('model')} or the loss depends on the rank"
         )
         text = (
-            f"on rank 1 of 2 the same micro-batch has another {facts.by_rank} than on one process: {depends}; make it "
+            f"on rank 1 of 2 the same micro-batch has another {probed.by_rank} than on one process: {depends}; make it "
             f"a function of the inputs"
         )
         yield Finding(RANKED, True, text)
 
 
-def _clocks(facts: Facts) -> list[str]:
-    return [each for each in facts.reads if each in _CLOCKS]
+def _clocks(probed: ProbeResult) -> list[str]:
+    return [each for each in probed.reads if each in _CLOCKS]
 
 
-def _read(facts: Facts, names: Sequence[str]) -> str:
-    return " and ".join(f"{name} ({facts.reads[name]})" for name in names)
+def _read(probed: ProbeResult, names: Sequence[str]) -> str:
+    return " and ".join(f"{name} ({probed.reads[name]})" for name in names)
 
 
-def _of_state(facts: Facts) -> Iterator[Finding]:
+def _of_state(probed: ProbeResult) -> Iterator[Finding]:
     """Whatever a forward pass leaves behind is a fault once the next one depends on it."""
-    depends = bool(facts.alone)
-    if facts.streams:
+    depends = bool(probed.alone)
+    if probed.streams:
         drawn = [
-            f"{name} random generator{f' ({facts.reads[name]})' if name in facts.reads else ''}"
-            for name in facts.streams
+            f"{name} random generator{f' ({probed.reads[name]})' if name in probed.reads else ''}"
+            for name in probed.streams
         ]
         text = (
             f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
-            f"micro-batch{_consequence(facts.alone)}; draw from torch's default generator"
+            f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
         )
-        yield Finding(FOREIGN_RANDOMNESS, depends, text, tuple(facts.streams))
-    if facts.changed_weights:
-        placed = [f"{name}{facts.at(name)}" for name in facts.changed_weights]
+        yield Finding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
+    if probed.changed_weights:
+        placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
         text = (
-            f"the forward pass changes weights: {_listed(placed)}{_consequence(facts.alone)}; each process would "
+            f"the forward pass changes weights: {_listed(placed)}{_consequence(probed.alone)}; each process would "
             f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
         )
-        yield Finding(WEIGHTS, True, text, tuple(facts.changed_weights))
-    if facts.attributes:
+        yield Finding(WEIGHTS, True, text, tuple(probed.changed_weights))
+    if probed.attributes:
         text = (
             f"the model keeps state in plain attributes that the forward pass changes: "
-            f"{_changes(facts, facts.attributes)}{_consequence(facts.alone)}; processes see only their own "
+            f"{_changes(probed, probed.attributes)}{_consequence(probed.alone)}; processes see only their own "
             f"micro-batches, and checkpoints do not hold it; make it a function of the inputs, or a parameter"
         )
-        yield Finding(ATTRIBUTES, depends, text, tuple(facts.attributes))
-    changes_globals = bool(facts.variables) and (depends or bool(facts.repeated))
-    if facts.variables:
+        yield Finding(ATTRIBUTES, depends, text, tuple(probed.attributes))
+    changes_globals = bool(probed.variables) and (depends or bool(probed.repeated))
+    if probed.variables:
         text = (
-            f"the forward pass or the loss changes global variables: {_changes(facts, facts.variables)}"
-            f"{_consequence(facts.alone or facts.repeated)}; each process has its own, which sees only its own "
+            f"the forward pass or the loss changes global variables: {_changes(probed, probed.variables)}"
+            f"{_consequence(probed.alone or probed.repeated)}; each process has its own, which sees only its own "
             f"micro-batches, and checkpoints do not hold them; make it a function of the inputs"
         )
-        yield Finding(GLOBALS, changes_globals, text, tuple(facts.variables))
-    state = facts.attributes or facts.counting_buffers or facts.changed_weights or changes_globals
-    known = facts.repeated or facts.streams or state
+        yield Finding(GLOBALS, changes_globals, text, tuple(probed.variables))
+    state = probed.attributes or probed.counting_buffers or probed.changed_weights or changes_globals
+    known = probed.repeated or probed.streams or state
     if depends and not known:
         text = (
-            f"the model{facts.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
-            f"model nor a global variable{_consequence(facts.alone)}; look for closures and caches"
+            f"the model{probed.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
+            f"model nor a global variable{_consequence(probed.alone)}; look for closures and caches"
         )
         yield Finding(HIDDEN_STATE, True, text)
 
 
-def _changes(facts: Facts, changed: Mapping[str, str]) -> str:
+def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
     """List what was changed, how and where: `forwards (0 -> 2, net.py:12)`."""
     found = []
     for name, change in changed.items():
-        place = facts.places.get(name)
+        place = probed.places.get(name)
         found.append(f"{name} ({change}{f', {place}' if place else ''})")
     return _listed(found)
 
@@ -335,74 +335,74 @@ def _consequence(alone: str) -> str:
     return f", and the {alone} of a micro-batch depends on whether another one was computed before it"
 
 
-def _of_buffers(facts: Facts) -> Iterator[Finding]:
-    spectral = [name for name, kind in facts.changed_buffers.items() if kind == SPECTRAL_KIND]
-    norms = [name for name, kind in facts.changed_buffers.items() if _is_norm(name, kind) and name not in spectral]
-    others = [name for name in facts.changed_buffers if name not in (*norms, *spectral)]
+def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
+    spectral = [name for name, kind in probed.changed_buffers.items() if kind == SPECTRAL_KIND]
+    norms = [name for name, kind in probed.changed_buffers.items() if _is_norm(name, kind) and name not in spectral]
+    others = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
     if spectral:
         text = (
-            f"torch's spectral_norm{facts.at('model')} moves its buffers at each forward pass in training: "
+            f"torch's spectral_norm{probed.at('model')} moves its buffers at each forward pass in training: "
             f"{_listed(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
             f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
-        yield Finding(SPECTRAL_NORM, _counts(facts, spectral), text, tuple(spectral))
+        yield Finding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
     if norms:
-        kinds = ", ".join(sorted({facts.changed_buffers[name] for name in norms}))
+        kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
-            f"{kinds}{facts.at(*norms, 'model')} keeps running statistics and is not derived from torch's BatchNorm: "
+            f"{kinds}{probed.at(*norms, 'model')} keeps running statistics and is not derived from torch's BatchNorm: "
             f"{_listed(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
             f"BatchNorm, whose statistics Lockstep moves once a step"
         )
-        yield Finding(CUSTOM_BATCHNORM, _counts(facts, norms), text, tuple(norms))
+        yield Finding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
     if others:
-        placed = [f"{name}{facts.at(name)}" for name in others]
+        placed = [f"{name}{probed.at(name)}" for name in others]
         text = (
             f"this model updates buffers outside BatchNorm: {_listed(placed)}; each process would update them by its "
             f"own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
         )
-        yield Finding(BUFFERS, _counts(facts, others), text, tuple(others))
+        yield Finding(BUFFERS, _counts(probed, others), text, tuple(others))
 
 
-def _counts(facts: Facts, names: Sequence[str]) -> bool:
+def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
     """Whether one of the buffers depends on how many micro-batches, or which, have gone by: caches do not."""
-    return any(name in facts.counting_buffers for name in names)
+    return any(name in probed.counting_buffers for name in names)
 
 
 def _is_norm(buffer: str, kind: str) -> bool:
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
-def _of_evaluation(facts: Facts) -> Iterator[Finding]:
-    if not facts.evaluation:
+def _of_evaluation(probed: ProbeResult) -> Iterator[Finding]:
+    if not probed.evaluation:
         return
-    drawn = [name for name in facts.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
-    clocks = [name for name in facts.evaluation_reads if name in _CLOCKS]
-    why = [f"forward draws from {name} random generator ({facts.evaluation_reads[name]})" for name in drawn]
-    why += [f"forward reads {name} ({facts.evaluation_reads[name]})" for name in clocks]
+    drawn = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
+    clocks = [name for name in probed.evaluation_reads if name in _CLOCKS]
+    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in drawn]
+    why += [f"forward reads {name} ({probed.evaluation_reads[name]})" for name in clocks]
     because = " and ".join(why) or "forward keeps state"
     text = (
-        f"in evaluation the {facts.evaluation} of the model{facts.at('model')} depend on what was evaluated before: "
+        f"in evaluation the {probed.evaluation} of the model{probed.at('model')} depend on what was evaluated before: "
         f"{because}; let evaluation follow from the inputs alone: self.training says which of the two it is, and "
         f"F.dropout wants training=self.training"
     )
     yield Finding(UNREPEATABLE_EVALUATION, True, text)
 
 
-def _of_loss(facts: Facts) -> Iterator[Finding]:
-    if facts.loss is None or facts.loss.samples < 2:
+def _of_loss(probed: ProbeResult) -> Iterator[Finding]:
+    if probed.loss is None or probed.loss.samples < 2:
         return
-    samples, together, one_by_one = facts.loss
+    samples, together, one_by_one = probed.loss
     if _alike(together, one_by_one):
         return
     sums = f"{samples} samples together give {together:.6g}, one by one they add up to {one_by_one:.6g}"
-    figures = f"loss{facts.at('loss')}: {sums}"
+    figures = f"loss{probed.at('loss')}: {sums}"
     if _alike(together * samples, one_by_one):
         text = (
             f"{figures}: that is already a mean, and is divided by the number of samples again; return the sum, as "
             f"with reduction='sum', or one value for each sample, as with reduction='none'"
         )
         yield Finding(MEAN_LOSS, True, text)
-    elif not facts.repeated:  # else it is another at each call, whatever the samples
+    elif not probed.repeated:  # else it is another at each call, whatever the samples
         text = (
             f"{figures}: it is no sum over samples, so which samples share a micro-batch decides the result; that is "
             f"the recipe's, and so the same on every placement, but microbatches=1 computes something else"

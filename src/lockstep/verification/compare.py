@@ -1,4 +1,4 @@
-"""Compares what a contestant saw with what the reference saw, in the order in which it came about."""
+"""Compares what a case saw with what the reference saw, in the order in which it came about."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from lockstep.verification.trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER, Seen, StepSeen, Wanted
+from lockstep.verification.trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER, StepTrace, Trace, Wanted
 
 DATA: Final = "data of a micro-batch"
 OWN_LOSS: Final = "loss of a micro-batch"
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that a contestant and the reference disagree on; `ranks` saw something else than the reference.
+    """Something that a case and the reference disagree on; `ranks` saw something else than the reference.
 
     `position` is that of the step in the verification, `step` its number in the run from 1 on; both None in the
     evaluation. Tensors have no values here: what was compared are their digests.
@@ -43,8 +43,8 @@ class Difference:
         return None if self.reference == NOT_THERE else Wanted(self.position, self.what, self.name)
 
 
-def differences(reference: Seen, ranks: Sequence[Seen], first: int = 0) -> list[Difference]:
-    """Return all differences, the first to come about first; the contestant began at position `first`."""
+def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
+    """Return all differences, the first to come about first; the case began at position `first`."""
     found: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         found += _in_step(position, expected, {rank.rank: rank.steps[position - first] for rank in ranks})
@@ -53,7 +53,7 @@ def differences(reference: Seen, ranks: Sequence[Seen], first: int = 0) -> list[
     return found
 
 
-def _in_step(position: int, expected: StepSeen, ranks: Mapping[int, StepSeen]) -> Iterator[Difference]:
+def _in_step(position: int, expected: StepTrace, ranks: Mapping[int, StepTrace]) -> Iterator[Difference]:
     step = expected.number + 1
     owners = {rank: seen.data for rank, seen in ranks.items()}
     yield from _shared(position, step, DATA, expected.data, owners)
@@ -88,7 +88,7 @@ def _each(position: int, step: int, what: str, expected: Value, ranks: Mapping[i
         yield Difference(position, step, what, "", wrong, _text(expected), _text(ranks[wrong[0]]))
 
 
-def _tensors(position: int, expected: StepSeen, ranks: Mapping[int, StepSeen], kind: str) -> Iterator[Difference]:
+def _tensors(position: int, expected: StepTrace, ranks: Mapping[int, StepTrace], kind: str) -> Iterator[Difference]:
     seen = {rank: each.tensors.get(kind, {}) for rank, each in ranks.items()}
     yield from _names(position, expected.number + 1, kind, expected.tensors.get(kind, {}), seen)
 

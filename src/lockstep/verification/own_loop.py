@@ -28,7 +28,7 @@ STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
 _SHOWN: Final = 3  # tensors
 
-Seen = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
+Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def checked(
                 yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=said)
                 continue
             found = _read(own)
-            departure = _departure(reference, found)
+            departure = _mismatch(reference, found)
             yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
 
 
@@ -161,7 +161,7 @@ def _work(
     return EXIT_DONE
 
 
-def _read(folder: Path) -> list[Seen]:
+def _read(folder: Path) -> list[Trace]:
     path = folder / _TRACE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if not lines:
@@ -169,7 +169,7 @@ def _read(folder: Path) -> list[Seen]:
     return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(json.loads, lines)]
 
 
-def _departure(reference: Sequence[Seen], found: Sequence[Seen]) -> str:
+def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:
     """Say what differs first, "" where nothing does."""
     for (number, loss, digests), (other, other_loss, others) in zip(reference, found, strict=False):
         if number != other:

@@ -39,7 +39,7 @@ from lockstep.run import user_code
 from lockstep.run.build import Setup
 from lockstep.tasks.base import MicroBatch
 from lockstep.verification import trace
-from lockstep.verification.causes import Facts, LossFact, RandomSample
+from lockstep.verification.causes import LossFact, ProbeResult, RandomSample
 from lockstep.verification.probe_state import Globals, ModelState, streams, weights
 from lockstep.verification.probe_witness import witnessed
 
@@ -63,21 +63,21 @@ class _Look:
     backward: bool
 
 
-def facts_of(ready: Setup, device: torch.device) -> Facts:
+def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
     """Look at data, model and loss of a recipe, as its run will compute them."""
     samples = random_samples(ready, _SAMPLES)
     look = _Look(ready.problem.build_model, _given(ready, device), ready.recipe.precision, backward=True)
     return _seen(ready, device, look, samples)
 
 
-def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> Facts:
+def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
     """Look at `samples` of the data and at the `forward` pass of model and loss: at a few, in float32 on the CPU.
 
     What only the backward pass or another device would show it does not see.
     """
     found = random_samples(ready, _FEW) if samples else []
     if not forward:
-        return Facts(random_samples=found, places=_places(ready))
+        return ProbeResult(random_samples=found, places=_places(ready))
     recipe, device = ready.recipe, torch.device("cpu")
     few_samples = 2 if _numbers(ready.problem.example) > _LARGE else _FEW
     batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
@@ -133,7 +133,7 @@ def _given(ready: Setup, device: torch.device) -> list[MicroBatch]:
         return next(batches)[1]
 
 
-def _seen(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> Facts:
+def _seen(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> ProbeResult:
     try:
         return _Probe(ready, device, look).facts(samples)
     except (RuntimeError, OwnCodeError) as raised:
@@ -142,7 +142,7 @@ def _seen(ready: Setup, device: torch.device, look: _Look, samples: Sequence[Ran
             raise
         refused = str(error).partition(", but you set")[0].splitlines()[0]
         place = place_of_error(error)
-        return Facts(random_samples=samples, refused=refused, places=_places(ready) | {"kernel": place})
+        return ProbeResult(random_samples=samples, refused=refused, places=_places(ready) | {"kernel": place})
 
 
 @final
@@ -156,7 +156,7 @@ class _Probe:
         self._numerics = replace(ready.numerics(), precision=look.precision)
         self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
 
-    def facts(self, samples: Sequence[RandomSample]) -> Facts:
+    def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
         """Compute, and say what was seen."""
         model, first, second = self._fresh(), self._look.given[0], self._look.given[-1]
         kinds = {type(module) for module in model.modules()}
@@ -182,7 +182,7 @@ class _Probe:
         evaluated = self._look.backward and not (depends or repeated)  # else training explains it
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
-        return Facts(
+        return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
             changed_buffers={name: before.kinds[name] for name in changed},
             counting_buffers=counting,

@@ -12,9 +12,9 @@ from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
-from lockstep.verification.causes import Facts, LossFact, RandomSample
-from lockstep.verification.contestant import Job, prepared
+from lockstep.verification.causes import LossFact, ProbeResult, RandomSample
 from lockstep.verification.probe import facts_of
+from lockstep.verification.traced_run import Job, prepared
 
 _FACTS: Final = "facts.json"
 
@@ -29,14 +29,14 @@ def probe(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
     return EXIT_DONE
 
 
-def write(folder: Path, facts: Facts) -> None:
+def write(folder: Path, facts: ProbeResult) -> None:
     """Write facts, for `read`."""
     (folder / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
 
-def read(folder: Path) -> Facts:
+def read(folder: Path) -> ProbeResult:
     """Return the facts that a probe wrote."""
     content = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     loss = LossFact(*content["loss"]) if content["loss"] else None
     samples = [RandomSample(*each) for each in content["random_samples"]]
-    return Facts(**{**content, "loss": loss, "random_samples": samples})
+    return ProbeResult(**{**content, "loss": loss, "random_samples": samples})

@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class StepSeen:
+class StepTrace:
     """One step; micro-batches are keyed by their numbers, tensors by kind and name."""
 
     number: int  # of the run, from 0
@@ -42,11 +42,11 @@ class StepSeen:
 
 
 @dataclass
-class Seen:
+class Trace:
     """All that a rank saw. `seconds` are those of the steps alone."""
 
     rank: int
-    steps: list[StepSeen]
+    steps: list[StepTrace]
     evaluation: dict[str, float]
     seconds: float
     peak_bytes: int
@@ -67,12 +67,12 @@ def size_of(digest: str) -> int:
     return int(digest.partition(":")[2])
 
 
-def write(folder: Path, seen: Seen) -> None:
+def write(folder: Path, seen: Trace) -> None:
     """Write what a rank saw into `folder`."""
     _file(folder, seen.rank).write_text(json.dumps(asdict(seen)), encoding="utf-8")
 
 
-def read(folder: Path, ranks: int) -> list[Seen]:
+def read(folder: Path, ranks: int) -> list[Trace]:
     """Return what each of so many ranks saw."""
     return [_read(_file(folder, rank)) for rank in range(ranks)]
 
@@ -88,9 +88,9 @@ def kept(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
-def _read(path: Path) -> Seen:
+def _read(path: Path) -> Trace:
     content = json.loads(path.read_text(encoding="utf-8"))
-    return Seen(**{**content, "steps": [StepSeen(**step) for step in content["steps"]]})
+    return Trace(**{**content, "steps": [StepTrace(**step) for step in content["steps"]]})
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -49,7 +49,7 @@ def wanted(differences: Sequence[Difference]) -> frozenset[Wanted]:
 def values(difference: Difference, reference: Path, found: Path) -> Values | None:
     """Return the values of a difference; None where the tensors were not written, or agree this time.
 
-    `reference` and `found` are the folders of both contestants.
+    `reference` and `found` are the folders of both cases.
     """
     if difference.wanted is None:
         return _figures(difference)

@@ -1,4 +1,4 @@
-"""One contestant of a verification: a placement, in processes of its own, that writes down all it sees.
+"""One case of a verification: a placement, in processes of its own, that writes down all it sees.
 
 The loop of training drives it (training/loop.py), over the chosen steps instead of all.
 
@@ -45,7 +45,7 @@ from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import Every, Plan, Progress, train
 from lockstep.verification import trace
-from lockstep.verification.trace import Seen, StepSeen, Wanted
+from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 _NEVER: Final = Every(steps=1 << 62)
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
@@ -53,7 +53,7 @@ _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 @dataclass(frozen=True)
 class Job:
-    """What a contestant has to do; `numbers` are the steps of the run that it does, one after the other.
+    """What a case has to do; `numbers` are the steps of the run that it does, one after the other.
 
     It begins at position `first` of them, with the state of the checkpoint `resume` if there is one, and saves a
     checkpoint once `save_after` of them are done, if that is given.
@@ -81,14 +81,14 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
 
 
 def work(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """Be one rank of a contestant."""
+    """Be one rank of a case."""
     recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
     device = choose_device(placement.device, rendezvous.info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     ready = ready or prepared(job.loaded, job.validation)
     world = open_world(rendezvous, device, placement.backend)
-    trace.write(job.folder, _Contestant(job, ready, world).run())
+    trace.write(job.folder, _TracedRun(job, ready, world).run())
     world.close()
     return EXIT_DONE
 
@@ -111,14 +111,14 @@ class FirstSamples:
 
 @dataclass(frozen=True)
 class _Unstopped:
-    """Never asks to stop: a signal ends a contestant at once."""
+    """Never asks to stop: a signal ends a case at once."""
 
     level: int = 0
 
 
 @final
-class _Contestant:
-    """One rank of a contestant: the loop that trains drives it, and it notes what its engine does."""
+class _TracedRun:
+    """One rank of a case: the loop that trains drives it, and it notes what its engine does."""
 
     def __init__(self, job: Job, ready: Setup, world: World) -> None:
         self._job = job
@@ -128,10 +128,10 @@ class _Contestant:
         self._engine: Engine
         self._loader: Loader
         _, self._engine, self._loader = build.start(ready, job.loaded.config.placement, world)
-        self._steps: list[StepSeen] = []
+        self._steps: list[StepTrace] = []
         self._seconds = 0.0
 
-    def run(self) -> Seen:
+    def run(self) -> Trace:
         """Train the steps of the job, evaluate, and return what was seen."""
         job, recipe = self._job, self._ready.recipe
         if job.resume is not None:
@@ -150,7 +150,7 @@ class _Contestant:
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
         self._engine.close()
-        return Seen(self._world.rank, self._steps, evaluation, self._seconds, peak_bytes)
+        return Trace(self._world.rank, self._steps, evaluation, self._seconds, peak_bytes)
 
     def _batches(self, _: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         for number in self._job.numbers[self._job.first :]:
@@ -159,7 +159,7 @@ class _Contestant:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Stepping."""
-        seen = StepSeen(step.number)
+        seen = StepTrace(step.number)
         seen.data = {str(each.index): trace.digest(tensors_of(each.batch)) for each in microbatches}
         began = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
@@ -183,7 +183,7 @@ class _Contestant:
             seen.scalars = json.dumps(state.scalars, sort_keys=True)
         return update
 
-    def _note(self, seen: StepSeen, kinds: Mapping[str, Mapping[str, Held]]) -> None:
+    def _note(self, seen: StepTrace, kinds: Mapping[str, Mapping[str, Held]]) -> None:
         """Add digests of tensors to `seen`. What is cut is gathered, some at a time, and noted by rank 0."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
@@ -217,7 +217,7 @@ class _Contestant:
 
 
 def _not_due(_: Progress) -> Evaluated:
-    raise AssertionError  # a contestant evaluates once, at the end
+    raise AssertionError  # a case evaluates once, at the end
 
 
 def wholes(world: World, tensors: Mapping[str, Held]) -> Iterator[tuple[str, Tensor]]:
@@ -254,5 +254,5 @@ def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, flo
 
 
 def checkpoint_of(folder: Path, done: int) -> Path:
-    """Return where a contestant saved after so many steps."""
+    """Return where a case saved after so many steps."""
     return folder / store.FOLDER / store.step_name(done)

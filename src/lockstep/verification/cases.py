@@ -1,7 +1,7 @@
-"""Runs the contestants of a verification one after the other, and judges each against the reference.
+"""Runs the cases of a verification one after the other, and judges each against the reference.
 
-Each contestant has processes of its own, forked from this one, which has everything imported and the data open. The
-state that a contestant saves half way is carried on by the next one that agrees so far: fresh processes of another
+Each case has processes of its own, forked from this one, which has everything imported and the data open. The
+state that a case saves half way is carried on by the next one that agrees so far: fresh processes of another
 placement. What differs is run a second time, to see the values.
 """
 
@@ -28,17 +28,17 @@ from lockstep.core.order import Steps
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.reporting.verification import Departure, Row, Verdict, Verification
+from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
 from lockstep.run import build
 from lockstep.run.build import Setup
 from lockstep.run.start import in_workers_silently
 from lockstep.run.strategy import find_strategy
 from lockstep.strategies import names
 from lockstep.verification import probing, trace
-from lockstep.verification.causes import Facts, Suspicion, cause, findings
+from lockstep.verification.causes import Diagnosis, ProbeResult, cause, findings
 from lockstep.verification.compare import Difference, differences
-from lockstep.verification.contestant import Job, checkpoint_of, prepared, work
-from lockstep.verification.trace import Seen
+from lockstep.verification.trace import Trace
+from lockstep.verification.traced_run import Job, checkpoint_of, prepared, work
 from lockstep.verification.values import Values, largest, values, wanted
 
 _SINGLE: Final = Strategy(name="single")
@@ -47,7 +47,7 @@ _BATCHES: Final = 4  # of validation, and a short one
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Case:
     """A placement to verify; `reason` says why it is not possible, where it is not."""
 
     loaded: Loaded
@@ -64,15 +64,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a contestant: its folder and what its ranks saw, or how it failed."""
+    """What became of a case: its folder and what its ranks saw, or how it failed."""
 
     job: Job
     code: int
-    seen: list[Seen]
+    seen: list[Trace]
     said: str
 
     @property
-    def figures(self) -> list[Seen]:
+    def figures(self) -> list[Trace]:
         """What was seen, without what takes another time and memory at each run."""
         return [replace(seen, seconds=0.0, peak_bytes=0) for seen in self.seen]
 
@@ -91,15 +91,15 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     build.check_kernels(ready, loaded.config.placement)
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
     evaluated = min(samples, _validation(build.evaluation_batch(recipe)))
-    places = _all(loaded) if everything else _given(loaded, count)
+    cases = _all(loaded) if everything else _given(loaded, count)
     if everything:
         _import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = chosen_steps(ready.steps, steps)
         job = Job(loaded, numbers, evaluated, Path(folder))
-        contest = _Contest(job, prepared(loaded, evaluated), tell)
-        facts = contest.look()
-        rows = [] if facts.refused else contest.rows(places)  # nothing of such a model would run
+        comparison = _Comparison(job, prepared(loaded, evaluated), tell)
+        probed = comparison.look()
+        rows = [] if probed.refused else comparison.rows(cases)  # nothing of such a model would run
         if not everything and (refused := [row for row in rows if row.verdict == "not possible"]):
             raise UsageError(refused[0].reason)
     return Verification(
@@ -109,7 +109,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
         evaluated=evaluated,
         validation_samples=samples,
         rows=tuple(rows),
-        findings=tuple(findings(facts)),
+        findings=tuple(findings(probed)),
     )
 
 
@@ -121,7 +121,7 @@ def chosen_steps(steps: Steps, count: int) -> tuple[int, ...]:
 
 
 def saved_after(job: Job) -> int:
-    """Return after how many of its steps a contestant saves what another goes on from: half of them.
+    """Return after how many of its steps a case saves what another goes on from: half of them.
 
     Where the model is compiled, all but the last, which may be short: what went wrong would be kernels that depend on
     the order in which shapes are seen, and then the short one is seen first.
@@ -141,14 +141,14 @@ def _validation(batch: int) -> int:
     return _BATCHES * batch + max(1, batch // 2)
 
 
-def _given(loaded: Loaded, count: int) -> list[Candidate]:
-    """Return one process, as a contestant of its own, and the placement that was asked for."""
-    asked = _candidate(loaded, loaded.config.placement.strategy, count, {})
-    single = _candidate(loaded, _SINGLE, 1, {})
+def _given(loaded: Loaded, count: int) -> list[Case]:
+    """Return one process, as a case of its own, and the placement that was asked for."""
+    asked = _case(loaded, loaded.config.placement.strategy, count, {})
+    single = _case(loaded, _SINGLE, 1, {})
     return [asked] if (asked.strategy, count) == ("single", 1) else [single, asked]
 
 
-def _all(loaded: Loaded) -> list[Candidate]:
+def _all(loaded: Loaded) -> list[Case]:
     """Return every strategy on every number of processes that the devices allow, possible or not."""
     placement = loaded.config.placement
     own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
@@ -159,32 +159,32 @@ def _all(loaded: Loaded) -> list[Candidate]:
     return [_checked(_named(loaded, name, size)) for name in [*ordered, *theirs] for size in sizes]
 
 
-def _named(loaded: Loaded, name: str, processes: int) -> Candidate:
+def _named(loaded: Loaded, name: str, processes: int) -> Case:
     """Return a strategy with the options that the placement has for it, if it names this one."""
     given = loaded.config.placement.strategy
-    return _candidate(loaded, given if given.name == name else Strategy(name=name), processes, {})
+    return _case(loaded, given if given.name == name else Strategy(name=name), processes, {})
 
 
-def _candidate(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[str, Any]) -> Candidate:
+def _case(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[str, Any]) -> Case:
     """Return the placement of `loaded` with another strategy, number of processes and other changes."""
     update = {"strategy": strategy, "processes": processes, **changes}
     placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
     name, chosen = find_strategy(placement, processes)
-    return Candidate(placed, name, processes, chosen.traits.exactness)
+    return Case(placed, name, processes, chosen.traits.exactness)
 
 
-def _checked(place: Candidate) -> Candidate:
+def _checked(case: Case) -> Case:
     try:
-        build.check_placement(place.loaded.config, place.processes)
+        build.check_placement(case.loaded.config, case.processes)
     except UsageError as error:
-        return replace(place, reason=str(error))
-    return place
+        return replace(case, reason=str(error))
+    return case
 
 
 @final
-class _Contest:
-    """The reference, and the contestants so far. `job` is what they have in common."""
+class _Comparison:
+    """The reference, and the cases so far. `job` is what they have in common."""
 
     def __init__(self, job: Job, ready: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
@@ -193,12 +193,10 @@ class _Contest:
         self._launched = 0
         self._half = saved_after(job)
         # The plainest way there is: nothing of the placement that should not matter.
-        self._single = _candidate(
-            job.loaded, _SINGLE, 1, {"recompute": "none", "offload_activations": False, "workers": 0}
-        )
-        self._facts = Facts()
+        self._single = _case(job.loaded, _SINGLE, 1, {"recompute": "none", "offload_activations": False, "workers": 0})
+        self._facts = ProbeResult()
 
-    def look(self) -> Facts:
+    def look(self) -> ProbeResult:
         """Probe data, model and loss in a process of their own."""
         self._tell("a look at data, model and loss")
         job = self._new(self._single, self._job)
@@ -207,50 +205,50 @@ class _Contest:
         self._facts = probing.read(job.folder)
         return self._facts
 
-    def rows(self, places: Sequence[Candidate]) -> list[Row]:
-        """Run the reference and all contestants, and return a row for each of these."""
+    def rows(self, cases: Sequence[Case]) -> list[Row]:
+        """Run the reference and all cases, and return a row for each of these."""
         self._tell("the reference, single on 1")
         self._reference = self._demanded(self._run(self._single, self._job))
         rows: list[Row] = []
         waiting: tuple[int, Outcome] | None = None  # the last that agrees, and whose checkpoint is to be resumed
         carriers = [self._single]
-        for number, place in enumerate(places):
-            row, outcome = self._contested(place)
+        for number, case in enumerate(cases):
+            row, outcome = self._compared(case)
             rows.append(row)
             if outcome is None:
                 continue
             if waiting is not None:
-                rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], place)
+                rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], case)
             waiting = number, outcome
-            carriers.append(place)
+            carriers.append(case)
         if waiting is not None:
-            others = [each for each in carriers if each.processes != places[waiting[0]].processes]
+            others = [each for each in carriers if each.processes != cases[waiting[0]].processes]
             rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], (others or carriers)[0])
         return rows
 
-    def _contested(self, place: Candidate) -> tuple[Row, Outcome | None]:
-        """Run a contestant from the beginning; give its outcome where it agrees with the reference."""
-        if place.reason:
-            return Row(place.strategy, place.processes, "not possible", place.reason, place.exactness), None
-        self._tell(place.label)
-        outcome = self._run(place, replace(self._job, save_after=self._half))
+    def _compared(self, case: Case) -> tuple[Row, Outcome | None]:
+        """Run a case from the beginning; give its outcome where it agrees with the reference."""
+        if case.reason:
+            return Row(case.strategy, case.processes, "not possible", case.reason, case.exactness), None
+        self._tell(case.label)
+        outcome = self._run(case, replace(self._job, save_after=self._half))
         if outcome.code != EXIT_DONE:
-            return _failed(place, outcome), None
+            return _failed(case, outcome), None
         row = Row(
-            place.strategy,
-            place.processes,
+            case.strategy,
+            case.processes,
             "identical",
-            exactness=place.exactness,
+            exactness=case.exactness,
             seconds=max(seen.seconds for seen in outcome.seen),
             peak_bytes=tuple(seen.peak_bytes for seen in outcome.seen),
         )
-        row = self._judged(row, place, outcome, "")
+        row = self._judged(row, case, outcome, "")
         if not row.good:
             shutil.rmtree(outcome.job.folder)
         return row, outcome if row.good else None
 
-    def _resumed(self, row: Row, saved: Outcome, carrier: Candidate) -> Row:
-        """Let `carrier` go on from what a contestant saved half way, and judge the end of it."""
+    def _resumed(self, row: Row, saved: Outcome, carrier: Case) -> Row:
+        """Let `carrier` go on from what a case saved half way, and judge the end of it."""
         path = checkpoint_of(saved.job.folder, self._half)
         outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
         row = replace(row, resumed_on=carrier.label)
@@ -261,19 +259,19 @@ class _Contest:
         shutil.rmtree(saved.job.folder)
         return row
 
-    def _judged(self, row: Row, place: Candidate, outcome: Outcome, after: str) -> Row:
+    def _judged(self, row: Row, case: Case, outcome: Outcome, after: str) -> Row:
         """Compare an outcome with the reference, on its second run with the values of what differs."""
         found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
         if not found:
             return row
-        pairs, again = self._valued(place, outcome, found)
+        pairs, again = self._valued(case, outcome, found)
         first = found[0]
         apart = largest([(difference, each) for difference, each in pairs if each is not None])
-        bound = self._tolerance() if "close" in (row.exactness, place.exactness) else None
+        bound = self._tolerance() if "close" in (row.exactness, case.exactness) else None
         measured = all(each is None or each.apart is not None for _, each in pairs)
         near = bound is not None and apart is not None and measured and apart <= bound
         verdict: Verdict = "within tolerance" if near else "differs"
-        departure = self._departure(place, first, dict(pairs)[first], after, again)
+        departure = self._mismatch(case, first, dict(pairs)[first], after, again)
         return replace(
             row,
             verdict=verdict,
@@ -284,35 +282,33 @@ class _Contest:
         )
 
     def _valued(
-        self, place: Candidate, outcome: Outcome, found: Sequence[Difference]
+        self, case: Case, outcome: Outcome, found: Sequence[Difference]
     ) -> tuple[list[tuple[Difference, Values | None]], bool]:
-        """Run reference and contestant again for the tensors that differ.
+        """Run reference and case again for the tensors that differ.
 
         Return the values of all differences, and whether both saw again what they had seen.
         """
         chosen = wanted(found)
         reference = self._demanded(self._run(self._single, replace(self._job, wanted=chosen)))
-        again = self._run(place, replace(outcome.job, wanted=chosen, save_after=None))
+        again = self._run(case, replace(outcome.job, wanted=chosen, save_after=None))
         pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
         same = reference.figures == self._reference.figures and again.figures == outcome.figures
         for each in (reference, again):
             shutil.rmtree(each.job.folder)
         return pairs, same
 
-    def _departure(
-        self, place: Candidate, first: Difference, seen: Values | None, after: str, again: bool
-    ) -> Departure:
-        suspicion = Suspicion(first, self._facts, place.label, place.processes, bool(after), again)
-        return Departure(
+    def _mismatch(self, case: Case, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
+        diagnosis = Diagnosis(first, self._facts, case.label, case.processes, bool(after), again)
+        return Mismatch(
             step=first.step,
-            what=suspicion.what,
-            name=suspicion.name,
-            microbatch=suspicion.microbatch,
+            what=diagnosis.what,
+            name=diagnosis.name,
+            microbatch=diagnosis.microbatch,
             ranks=first.ranks,
             index=seen.index if seen else None,
             reference=seen.reference if seen else first.reference,
             found=seen.found if seen else first.found,
-            cause=cause(suspicion),
+            cause=cause(diagnosis),
             after=after,
         )
 
@@ -330,25 +326,23 @@ class _Contest:
             [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
         )
 
-    def _run(self, place: Candidate, job: Job) -> Outcome:
-        """Run a contestant."""
-        job = self._new(place, job)
-        code, said = self._launch(work, place, job)
-        return Outcome(job, code, trace.read(job.folder, place.processes) if code == EXIT_DONE else [], said)
+    def _run(self, case: Case, job: Job) -> Outcome:
+        """Run a case."""
+        job = self._new(case, job)
+        code, said = self._launch(work, case, job)
+        return Outcome(job, code, trace.read(job.folder, case.processes) if code == EXIT_DONE else [], said)
 
-    def _new(self, place: Candidate, job: Job) -> Job:
+    def _new(self, case: Case, job: Job) -> Job:
         """Return the job for this placement, with a folder of its own."""
         self._launched += 1
-        job = replace(job, loaded=place.loaded, folder=self._job.folder / str(self._launched))
+        job = replace(job, loaded=case.loaded, folder=self._job.folder / str(self._launched))
         job.folder.mkdir()
         return job
 
-    def _launch(
-        self, body: Callable[[Job, Setup | None, Rendezvous], int], place: Candidate, job: Job
-    ) -> tuple[int, str]:
+    def _launch(self, body: Callable[[Job, Setup | None, Rendezvous], int], case: Case, job: Job) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         work = partial(_with_own_streams, partial(body, job))
-        code, text = in_workers_silently(work, self._ready, place.loaded.config.placement, place.processes)
+        code, text = in_workers_silently(work, self._ready, case.loaded.config.placement, case.processes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _demanded(self, outcome: Outcome) -> Outcome:
@@ -373,7 +367,7 @@ def _with_own_streams(
         raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
 
 
-def _failed(place: Candidate, outcome: Outcome) -> Row:
+def _failed(case: Case, outcome: Outcome) -> Row:
     """What the user cannot have here is not possible; anything else is a failure."""
     verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
-    return Row(place.strategy, place.processes, verdict, outcome.said, place.exactness)
+    return Row(case.strategy, case.processes, verdict, outcome.said, case.exactness)
