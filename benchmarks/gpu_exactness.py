@@ -71,7 +71,7 @@ ON_CARD: Final = {
 }
 ON_CPU: Final = {
     "digits fp32": ("single", "ddp 2", "pipeline 2"),
-    "digits bf16": ("single", "zero2 2"),
+    "transformer bf16": ("single", "zero2 2"),  # convolutions in bf16 take seconds a step on most CPUs
 }
 ON_CARDS: Final = ("ddp", "zero1", "zero3", "pipeline")  # by NCCL, a rank on each card
 KILLED_AT: Final = 12  # steps, of 23

@@ -75,8 +75,8 @@ def reference(finished) -> str:
 
 @pytest.mark.parametrize(
     "launcher",
-    [TORCHRUN, (*LAUNCH, "--master-port=PORT"), (*LAUNCH, "--use_env", "--master-port=PORT")],
-    ids=["torchrun", "launch", "launch --use_env"],
+    [TORCHRUN, (*LAUNCH, "--master-port=PORT")],
+    ids=["torchrun", "launch"],
 )
 def test_launchers_of_torch(launch, finished, port, launcher):
     command = launch(*(word.replace("PORT", str(port)) for word in launcher))

@@ -12,8 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lockstep.config.load import load
 from lockstep.training.checkpoint import store
 
-# Without convolutions, which take seconds a step in fp16 on processors that lack it.
-FP16 = ("recipe.precision=fp16", 'recipe.model={name: "held:linear"}', "recipe.loss_scale.initial=1e9")
+# Without convolutions, which take seconds a step in bf16 and fp16 on processors that lack them.
+LINEAR = 'recipe.model={name: "held:linear"}'
+BF16 = ("recipe.precision=bf16", LINEAR)
+FP16 = ("recipe.precision=fp16", LINEAR, "recipe.loss_scale.initial=1e9")
 LAST = "run/checkpoints/step-00000023"
 # Of a digit: 2 for each weight at each place, forward and for both gradients; nobody wants that of the first inputs.
 PLACES = (64 * 9, 2 * 64 * 9 * 32 * 32, 16 * (9 * 32 * 64 + 9 * 64 * 64 + 32 * 64), 2 * 16 * 9 * 64 * 64, 64 * 10)
@@ -75,7 +77,7 @@ def test_another_number_of_microbatches_is_another_recipe(finished):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("recipe.precision=bf16",),
+        BF16,
         FP16,
         ("recipe.mix={mixup: 0.2, cutmix: 1.0}", "recipe.ema.decay=0.9", "recipe.optimizer={name: lamb, lr: 0.01}"),
     ],

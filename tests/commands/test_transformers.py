@@ -7,12 +7,9 @@ import pytest
 import yaml
 
 TEXT = {"name": "text", "root": "numbers.txt", "options": {"context": 8}}
-MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama and GPT-2 have tied weights and dropout
+MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has tied weights and dropout
     "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
               "intermediate_size": 24, "tie_word_embeddings": True, "attention_dropout": 0.1},
-    "qwen3": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-              "head_dim": 8, "intermediate_size": 24},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
     "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
             "patch_size": 2, "hidden_dropout_prob": 0.1},
 }  # fmt: skip
@@ -40,6 +37,7 @@ def recipe(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_placement_gives_one_hash(run, recipe, name):
+    """One for each task; tests/parallel/test_any_inputs.py has more of them."""
     model = {"name": name, "source": "transformers", "options": MODELS[name]}
     file = recipe(model, {"name": "digits"} if name == "vit" else TEXT)
     hashes = [run("train", file, f"run.dir=run-{number}", *words).sha256 for number, words in enumerate(PLACED)]
@@ -61,6 +59,6 @@ def test_a_model_that_was_changed_is_found_out(run, recipe, fault, said):
 
 
 def test_a_setting_that_the_type_does_not_have_is_refused(run, recipe):
-    options = MODELS["gpt2"] | {"n_emb": 3}
+    options = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_emb": 3}
     refused = run("train", recipe({"name": "gpt2", "source": "transformers", "options": options}, TEXT), code=2)
     assert "options.n_emb: a gpt2 has no such setting; did you mean 'n_embd'" in refused.err

@@ -75,7 +75,7 @@ ZOO = {
     "efficientnet_b0": zoo.case("efficientnet_b0", optimizer="lamb", clip=1.0),
     "mlp": zoo.case("mlp", optimizer="adamw", precision="bf16", clip=0.1, ema=True),
 }
-PLACED = [("ddp", 3, ()), ("zero1", 2, ()), ("zero2", 3, ()), ("zero3", 2, ()), ("hsdp", 4, (("replicate", 2),))]
+PLACED = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]
 
 
 @pytest.mark.worlds
