@@ -31,15 +31,16 @@ data/images: finish leaves listing pictures tar_index words
 data/tables: columns files rows
 data/text: tokenizer
 device: kernels limits pretended
+launchers: agents base
 models: tuned
 parallel: engine numerics
 parallel/layouts: base replicated sharded
 parallel/pipeline: ghost layout loans part replay trace watch
-ranks: flight heartbeat status
+ranks: flight heartbeat member status
 reporting: curves kept_id mlflow_sink progress sink skipped wandb_sink
-run: adapters ambient aside build continued evaluation finished folder membership optimizing own_loss own_model own_step
-run: own_sums placing plain resume runs schedule script session sinks start strategy submitted training user_code
-run: user_source
+run: adapters ambient aside build continued evaluation finished folder launching membership optimizing own_loss
+run: own_model own_step own_sums placing plain resume runs schedule script session sinks start strategy submitted
+run: training user_code user_source
 strategies: base
 tasks: base batches own_loss
 training: events
