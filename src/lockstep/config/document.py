@@ -3,6 +3,9 @@
 PyYAML's loaders are not used, only its events: they read `1e-3` as text and `on` as true (YAML 1.1), let
 the last of equal keys win, forget where a value stood, and follow aliases, with which nine lines stand for
 a billion values. Here scalars follow YAML 1.2's core schema, and aliases, tags and equal keys are problems.
+
+ruamel.yaml 0.19.1 was tried in its place. Its loaders stop at the first error, and build dates and `1_000`; its events
+read these files with the same code, in 1.3 to 1.6 times the seconds.
 """
 
 from __future__ import annotations
