@@ -77,8 +77,22 @@ def test_index_names_every_page() -> None:
     assert pages <= set(_LINK.findall(index))
 
 
-def test_configuration_table_is_that_of_the_code() -> None:
-    script = ROOT / "scripts" / "configuration-table"
+def test_the_tree_of_the_design_is_that_of_the_code() -> None:
+    package = ROOT / "src" / "lockstep"
+    listed = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("\ntests/ ")[0]
+    room, rooms, missing = "", set(), []
+    for nested, name in re.findall(r"^(│   )?[├└]── (\S+)", listed, re.MULTILINE):
+        room = room if nested else name  # a nested line belongs to the last one that is not
+        path = package / room / name if nested else package / name
+        rooms |= {room.rstrip("/")} if path.is_dir() else set()
+        missing += [] if path.exists() else [name]
+    assert not missing
+    assert rooms == {each.name for each in package.iterdir() if each.is_dir() and each.name != "__pycache__"}
+
+
+@pytest.mark.parametrize("name", ["benchmark-table", "configuration-table"])
+def test_tables_are_those_of_the_code_and_the_results(name: str) -> None:
+    script = ROOT / "scripts" / name
     checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
