@@ -25,7 +25,7 @@ NOT_YET: Final = """
 .: __main__ errors plainfile
 comm: fsdp
 config: across base placement recipe recorded run schema wording
-core: batch kinds order_name shard work
+core: batch kinds order_name work
 data: base collate items options own_split shares
 data/images: finish leaves listing pictures tar_index words
 data/tables: columns files rows

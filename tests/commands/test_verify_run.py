@@ -13,7 +13,7 @@ from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.order import part
 from lockstep.core.rank import ALONE
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
 from lockstep.training.events import Event
@@ -45,7 +45,7 @@ def cut(tensor: Tensor, rank: int, size: int) -> Shard:
 def gather(world: World, group_bytes: int) -> dict[str, bytes]:
     """Return the bytes of what a rank gets where all are cut but `bytes`."""
     verify_run._GATHERED_BYTES = group_bytes  # type: ignore[misc]
-    held: dict[str, Held] = {
+    held: dict[str, MaybeSharded] = {
         name: tensor if name == "bytes" else cut(tensor, world.rank, world.size) for name, tensor in tensors().items()
     }
     return {

@@ -13,7 +13,7 @@ from toys import Case
 
 from lockstep.comm.world import World
 from lockstep.core.order import Step
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
 PLACED: list[tuple[str, int, tuple[tuple[str, int], ...]]] = [
@@ -105,11 +105,11 @@ def buffer(engine: Any) -> None:
 
 
 def momentum(engine: Any) -> None:
-    flip(local(engine.state().optimizer["stem.weight/momentum_buffer"]))
+    flip(local_tensor(engine.state().optimizer["stem.weight/momentum_buffer"]))
 
 
 def average(engine: Any) -> None:
-    flip(local(engine.state().ema["head.weight"]))
+    flip(local_tensor(engine.state().ema["head.weight"]))
 
 
 def activation(engine: Any) -> None:
@@ -136,7 +136,7 @@ def sum_of_gradients(engine: Any) -> None:
     def faulty(*given: Any) -> Any:
         sums = forward_backward(*given)
         engine.forward_backward = forward_backward
-        flip(local(next(iter(engine.gradients().values()))))
+        flip(local_tensor(next(iter(engine.gradients().values()))))
         return sums
 
     engine.forward_backward = faulty
@@ -157,7 +157,7 @@ def after_the_check(engine: Any) -> None:
     update = engine.update
 
     def faulty(*given: Any) -> Any:
-        flip(local(next(iter(engine.gradients().values()))))
+        flip(local_tensor(next(iter(engine.gradients().values()))))
         return update(*given)
 
     engine.update = faulty

@@ -11,7 +11,7 @@ from worlds import run
 from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.rank import RankInfo
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.run.build import setup, start
 from lockstep.training.evaluate import evaluate
 
@@ -46,7 +46,7 @@ def _trained(
     names = ("loss", "weight", "samples", "counted", "correct1")
     tensors = {"figures": torch.stack([figures.sums[name].double() for name in names])}
     for kind, held in (("model", state.model), ("optimizer", state.optimizer), ("ema", state.ema or {})):
-        tensors |= {f"{kind} {name}": local(each).detach().cpu().clone() for name, each in held.items()}
+        tensors |= {f"{kind} {name}": local_tensor(each).detach().cpu().clone() for name, each in held.items()}
     engine.load(state)
     engine.close()
     return tensors, waits

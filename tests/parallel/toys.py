@@ -15,7 +15,7 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.core.rota import Rota
-from lockstep.core.shard import Held, local
+from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.models.freezing import freeze
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
@@ -261,11 +261,11 @@ def as_from_disk(state: State) -> State:
     )
 
 
-def _contiguous(held: Held) -> Tensor:
-    return local(held).detach().clone(memory_format=torch.contiguous_format)
+def _contiguous(held: MaybeSharded) -> Tensor:
+    return local_tensor(held).detach().clone(memory_format=torch.contiguous_format)
 
 
-def _hash(held: Held) -> str:
-    tensor = local(held)
+def _hash(held: MaybeSharded) -> str:
+    tensor = local_tensor(held)
     content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{hashlib.sha256(content).hexdigest()[:16]} {tensor.dtype} {tuple(tensor.shape)}"

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.core.order import part
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.training.agreement import Disagreement, disagreement
 
 
-def held(world: World, name: str, tensor: Tensor, layout: str) -> Held:
+def held(world: World, name: str, tensor: Tensor, layout: str) -> MaybeSharded:
     """Return what a rank holds: all, its own rows, or the rows that it shares with every other rank but one."""
     if layout == "whole" or name == "buffer":
         return tensor

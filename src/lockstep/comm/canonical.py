@@ -107,7 +107,7 @@ class CanonicalSum:
 
 
 @final
-class Deal:
+class AllToAllRows:
     """Deals out the vectors of a round (core/mesh.py) among members: a reduce-scatter that does not add.
 
     All members call it in the same order with vectors of the same length.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
 # Called in backward with the number of a unit, the gradients of its parameters as one flat tensor with a part for each
@@ -60,7 +60,7 @@ class Sharded:
                 offload_policy=policy,
                 mp_policy=precision,
             )
-            self._units[number].set_custom_reduce_scatter(_Handing(partial(self._hand, number)))
+            self._units[number].set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
             self._units[number].set_gradient_divide_factor(1.0)
             self._units[number].set_force_sum_reduction_for_comms(True)
             unit.register_forward_pre_hook(partial(self._count, number))
@@ -94,7 +94,7 @@ class Sharded:
         for unit in self._units:
             unit.reshard()
 
-    def state(self, primary: bool) -> dict[str, Held]:
+    def state(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
         return {name: self._held(tensor, primary) for name, tensor in self._model.state_dict().items()}
 
@@ -125,7 +125,7 @@ class Sharded:
         else:
             _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
 
-    def _held(self, tensor: Tensor, primary: bool) -> Held:
+    def _held(self, tensor: Tensor, primary: bool) -> MaybeSharded:
         return self._shard(tensor, primary) if isinstance(tensor, DTensor) else tensor
 
     def _shard(self, tensor: DTensor, primary: bool) -> Shard:
@@ -143,7 +143,7 @@ def own_gradient(parameter: DTensor) -> Tensor:
 
 
 @final
-class _Handing(ReduceScatter):
+class _ReduceScatterHook(ReduceScatter):
     def __init__(self, hand: Callable[[Tensor, Tensor], None]) -> None:
         self._hand = hand
 

@@ -22,7 +22,7 @@ from lockstep.comm.world import World
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.core.rota import Rota
-from lockstep.core.shard import Held, Shard, local
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.core.vote import odd_ones
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
@@ -72,7 +72,7 @@ class AuditedEngine:
         self.audited += 1
         return sums
 
-    def gradients(self) -> dict[str, Held]:
+    def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
         return self._engine.gradients()
 
@@ -126,12 +126,16 @@ class AuditedEngine:
             *self._parts("the averaged weights", state.ema or {}),
         ]
 
-    def _parts(self, kind: str, tensors: Mapping[str, Held]) -> Findings:
+    def _parts(self, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
         """Note what is whole on each rank, and this rank's rows of what is cut."""
         whole, rows = self._noted(), self._noted()
         for name, held in tensors.items():
-            (rows if isinstance(held, Shard) else whole).note(name, local(held))
-        cut = [(name, held.first, [*held.tensor.shape]) for name, held in tensors.items() if isinstance(held, Shard)]
+            (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
+        cut = [
+            (name, held.dim, held.first, [*held.tensor.shape])
+            for name, held in tensors.items()
+            if isinstance(held, Shard)
+        ]
         found = [(Subject(kind), whole.values()), (Subject(kind, _combined(cut)), rows.values())]
         return [(subject, digests) for subject, digests in found if digests]
 

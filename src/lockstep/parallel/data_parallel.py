@@ -31,7 +31,7 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import Held, alike, local, rows_of
+from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
@@ -178,7 +178,7 @@ class DataParallelEngine:
         for buffer, before in buffers:
             buffer.copy_(before)
 
-    def gradients(self) -> dict[str, Held]:
+    def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
         return {name: self._layout.held(name, gradient(tensor)) for name, tensor in self._layout.trained}
 
@@ -215,7 +215,7 @@ class DataParallelEngine:
         return State(
             model=model,
             optimizer={name: self._slots.held(name, tensor) for name, tensor in tensors.items()},
-            ema={name: alike(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
+            ema={name: sharded_as(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
 
@@ -227,21 +227,21 @@ class DataParallelEngine:
             differing = ", ".join(sorted(model.keys() ^ state.model.keys())[:5])
             raise UsageError(f"the state is that of another model; differing: {differing}")
         for name, held in model.items():
-            local(held).copy_(rows_of(local(state.model[name]), held))
+            local_tensor(held).copy_(slice_of(local_tensor(state.model[name]), held))
         self._running.reload()
         self._layout.reload()
-        tensors = {name: self._slots.own(name, local(whole)) for name, whole in state.optimizer.items()}
+        tensors = {name: self._slots.own(name, local_tensor(whole)) for name, whole in state.optimizer.items()}
         load_optimizer_state(self._layout.trained, self._updates.optimizer, tensors, state.scalars["optimizer"])
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
-            self._ema.load({name: rows_of(local(whole), model[name]) for name, whole in state.ema.items()})
+            self._ema.load({name: slice_of(local_tensor(whole), model[name]) for name, whole in state.ema.items()})
 
     def close(self) -> None:
         """See Engine."""
         self._stream.close()
 
     def _averaged(self, decay: float) -> Ema:
-        return Ema({name: local(held) for name, held in self._layout.state().items()}, decay)
+        return Ema({name: local_tensor(held) for name, held in self._layout.state().items()}, decay)
 
     def _loss_of(self, microbatch: MicroBatch, observed: NamedSums | None = None) -> Tensor:
         inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
-from lockstep.core.shard import Held
+from lockstep.core.shard import MaybeSharded
 from lockstep.tasks.base import MicroBatch
 
 Predict = Callable[[Inputs], Any]  # gives the model's outputs
@@ -50,9 +50,9 @@ class State:
     Where a strategy cuts tensors, each rank's state has a Shard (core/shard.py) under the name.
     """
 
-    model: Mapping[str, Held]
-    optimizer: Mapping[str, Held]
-    ema: Mapping[str, Held] | None = None
+    model: Mapping[str, MaybeSharded]
+    optimizer: Mapping[str, MaybeSharded]
+    ema: Mapping[str, MaybeSharded] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class Stepping(Protocol):
 class Engine(Stepping, Protocol):
     """A model being trained, however it lies on the ranks. All ranks call each verb in the same order."""
 
-    def gradients(self) -> dict[str, Held]:
+    def gradients(self) -> dict[str, MaybeSharded]:
         """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
         ...
 

@@ -189,22 +189,22 @@ class StallDetector:
 def told(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
     """Return the report: who is late and where, what the others wait in, and who does not answer."""
     most = max((place.status.step for _, place in answers.values()), default=0)
-    alike: dict[tuple[_Role, str], list[str]] = {}
+    sharded_as: dict[tuple[_Role, str], list[str]] = {}
     for rank, (host, place) in sorted(answers.items()):
         role = _role(place, most)
         stack = [] if role == "waits" else [f"      {line}" for line in place.stack[-_LINES:]]
         name = str(rank) if role == "waits" else f"{rank} ({host})"
-        alike.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
+        sharded_as.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
     lines = [first]
     lines += [f"  rank {rank} does not answer: it is stopped or hung, its host is gone, or cut off" for rank in silent]
     for role in _ENDINGS:
-        lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in alike.items() if its == role]
+        lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in sharded_as.items() if its == role]
     records = [place.record for _, place in answers.values() if place.record]
     if records:
         lines.append(f"  torch's record of their exchanges: {', '.join(sorted(records))}")
     if not silent:
-        found = {role for role, _ in alike}
+        found = {role for role, _ in sharded_as}
         lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
     return "\n".join(line for line in lines if line)
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
 from lockstep.core.patterns import matches
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, has_adapters, peft_config, peft_names
 from lockstep.models.tuned import Tuning
@@ -39,7 +39,7 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     if recipe.model.lora is None:
         raise UsageError(f"{found.path}: the run has no adapters; its weights are in {store.MODEL}")
     lora = lora_of(recipe.model.lora)
-    tensors = {name: local(held) for name, held in found.snapshot.model.items()}
+    tensors = {name: local_tensor(held) for name, held in found.snapshot.model.items()}
     beside = {name for name, each in tensors.items() if matches(name, lora.train) and not has_adapters({name: each})}
     modules = sorted({name.rpartition(".")[0] for name in beside})
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe, Start, Weights
 from lockstep.config.run import Run, StartFrom
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.errors import ConfigError, TrainingError, UsageError
 from lockstep.models.adapters import has_adapters
 from lockstep.models.fitting import Fit, fit
@@ -172,7 +172,7 @@ def _of_run(found: Found, ema: bool) -> dict[str, Tensor]:
     if ema and snapshot.ema is None:
         raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")
     held = snapshot.ema if ema and snapshot.ema is not None else snapshot.model
-    return {name: local(each) for name, each in held.items()}
+    return {name: local_tensor(each) for name, each in held.items()}
 
 
 def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:

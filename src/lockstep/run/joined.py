@@ -22,7 +22,7 @@ from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.reserved import OF_ALL, first_taken
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.data.base import AsFetched, DataSet
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
@@ -555,8 +555,8 @@ def _refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, An
 
 def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise UsageError where a checkpoint's tensors are not those of the model."""
-    forms = {name: (tuple(held.shape), local(held).dtype) for name, held in here.items()}
-    found = {name: (tuple(held.shape), local(held).dtype) for name, held in saved.items()}
+    forms = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in here.items()}
+    found = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in saved.items()}
     wrong = [name for name in sorted({*forms, *found}) if forms.get(name) != found.get(name)]
     if wrong:
         raise UsageError(f"{path}: of another model; differing: {', '.join(wrong[:5])}; choose another dir")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.tuned import tuned
@@ -35,7 +35,7 @@ def load(
         with OwnCode("model"):
             made = model()
     weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
-    _fill(found.path, made, {name: local(held) for name, held in weights.items()})
+    _fill(found.path, made, {name: local_tensor(held) for name, held in weights.items()})
     return made.eval()
 
 

@@ -22,7 +22,7 @@ from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import Run
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.device.precision import loss_scaler
 from lockstep.errors import UsageError
 from lockstep.models.check import Form
@@ -168,7 +168,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
 
 
 def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
-    return {name: Form(tuple(local(held).shape), local(held).dtype) for name, held in tensors.items()}
+    return {name: Form(tuple(local_tensor(held).shape), local_tensor(held).dtype) for name, held in tensors.items()}
 
 
 def _forms_problems(what: str, found: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
-    plain = {name: local(held) for name, held in tensors.items()}
+    plain = {name: local_tensor(held) for name, held in tensors.items()}
     return {name: float(each) for name, each in plain.items() if not each.ndim and each.device.type != "meta"}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.comm.world import World
-from lockstep.core.shard import Held, Shard, local, whole
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, unsharded
 from lockstep.core.vote import odd_ones
 from lockstep.training.checkpoint import store, tensorfile
 
@@ -47,7 +47,7 @@ class Disagreement:
         return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} other values than the majority"
 
 
-def disagreement(world: World, model: Mapping[str, Held], weights: str = "") -> Disagreement | None:
+def disagreement(world: World, model: Mapping[str, MaybeSharded], weights: str = "") -> Disagreement | None:
     """Compare what the ranks hold of a model; None where they agree. All ranks call it, and get the same.
 
     `weights` is the SHA-256 of what is whole of it, where that is known already.
@@ -56,7 +56,7 @@ def disagreement(world: World, model: Mapping[str, Held], weights: str = "") -> 
         return None
     cut = {name: held for name, held in model.items() if isinstance(held, Shard)}
     layout = hashlib.sha256(json.dumps([(name, *_rows(cut[name])) for name in sorted(cut)]).encode()).digest()
-    own = [weights or store.weights_sha256(whole(model)), store.weights_sha256(cut)]
+    own = [weights or store.weights_sha256(unsharded(model)), store.weights_sha256(cut)]
     digests = world.gather(layout + b"".join(map(bytes.fromhex, own)))
     wholes = {each[32:64] for each in digests}
     if len(wholes) == 1 and len({each[:32] for each in digests}) == len({each[:32] + each[64:] for each in digests}):
@@ -64,7 +64,7 @@ def disagreement(world: World, model: Mapping[str, Held], weights: str = "") -> 
     return _named(world, model)
 
 
-def _named(world: World, model: Mapping[str, Held]) -> Disagreement | None:
+def _named(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
@@ -85,11 +85,11 @@ def _named(world: World, model: Mapping[str, Held]) -> Disagreement | None:
     return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if told else None, hosts)
 
 
-def _digest(held: Held) -> bytes:
+def _digest(held: MaybeSharded) -> bytes:
     """Return which rows are held, and what is in them: two digests."""
     rows = hashlib.sha256(json.dumps(_rows(held)).encode()).digest()[:_DIGEST_BYTES]
-    return rows + hashlib.sha256(tensorfile.raw(local(held))).digest()[:_DIGEST_BYTES]
+    return rows + hashlib.sha256(tensorfile.raw(local_tensor(held))).digest()[:_DIGEST_BYTES]
 
 
-def _rows(held: Held) -> list[int]:
-    return [held.first, *held.tensor.shape] if isinstance(held, Shard) else []
+def _rows(held: MaybeSharded) -> list[int]:
+    return [held.dim, held.first, *held.tensor.shape] if isinstance(held, Shard) else []

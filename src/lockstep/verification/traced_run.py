@@ -24,7 +24,7 @@ from lockstep.comm.world import World, choose_device, open_world
 from lockstep.config.load import Loaded
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
 from lockstep.device.memory import keep_freed_memory
@@ -183,7 +183,7 @@ class _TracedRun:
             seen.scalars = json.dumps(state.scalars, sort_keys=True)
         return update
 
-    def _note(self, seen: StepTrace, kinds: Mapping[str, Mapping[str, Held]]) -> None:
+    def _note(self, seen: StepTrace, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
         """Add digests of tensors to `seen`. What is cut is gathered, some at a time, and noted by rank 0."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
@@ -220,7 +220,7 @@ def _not_due(_: Progress) -> Evaluated:
     raise AssertionError  # a case evaluates once, at the end
 
 
-def wholes(world: World, tensors: Mapping[str, Held]) -> Iterator[tuple[str, Tensor]]:
+def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
     """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
     yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
     cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}

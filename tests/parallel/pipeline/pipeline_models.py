@@ -14,7 +14,7 @@ from toys import Trace
 from lockstep.comm.world import World
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
-from lockstep.core.shard import Held, Shard, local
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.models.freezing import freeze
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.groups import ParameterGroup, settings
@@ -215,14 +215,14 @@ def trained(
     return training, trace
 
 
-def own(tensors: Mapping[str, Held]) -> Trace:
+def own(tensors: Mapping[str, MaybeSharded]) -> Trace:
     """Return a hash for each tensor that lies on this rank."""
     return {name: hashed(held) for name, held in tensors.items() if not isinstance(held, Shard) or _lies_here(held)}
 
 
-def hashed(held: Held) -> str:
+def hashed(held: MaybeSharded) -> str:
     """Return a hash of what lies here, which in a pipeline is the whole tensor."""
-    tensor = local(held).detach()
+    tensor = local_tensor(held).detach()
     content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{hashlib.sha256(content).hexdigest()[:16]} {tensor.dtype} {tuple(tensor.shape)}"
 

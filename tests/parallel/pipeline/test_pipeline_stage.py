@@ -163,7 +163,7 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
     assert all(torch.equal(each, torch.ones(3, 4)) for each in given if each is not None)
 
 
-class Held:
+class MaybeSharded:
     """A tensor that autograd keeps; `count` says how many there are."""
 
     def __init__(self, count: list[int], tensor: Tensor) -> None:
@@ -182,7 +182,7 @@ def test_recomputation_holds_no_activations(recompute: bool, some: bool) -> None
     stage = Stage(layer, recompute)
 
     def compute(values: Values) -> Sequence[Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(partial(Held, count), lambda held: held.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(partial(MaybeSharded, count), lambda held: held.tensor):
             outputs: Tensor = layer(values[0]).relu()
         return [outputs]
 

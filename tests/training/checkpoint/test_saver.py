@@ -12,7 +12,7 @@ import worlds
 from lockstep.comm.world import World
 from lockstep.core.order import part
 from lockstep.core.rank import ALONE
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.checkpoint.saver import Saver
@@ -88,7 +88,7 @@ def saves(world: World, folder: Path, beside: bool) -> tuple[list[int], float]:
     told = []
     for step in (1, 2, 3):
         rows = part(10, world.size, world.rank)
-        cut: dict[str, Held] = {"w": Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)}
+        cut: dict[str, MaybeSharded] = {"w": Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)}
         told += saver.save(Progress(step=step), Snapshot(cut, {}, None, {"step": step}))
         total = sum(float(world.add_(torch.ones(1))) for _ in range(50))
     told += saver.wait()
@@ -108,7 +108,7 @@ def test_ranks_save_together_beside_their_training(tmp_path: Path, size: int) ->
 
 def refused(world: World, folder: Path, names: list[str], odd: int, buffers: frozenset[str]) -> str:
     """Save with other values of some tensors on one rank, and return what is said of it."""
-    tensors: dict[str, Held] = {name: torch.ones(3) for name in ("a", "b")}
+    tensors: dict[str, MaybeSharded] = {name: torch.ones(3) for name in ("a", "b")}
     tensors |= {name: torch.full((3,), 2.0) for name in names if world.rank == odd}
     saver = Saver(world, folder, keep=1, beside=False, buffers=buffers)
     with pytest.raises(TrainingError) as error:

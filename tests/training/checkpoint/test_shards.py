@@ -30,13 +30,17 @@ def whole() -> Snapshot:
 
 
 def cut(world: World, tensors: dict[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor | Shard]:
-    """Cut what has rows over the ranks, or over each half of them."""
+    """Cut what has rows over the ranks, or over each half of them; what is half as precise, along its last dim."""
     members = world.size // copies
     found: dict[str, torch.Tensor | Shard] = {}
     for name, tensor in tensors.items():
-        rows = part(len(tensor), members, world.rank % members) if tensor.ndim else range(0)
-        piece = tensor[rows.start : rows.stop] if tensor.ndim else tensor
-        found[name] = Shard(piece, rows.start, tensor.shape, world.rank < members) if tensor.ndim else tensor
+        if not tensor.ndim:
+            found[name] = tensor
+            continue
+        dim = tensor.ndim - 1 if tensor.dtype == torch.bfloat16 else 0
+        own = part(tensor.shape[dim], members, world.rank % members)
+        piece = tensor.narrow(dim, own.start, len(own))
+        found[name] = Shard(piece, own.start, tensor.shape, world.rank < members, dim)
     return found
 
 

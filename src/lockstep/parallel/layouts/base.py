@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.norm import row_norms
-from lockstep.core.shard import Held, Shard, rows_of
+from lockstep.core.shard import MaybeSharded, Shard, slice_of
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch
 
@@ -46,7 +46,7 @@ class Trained(Protocol):
         """What this rank's optimizer moves, in the model's order."""
         ...
 
-    def held(self, name: str, tensor: Tensor) -> Held:
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return `tensor`, which has the shape of what is trained of parameter `name`, as a part of the whole."""
         ...
 
@@ -73,7 +73,7 @@ class Trained(Protocol):
 class Layout(Trained, Protocol):
     """Where all of a model's tensors are."""
 
-    def state(self) -> dict[str, Held]:
+    def state(self) -> dict[str, MaybeSharded]:
         """Return the model's state, under the names of a single process."""
         ...
 
@@ -101,6 +101,7 @@ class RowNorms:
     """
 
     def __init__(self, world: World, parts: Mapping[Tensor, Shard], device: torch.device) -> None:
+        assert not any(part.dim for part in parts.values())  # a row that is cut would need a sum of its own
         self._world = world
         self._parts = parts
         self._device = device
@@ -131,12 +132,12 @@ class RowNorms:
 class Slots:
     """Where the tensors of an optimizer's state lie: one that has its parameter's shape lies as that does."""
 
-    def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], Held]) -> None:
+    def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
         """Take what a layout says is `trained` and how that is `held`."""
         self._by_name = dict(trained)
         self._held = held
 
-    def held(self, name: str, tensor: Tensor) -> Held:
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return this rank's tensor `name`, which is `<parameter>/<slot>`, as it lies."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
@@ -150,7 +151,7 @@ class Slots:
         if parameter is None:
             return whole
         held = self._held(owner, parameter)
-        return rows_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
+        return slice_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
 
 
 def trained_parameters(model: nn.Module) -> list[Named]:
@@ -164,7 +165,7 @@ def add_flags_(world: World, flags: Sequence[Tensor]) -> None:
         world.add_(flag)
 
 
-def gathered(world: World, tensors: Mapping[str, Held]) -> dict[str, Tensor]:
+def gathered(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
     """Return all tensors whole, on every rank; those that are cut come to the CPU. All ranks call it alike.
 
     For what fits: a checkpoint goes to the disk without it (training/checkpoint/shards.py).
@@ -175,9 +176,13 @@ def gathered(world: World, tensors: Mapping[str, Held]) -> dict[str, Tensor]:
     table = torch.zeros(ends[-1], dtype=torch.uint8)
     for start, shard in zip(ends, shards.values(), strict=False):
         if shard.primary and shard.tensor.numel():
-            own = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            first = start + shard.first * shard.shape[1:].numel() * shard.tensor.element_size()
-            table[first : first + len(own)] = own
+            size, own = (
+                shard.tensor.element_size(),
+                shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8),
+            )
+            for run in shard.runs():
+                begin = start + run.at * size
+                table[begin : begin + run.length * size] = own[run.own * size : (run.own + run.length) * size]
     if shards:
         world.add_(table)
     starts = dict(zip(shards, ends, strict=False))

@@ -12,7 +12,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.norm import row_norms
-from lockstep.core.shard import Held
+from lockstep.core.shard import MaybeSharded
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
@@ -39,11 +39,11 @@ class ReplicatedLayout:
         self._weights = weights
         self.trained = weights.trained()
 
-    def state(self) -> dict[str, Held]:
+    def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         return {**self._weights.state()}
 
-    def held(self, name: str, tensor: Tensor) -> Held:
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return tensor
 

@@ -16,7 +16,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
-from lockstep.core.shard import Held, Shard, alike
+from lockstep.core.shard import MaybeSharded, Shard, sharded_as
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.weights import Weights
@@ -63,7 +63,7 @@ class RowLayout:
         self._norms = RowNorms(world, parts, torch.device("cpu") if offload else world.device)
         self._moved = self._sorted()
 
-    def state(self) -> dict[str, Held]:
+    def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         if not self._copies:
             return {**self._model.state_dict()}
@@ -72,9 +72,9 @@ class RowLayout:
         others = self._weights.state()
         return {name: rows.get(each, others[name]) for name, each in self._model.state_dict(keep_vars=True).items()}
 
-    def held(self, name: str, tensor: Tensor) -> Held:
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return alike(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
+        return sharded_as(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
 
     def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Layout."""

@@ -18,12 +18,12 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import CanonicalSum, Deal, add_
+from lockstep.comm.canonical import AllToAllRows, CanonicalSum, add_
 from lockstep.comm.fsdp import Sharded, own_gradient
 from lockstep.comm.stream import CommStream, InlineStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.shard import Held, alike
+from lockstep.core.shard import MaybeSharded, sharded_as
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
@@ -72,9 +72,9 @@ class ShardedLayout:
         self._primary = rank.replica == 0
         units = find_units(model)
         paths = {module: path for path, module in model.named_modules()}
-        dealt = _Dealt(
+        dealt = _ShardSums(
             rank,
-            Deal(rank.member, rank.members, world.carrier(mesh, "shard")),
+            AllToAllRows(rank.member, rank.members, world.carrier(mesh, "shard")),
             world.canonical(mesh, "replicate"),
             stream,
             [*(paths[unit] for unit in units), "what is in no block"],
@@ -93,13 +93,13 @@ class ShardedLayout:
         self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
         self.gradients = ShardGradients(self._sharded, dealt)
 
-    def state(self) -> dict[str, Held]:
+    def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         return self._sharded.state(self._primary)
 
-    def held(self, name: str, tensor: Tensor) -> Held:
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return alike(tensor, self._cuts[name])
+        return sharded_as(tensor, self._cuts[name])
 
     def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Layout."""
@@ -131,7 +131,7 @@ class ShardedLayout:
 class ShardGradients:
     """Adds what fully_shard's backward makes, and leaves it in the gradients of its shards."""
 
-    def __init__(self, model: Sharded, dealt: _Dealt) -> None:
+    def __init__(self, model: Sharded, dealt: _ShardSums) -> None:
         self._model = model
         self._dealt = dealt
         self._last: MicroBatch | None = None
@@ -159,11 +159,11 @@ class ShardGradients:
 
 
 @final
-class _Dealt:
+class _ShardSums:
     """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`."""
 
     def __init__(
-        self, rank: DataRank, deal: Deal, across: CanonicalSum, stream: CommStream, units: Sequence[str]
+        self, rank: DataRank, deal: AllToAllRows, across: CanonicalSum, stream: CommStream, units: Sequence[str]
     ) -> None:
         self.note: Note | None = None
         self._units = units

@@ -28,7 +28,7 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import Held, alike, local, rows_of
+from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
@@ -188,7 +188,7 @@ class PipelineEngine:
             return sums
         return sums._replace(of_task=self._observed.total(self._world, leaves))
 
-    def gradients(self) -> dict[str, Held]:
+    def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
         return self._layout.all_gradients()
 
@@ -233,13 +233,13 @@ class PipelineEngine:
         if self._ema is not None and state.ema is not None:
             _check_names(state.ema, self._model)
             own = self._layout.own_state()
-            _take(state.ema, {name: alike(tensor, own[name]) for name, tensor in self._ema.state().items()})
+            _take(state.ema, {name: sharded_as(tensor, own[name]) for name, tensor in self._ema.state().items()})
 
     def close(self) -> None:
         """See Engine."""
 
     def _averaged(self, decay: float) -> Ema:
-        return Ema({name: local(held) for name, held in self._layout.own_state().items()}, decay)
+        return Ema({name: local_tensor(held) for name, held in self._layout.own_state().items()}, decay)
 
     def _act(self, action: Action, microbatch: MicroBatch, step: Step) -> None:
         stage, index = self._stages[action.stage], microbatch.index
@@ -428,11 +428,11 @@ class PipelineEngine:
         self._post.finish()
         return self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
 
-    def _ema_state(self) -> dict[str, Held]:
+    def _ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None
         own, model = self._ema.state(), self._layout.state()
-        ordered = sorted(model, key=lambda name: not local(model[name]).is_floating_point())
-        return {name: alike(own.get(name, _widened(local(model[name]))), model[name]) for name in ordered}
+        ordered = sorted(model, key=lambda name: not local_tensor(model[name]).is_floating_point())
+        return {name: sharded_as(own.get(name, _widened(local_tensor(model[name]))), model[name]) for name in ordered}
 
 
 def _traced(module: nn.Module) -> StageForward:
@@ -461,13 +461,13 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
 
 
-def _check_names(given: Mapping[str, Held], model: nn.Module) -> None:
+def _check_names(given: Mapping[str, MaybeSharded], model: nn.Module) -> None:
     differing = sorted(given.keys() ^ model.state_dict().keys())
     if differing:
         raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
 
 
 @torch.no_grad()
-def _take(given: Mapping[str, Held], own: Mapping[str, Held]) -> None:
+def _take(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]) -> None:
     for name, held in own.items():
-        local(held).copy_(rows_of(local(given[name]), held))
+        local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))

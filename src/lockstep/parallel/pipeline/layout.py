@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
-from lockstep.core.shard import Held, Shard
+from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.parallel.layouts.base import Layout, RowNorms, add_flags_, trained_parameters
 from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.layouts.rows import RowLayout
@@ -57,14 +57,14 @@ class StageLayout:
         self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
         self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
 
-    def state(self) -> dict[str, Held]:
+    def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         own = self._own.state()
         return {
             name: self._reported(own[name]) if name in own else elsewhere for name, elsewhere in self._absent.items()
         }
 
-    def own_state(self) -> dict[str, Held]:
+    def own_state(self) -> dict[str, MaybeSharded]:
         """Return what of the state is on this rank."""
         return self._own.state()
 
@@ -72,7 +72,7 @@ class StageLayout:
         """See Layout."""
         return self._reported(self._own.held(name, tensor.detach()))
 
-    def all_gradients(self) -> dict[str, Held]:
+    def all_gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
         own = {name: self.held(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
@@ -103,7 +103,7 @@ class StageLayout:
         """See Layout."""
         self._own.reload()
 
-    def _reported(self, held: Held) -> Shard:
+    def _reported(self, held: MaybeSharded) -> Shard:
         if isinstance(held, Shard):
             return replace(held, primary=held.primary and self._rows_primary)
         return Shard(held, 0, held.shape, self._whole_primary)

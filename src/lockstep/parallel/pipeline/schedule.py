@@ -60,9 +60,9 @@ def _one_stage(one_by_one: bool, rank: int, microbatches: int) -> list[Action]:
     return forwards + backwards
 
 
-def _in_rounds(kind: Kind, rank: int, ranks: int, local: range, rounds: list[range]) -> Iterator[Action]:
+def _in_rounds(kind: Kind, rank: int, ranks: int, local_tensor: range, rounds: list[range]) -> Iterator[Action]:
     for numbers in rounds:
-        for place in local:
+        for place in local_tensor:
             for number in numbers:
                 yield Action(kind, place * ranks + rank, number)
 

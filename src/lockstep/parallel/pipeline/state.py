@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
-from lockstep.core.shard import Held, Shard, local
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import Slots
@@ -53,7 +53,7 @@ class OptimizerNames:
 
     def state(
         self, world: World, trained: Sequence[Named], optimizer: Optimizer, slots: Slots, primary: bool
-    ) -> tuple[dict[str, Held], dict[str, Any]]:
+    ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return what optimizer_state would return in one process, its tensors as shards. All ranks call it.
 
         `optimizer` is this rank's and has `trained`, and its tensors lie as `slots` says; where several ranks have the
@@ -63,7 +63,7 @@ class OptimizerNames:
         groups = self._own_groups(trained, optimizer)
         tensors = {self._renamed(name, groups): slots.held(name, tensor) for name, tensor in own.items()}
         told = {
-            "tensors": {name: [list(held.shape), str(local(held).dtype)] for name, held in tensors.items()},
+            "tensors": {name: [list(held.shape), str(local_tensor(held).dtype)] for name, held in tensors.items()},
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
@@ -72,7 +72,7 @@ class OptimizerNames:
         forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
         numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}
         numbers = {int(key): value for each in heard for key, value in each.get("groups", {}).items()}
-        merged: dict[str, Held] = {
+        merged: dict[str, MaybeSharded] = {
             name: _shard(tensors.get(name), forms[name], owner[name] == world.rank)
             for name in sorted(forms, key=self._order)
         }
@@ -142,7 +142,7 @@ def _tiny(dim: int, number: int) -> Parameter:
     return parameter
 
 
-def _shard(held: Held | None, form: tuple[list[int], str], primary: bool) -> Shard:
+def _shard(held: MaybeSharded | None, form: tuple[list[int], str], primary: bool) -> Shard:
     shape, dtype = form
     size = torch.Size(shape)
     if isinstance(held, Shard):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 import torch
 
 from lockstep.comm.world import World
-from lockstep.core.shard import Held, Shard, whole
+from lockstep.core.shard import MaybeSharded, Shard, unsharded
 from lockstep.errors import TrainingError
 from lockstep.training.agreement import Disagreement, disagreement
 from lockstep.training.checkpoint import shards, store
@@ -78,7 +79,7 @@ class Saver:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _written(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
-        weights = store.weights_sha256(whole(snapshot.model))
+        weights = store.weights_sha256(unsharded(snapshot.model))
         if (found := disagreement(self._world, snapshot.model, weights)) is not None:
             raise TrainingError(_not_saved(step, found, self._buffers))
         if not snapshot.is_whole:
@@ -123,7 +124,7 @@ def _copied(snapshot: Snapshot) -> Snapshot:
     return Snapshot(model or {}, optimizer or {}, ema, snapshot.state)
 
 
-def _copy(held: Held) -> Held:
+def _copy(held: MaybeSharded) -> MaybeSharded:
     if isinstance(held, Shard):
-        return Shard(held.tensor.to("cpu", copy=True), held.first, held.shape, held.primary)
+        return replace(held, tensor=held.tensor.to("cpu", copy=True))
     return held.to("cpu", copy=True)

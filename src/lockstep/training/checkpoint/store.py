@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep import plainfile
-from lockstep.core.shard import Held, Shard, local
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import TrainingError, UsageError
 from lockstep.training.checkpoint import durable, signing, tensorfile
 from lockstep.training.checkpoint.durable import Written
@@ -71,13 +71,13 @@ class Snapshot:
     saved has this rank's shards; loaded ones are whole.
     """
 
-    model: Mapping[str, Held]
-    optimizer: Mapping[str, Held]
-    ema: Mapping[str, Held] | None
+    model: Mapping[str, MaybeSharded]
+    optimizer: Mapping[str, MaybeSharded]
+    ema: Mapping[str, MaybeSharded] | None
     state: Mapping[str, JSON]
 
     @property
-    def files(self) -> dict[str, Mapping[str, Held]]:
+    def files(self) -> dict[str, Mapping[str, MaybeSharded]]:
         """The files of tensors, by their names."""
         averaged = {} if self.ema is None else {EMA: self.ema}
         return {MODEL: self.model, OPTIMIZER: self.optimizer, **averaged}
@@ -185,7 +185,9 @@ def not_written(final: Path, error: OSError) -> str:
 
 def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file of a snapshot that is whole."""
-    return {name: {key: local(held) for key, held in tensors.items()} for name, tensors in snapshot.files.items()}
+    return {
+        name: {key: local_tensor(held) for key, held in tensors.items()} for name, tensors in snapshot.files.items()
+    }
 
 
 def newest(folder: Path, key: bytes | None = None) -> Found | None:
@@ -278,7 +280,7 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def weights_sha256(model: Mapping[str, Held]) -> str:
+def weights_sha256(model: Mapping[str, MaybeSharded]) -> str:
     """Return the SHA-256 of a model: of each tensor in the order of names its name, dtype, shape and bytes.
 
     It does not depend on device or memory format, nor on how the tensors are stored. Of a cut one it is that of the
@@ -286,7 +288,7 @@ def weights_sha256(model: Mapping[str, Held]) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(model):
-        tensor = local(model[name])
+        tensor = local_tensor(model[name])
         # The line's length cannot be mistaken: JSON escapes line ends inside a name.
         digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensorfile.raw(tensor))

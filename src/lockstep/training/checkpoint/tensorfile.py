@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.core.shard import Held, Shard, local
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -55,14 +55,14 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield raw(tensors[name])
 
 
-def frame(tensors: Mapping[str, Held]) -> Frame:
+def frame(tensors: Mapping[str, MaybeSharded]) -> Frame:
     """Return what a file of these tensors is but for their bytes, whatever part of them this rank holds."""
     # The widest first, so that every tensor begins at a multiple of its own width, as readers by mmap need.
-    names = sorted(tensors, key=lambda name: (-local(tensors[name]).element_size(), name))
+    names = sorted(tensors, key=lambda name: (-local_tensor(tensors[name]).element_size(), name))
     header: dict[str, object] = {}
     ends = [0]
     for name in names:
-        shape, tensor = tensors[name].shape, local(tensors[name])
+        shape, tensor = tensors[name].shape, local_tensor(tensors[name])
         ends.append(ends[-1] + shape.numel() * tensor.element_size())
         header[name] = {"dtype": dtype_name(name, tensor), "shape": list(shape), "data_offsets": ends[-2:]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -71,7 +71,9 @@ def frame(tensors: Mapping[str, Held]) -> Frame:
     return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
 
 
-def own_parts(tensors: Mapping[str, Held], starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
+def own_parts(
+    tensors: Mapping[str, MaybeSharded], starts: Mapping[str, int], rank: int
+) -> Iterator[tuple[int, memoryview]]:
     """Yield what rank `rank` has to write of a file, and where: its shards, and on rank 0 what all have whole."""
     for name, start in starts.items():
         held = tensors[name]
@@ -79,8 +81,9 @@ def own_parts(tensors: Mapping[str, Held], starts: Mapping[str, int], rank: int)
             if rank == 0:
                 yield start, raw(held)
         elif held.primary and held.tensor.numel():
-            row = held.shape[1:].numel() * held.tensor.element_size()
-            yield start + held.first * row, raw(held.tensor)
+            size, data = held.tensor.element_size(), raw(held.tensor)
+            for run in held.runs():
+                yield start + run.at * size, data[run.own * size : (run.own + run.length) * size]
 
 
 def raw(tensor: Tensor) -> memoryview:
