@@ -15,7 +15,9 @@ PROCESSES = 2  # of pytest-xdist, for the quick tests
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, also by what the tests start
+    # Under nohup one is ignored, in the background of a script the other: also by what the tests start.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.device_count():
         # Autograd looks once for devices, at the first backward of a process. A test that pretends a CUDA device would
         # let it find one, start a thread for it, and refuse a backward in all that is forked later.
@@ -46,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(tiers.tier(item))
         if tiers.is_quick(item):
             item.add_marker("quick")
+        if tiers.is_alone(item):
+            item.add_marker("alone")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

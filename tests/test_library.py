@@ -47,6 +47,7 @@ def test_each_name_has_an_example():
 
 
 @pytest.mark.parametrize("number", range(len(examples())))
+@pytest.mark.timeout(300)  # a page of them, in processes that each import torch
 def test_the_examples_of_the_docs_run(number: int, tmp_path: Path) -> None:
     """Each by itself, in the order of the page, in one folder of which the first has left a run."""
     scripts = [examples()[0], examples()[number]] if number else [examples()[0]]

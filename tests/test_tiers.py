@@ -7,7 +7,7 @@ import pytest
 import tiers
 
 
-@pytest.mark.parametrize("place", [*tiers._REAL, *tiers._COMMANDS, *tiers._QUICK])
+@pytest.mark.parametrize("place", [*tiers._REAL, *tiers._ALONE, *tiers._COMMANDS, *tiers._QUICK])
 def test_what_a_list_names_is_there(place: str) -> None:
     assert (tiers.TESTS / place).exists()
 
@@ -29,6 +29,12 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
     stands = SimpleNamespace(path=tiers.TESTS / place, get_closest_marker=lambda name: name == marker)
     assert tiers.tier(cast("pytest.Item", stands)) == expected
     assert tiers.is_quick(cast("pytest.Item", stands)) == quick
+    assert not tiers.is_alone(cast("pytest.Item", stands))
+
+
+def test_what_runs_alone_is_real() -> None:
+    """Otherwise scripts/test would run it twice."""
+    assert {*tiers._ALONE} <= {*tiers._REAL}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ _REAL: Final = (
     "test_tied_to_srun.py",
     "verification",  # forks ranks from the process of the tests, which must not have started a thread for them
 )
+# Of these, what measures times, or has to be done within one.
+_ALONE: Final = ("benchmarks",)
 _COMMANDS: Final = (
     "commands",
     "run",
@@ -70,6 +72,11 @@ def tier(item: pytest.Item) -> str:
 def is_quick(item: pytest.Item) -> bool:
     """Say whether plain pytest runs a test."""
     return tier(item) == "pure" or _stands_in(item.path, _QUICK)
+
+
+def is_alone(item: pytest.Item) -> bool:
+    """Say whether nothing may run beside a test."""
+    return _stands_in(item.path, _ALONE)
 
 
 def may_be_quick(path: Path) -> bool:

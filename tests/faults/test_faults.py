@@ -47,7 +47,7 @@ def run_of_all(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict
     return proved(tmp_path_factory.mktemp("faults"), "--each")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_that_all_of_them_befell_ends_as_the_undisturbed_one(run_of_all: Any) -> None:
     code, rows, said = run_of_all
     assert code == 0, said
@@ -56,7 +56,7 @@ def test_a_run_that_all_of_them_befell_ends_as_the_undisturbed_one(run_of_all: A
     assert said.count("; by itself: scripts/prove-faults ") == len(rows)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in faults.KINDS if name not in faults.LONG])
 def test_the_user_hears_of_it_and_no_process_is_left(run_of_all: Any, name: str) -> None:
     [row] = [row for row in run_of_all[1] if row["fault"] == name]
