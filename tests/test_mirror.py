@@ -38,9 +38,9 @@ parallel/layouts: base replicated sharded
 parallel/pipeline: ghost layout loans part replay trace watch
 ranks: flight heartbeat member status
 reporting: curves kept_id mlflow_sink progress sink skipped wandb_sink
-run: adapters ambient aside build continued evaluation finished folder launching membership optimizing own_loss
-run: own_model own_step own_sums placing plain resume runs schedule script session sinks start strategy submitted
-run: training user_code user_source
+run: adapters ambient aside build compared computing continued engine evaluation events examples facts finished folder
+run: launching membership optimizing own_loss own_model own_step own_sums placing plain rank_training resume runs
+run: schedule script session sinks start strategy submitted training user_code user_source watching
 strategies: base
 tasks: base batches own_loss
 training: events

@@ -19,10 +19,12 @@ from lockstep.core.rank import ALONE
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
-from lockstep.run import build
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, setup
+from lockstep.run.engine import start_engine
+from lockstep.run.facts import seen_by_model
+from lockstep.run.rank_training import engine_state
+from lockstep.run.resolved import resolve
 from lockstep.run.resume import resumed
-from lockstep.run.session import engine_state
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
 from lockstep.training.loop import Progress
@@ -49,12 +51,11 @@ def loaded() -> Any:
 
 @pytest.fixture(scope="module")
 def ready(loaded: Any) -> Setup:
-    return build.setup(loaded.config.recipe)
+    return setup(loaded.config.recipe)
 
 
 def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
-    _, engine, loader = build.start(ready, loaded.config.placement, World(ALONE, torch.device("cpu")))
-    return engine, loader
+    return start_engine(ready, resolve(loaded, 1), World(ALONE, torch.device("cpu")))
 
 
 def save(ready: Setup, loaded: Any, folder: Path) -> Path:
@@ -72,7 +73,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
         "engine": state.scalars,
         "recipe": comparable(values(loaded.config.recipe)),
         "numerics": {"torch": "2", "threads": 1},
-        "data": build.seen_by_model(ready),
+        "data": seen_by_model(ready),
         "source": dict(ready.source),
     }
     snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept)
@@ -131,7 +132,7 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01"])
     model = "forging:matrices" if optimizer == "muon" else loaded.config.recipe.model.name
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01", f"recipe.model.name={model}"])
-    ready = build.setup(loaded.config.recipe)
+    ready = setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
     found = store.read(path)
     state = resumed(path, found, ready)

@@ -15,8 +15,10 @@ from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.own_code import own_error
 from lockstep.ranks.external import alone
-from lockstep.run.build import evaluation_batch, setup, start
-from lockstep.run.session import evaluated
+from lockstep.run.build import evaluation_batch, setup
+from lockstep.run.engine import start_engine
+from lockstep.run.events import evaluated
+from lockstep.run.resolved import resolve
 from lockstep.training.loop import Progress
 
 # What does behave; a case defines some of it anew, from line FIRST on.
@@ -80,14 +82,14 @@ def train(folder: Path, code: str) -> None:
     (folder / "M.py").write_text(f"{SOUND}{blank}{code}\n", encoding="utf-8")
     loss = "cross_entropy" if "loss" not in code else "M:loss"
     words = ["recipe.model={name: 'M:net'}", "recipe.data={name: 'M:data'}", f"recipe.loss={{name: '{loss}'}}"]
-    config = load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]).config
-    ready = setup(config.recipe)
+    resolved = resolve(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
+    ready = setup(resolved.recipe)
     world = open_world(alone(), torch.device("cpu"))
-    _, engine, loader = start(ready, config.placement, world)
+    engine, loader = start_engine(ready, resolved, world)
     for step, microbatches in islice(loader.training(0), 3):
         engine.forward_backward(microbatches, step)
         engine.update(0.1, None)
-    evaluated(engine, world, ready, loader, evaluation_batch(config.recipe), Progress())
+    evaluated(engine, world, ready, loader, evaluation_batch(resolved.recipe), Progress())
     engine.state()
 
 

@@ -10,7 +10,9 @@ from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.rank import ALONE
 from lockstep.parallel import data_parallel
-from lockstep.run.build import setup, start
+from lockstep.run.build import setup
+from lockstep.run.engine import start_engine
+from lockstep.run.resolved import resolve
 
 
 @pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])
@@ -22,6 +24,6 @@ def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -
         return inner
 
     monkeypatch.setattr(data_parallel, "around_forward", note)
-    config = load("digits", words).config
-    start(setup(config.recipe), config.placement, World(ALONE, torch.device("cpu")))
+    loaded = load("digits", words)
+    start_engine(setup(loaded.config.recipe), resolve(loaded, 1), World(ALONE, torch.device("cpu")))
     assert told == [bool(words)]

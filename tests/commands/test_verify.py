@@ -125,8 +125,8 @@ def test_all_means_every_strategy_on_one_to_four_processes_or_the_reason_why_not
 def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
     loaded = load("digits", ["placement.strategy={name: ddp, bucket_mib: 1.5}", "recipe.microbatches=2"])
     places = {(place.strategy, place.processes): place for place in cases._all(loaded)}
-    assert places["ddp", 2].loaded.config.placement.strategy.model_extra == {"bucket_mib": 1.5}
-    assert places["single", 1].loaded.config.placement.strategy.model_extra == {}
+    assert places["ddp", 2].resolved.placement.strategy.model_extra == {"bucket_mib": 1.5}
+    assert places["single", 1].resolved.placement.strategy.model_extra == {}
     assert "3 processes but only 2 micro-batches" in places["ddp", 3].reason
 
 
@@ -134,7 +134,7 @@ def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputatio
     overrides = ["placement.strategy={bucket_mib: 1.5}", "placement.recompute=full", "placement.workers=2"]
     single, asked = cases._given(load("digits", overrides), 2)
     assert (single.label, asked.label) == ("single on 1", "ddp on 2")
-    placement = asked.loaded.config.placement
+    placement = asked.resolved.placement
     assert placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert (placement.recompute, placement.workers, placement.processes) == ("full", 2, 2)
     assert [place.label for place in cases._given(load("digits"), 1)] == ["single on 1"]

@@ -12,7 +12,9 @@ from lockstep.comm.world import World
 from lockstep.config.load import load
 from lockstep.core.rank import RankInfo
 from lockstep.core.shard import local_tensor
-from lockstep.run.build import setup, start
+from lockstep.run.build import setup
+from lockstep.run.engine import start_engine
+from lockstep.run.resolved import resolve
 from lockstep.training.evaluate import evaluate
 
 STEPS = 3
@@ -30,14 +32,14 @@ def _trained(
     world: World, strategy: str, overrides: list[str], card: Card | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Train some steps; return all tensors of the state and what waited in all steps but the first."""
-    config = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"]).config
-    ready = setup(config.recipe)
-    _, engine, loader = start(ready, config.placement, world)
+    loaded = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"])
+    ready = setup(loaded.config.recipe)
+    engine, loader = start_engine(ready, resolve(loaded, world.size), world)
     steps = loader.training(0)
     for number in range(STEPS):
         step, microbatches = next(steps)
         engine.forward_backward(microbatches, step)
-        engine.update(0.1, config.recipe.clip_norm)
+        engine.update(0.1, loaded.config.recipe.clip_norm)
         if card is not None and number == 0:
             card.waits.clear()  # constants are made in the first
     waits = list(card.waits) if card is not None else []
@@ -87,16 +89,16 @@ def test_skipping_steps_waits_once_in_each() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_step_waits_for_a_real_card() -> None:
-    config = load("digits", [*BASE, "placement.strategy=single"]).config
-    ready = setup(config.recipe)
+    loaded = load("digits", [*BASE, "placement.strategy=single"])
+    ready = setup(loaded.config.recipe)
     world = World(RankInfo(0, 1, 0, 1, "test"), DEVICE)
-    _, engine, loader = start(ready, config.placement, world)
+    engine, loader = start_engine(ready, resolve(loaded, world.size), world)
     steps = loader.training(0)
     try:
         for number in range(STEPS + 1):
             step, microbatches = next(steps)
             engine.forward_backward(microbatches, step)
-            engine.update(0.1, config.recipe.clip_norm)
+            engine.update(0.1, loaded.config.recipe.clip_norm)
             if number == 0:  # constants are made in the first
                 torch.cuda.set_sync_debug_mode("error")
     finally:

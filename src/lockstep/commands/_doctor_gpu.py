@@ -14,7 +14,8 @@ from lockstep.device.bandwidth import MIB, speeds
 from lockstep.device.kernel_settings import doubts, settings
 from lockstep.device.no_card import reasons
 from lockstep.device.nvidia_smi import warnings
-from lockstep.run.build import refused_on_cuda, setup
+from lockstep.run.build import setup
+from lockstep.run.checks import refused_on_cuda
 
 LIMIT_S: Final = 5.0  # of measuring
 _ON: Final = {True: "on", False: "off", None: "-"}

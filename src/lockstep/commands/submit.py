@@ -91,11 +91,12 @@ def _checked(words: tuple[str, ...], processes: int) -> Loaded:
     loaded = continued(load(*split(words[1:])))
     if problems := other_processes(loaded.config.placement.processes, processes):
         raise UsageError(*problems)
-    from lockstep.run import build
     from lockstep.run import folder as run_folder
+    from lockstep.run.checks import check_placement
+    from lockstep.run.resolved import resolve
 
     with with_places(loaded):
-        build.check_placement(loaded.config, processes)
+        check_placement(resolve(loaded, processes))
     run = loaded.config.run.dir
     if run and Path(run).exists():
         run_folder.claim(loaded).lock.release()  # refused here where it would be refused there

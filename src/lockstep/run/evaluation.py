@@ -14,28 +14,32 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.comm.world import choose_device, open_world
+from lockstep.comm.world import open_world
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, recorded
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable
-from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
-from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Status
-from lockstep.run import build
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.checks import check_compile, check_cut
+from lockstep.run.compared import started_with
+from lockstep.run.computing import computing_device
+from lockstep.run.engine import start_engine
+from lockstep.run.events import evaluated
+from lockstep.run.facts import setup_facts
+from lockstep.run.rank_training import engine_state
+from lockstep.run.resolved import resolve
 from lockstep.run.resume import evaluated as checked_state
 from lockstep.run.resume import saved_recipe, signing_key
-from lockstep.run.session import engine_state, evaluated, started_with, watched
 from lockstep.run.start import Work, on_ranks
-from lockstep.run.strategy import check_strategy, find_strategy
+from lockstep.run.strategy import check_strategy
 from lockstep.run.user_code import import_paths
+from lockstep.run.watching import watched
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.events import Evaluated
@@ -68,16 +72,17 @@ def evaluate_here(asked: Asked, tell: Tell) -> int:
     found, loaded = opened(asked)
     for note in loaded.notes:
         _say(f"note: {note}")
-    count = build.processes(loaded.config)
+    resolved = resolve(loaded)
+    count = resolved.processes
     # No step is shared here, so there may be more processes than micro-batches.
-    name, chosen = find_strategy(loaded.config.placement, count)
-    check_strategy(name, chosen, count, max(count, loaded.config.recipe.microbatches))
+    check_strategy(resolved.strategy_name, resolved.strategy, count, max(count, resolved.recipe.microbatches))
+    check_compile(resolved)
     ready = _setup(loaded)
     checked_state(found.path, found.snapshot, ready)
-    build.check_cut(ready, loaded.config, count)
+    check_cut(resolved, ready)
     for problem in found.problems:
         _say(f"warning: {problem}")
-    return on_ranks(partial(_evaluate_as, asked, tell), (found, ready), loaded.config.placement, count)
+    return on_ranks(partial(_evaluate_as, asked, tell), (found, ready), resolved.placement, count)
 
 
 def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement, Work]:
@@ -131,7 +136,7 @@ def _key(section: str) -> str:
 
 
 def _setup(loaded: Loaded) -> Setup:
-    ready = build.setup(loaded.config.recipe)
+    ready = setup(loaded.config.recipe)
     if ready.data.validation is None:
         raise UsageError(
             f"data set {loaded.config.recipe.data.name}: it has no validation part, so there is nothing to evaluate; "
@@ -143,18 +148,14 @@ def _setup(loaded: Loaded) -> Setup:
 def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, rendezvous: Rendezvous) -> int:
     found, loaded = opened(asked, ready[0] if ready else None)
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    device = choose_device(placement.device, rendezvous.info, placement.backend)
-    fix_kernels(recipe.threads, recipe.precision, device)
-    keep_freed_memory()
-    if device.type == "cuda":
-        check_switches(recipe.precision)
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
     with watched(rendezvous, placement, device):
         facts = started_with(loaded, device)
         rendezvous.compare(facts | {"weights": store.weights_sha256(found.snapshot.model)})
-        setup = ready[1] if ready else _setup(loaded)
-        state = checked_state(found.path, found.snapshot, setup)
-        rendezvous.compare(build.setup_facts(setup))
-        event = _evaluate(loaded, found, state, setup, rendezvous, device)
+        made = ready[1] if ready else _setup(loaded)
+        state = checked_state(found.path, found.snapshot, made)
+        rendezvous.compare(setup_facts(made))
+        event = _evaluate(loaded, found, state, made, rendezvous, device)
     if event is not None:
         tell(Found(found.path, event, store.weights_sha256(found.snapshot.model)))
     return EXIT_DONE
@@ -169,16 +170,17 @@ def _evaluate(
     device: torch.device,
 ) -> Evaluated | None:
     """Evaluate with the ranks that have met, and return the event on rank 0."""
-    recipe, placement = loaded.config.recipe, loaded.config.placement
-    world = open_world(rendezvous, device, placement.backend)
-    if placement.affinity == "auto":
-        bind(world, recipe.threads)
-    _, engine, loader = build.start(ready, placement, world)
+    resolved = resolve(loaded, rendezvous.info.size)
+    check_compile(resolved)
+    world = open_world(rendezvous, device, resolved.placement.backend)
+    if resolved.placement.affinity == "auto":
+        bind(world, resolved.recipe.threads)
+    engine, loader = start_engine(ready, resolved, world)
     # An optimizer is not needed; what the engine has of it is as good as what was saved.
     engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
     progress = state.progress
     rendezvous.status = lambda: Status("evaluating", progress.step)
-    event = evaluated(engine, world, ready, loader, build.evaluation_batch(recipe), progress)
+    event = evaluated(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
     engine.close()
     world.close()
     return event if world.rank == 0 else None

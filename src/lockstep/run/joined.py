@@ -35,15 +35,15 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import Phase, Status
 from lockstep.run import own_sums
-from lockstep.run.build import over_ranks, recomputed
+from lockstep.run.build import over_ranks
 from lockstep.run.membership import Member
 from lockstep.run.own_model import Gate, Look, structure
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import OwnStep
 from lockstep.run.placing import check_pair, check_steps, hand_over, hyperparameters, over_trained
+from lockstep.run.rank_training import engine_state
 from lockstep.run.resume import signing_key
-from lockstep.run.session import engine_state
-from lockstep.run.strategy import check_strategy, find_strategy, recomputes
+from lockstep.run.strategy import check_strategy, find_strategy, recomputed
 from lockstep.strategies.base import CutsModel
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
@@ -144,7 +144,7 @@ class Run:
             self._seed,
             self._precision,
             offload_activations=placement.offload_activations,
-            recompute=0 if recomputes(chosen) else recomputed(placement),
+            recompute=recomputed(placement, chosen),
         )
         engine = chosen.start(problem, over_trained(optimizer, model), self._world, numerics)
         assert isinstance(engine, DataParallelEngine)

@@ -35,12 +35,13 @@ from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.ambient import Closing, Observe, here
+from lockstep.run.compared import placed_with
 from lockstep.run.own_settings import Settings
 from lockstep.run.resume import signing_key
-from lockstep.run.session import placed_with, watched
 from lockstep.run.sinks import check_sinks, opened, own_paths
 from lockstep.run.start import launched
 from lockstep.run.user_source import script_digests, source_changes, source_digests
+from lockstep.run.watching import watched
 from lockstep.training.events import Done, Event, Stopped
 
 R = TypeVar("R", bound=Closing)

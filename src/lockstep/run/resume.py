@@ -30,7 +30,8 @@ from lockstep.parallel.engine import State
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.optimizer_step import keep_ratios
-from lockstep.run.build import Setup, check_facts
+from lockstep.run.build import Setup
+from lockstep.run.facts import check_facts
 from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key

@@ -44,6 +44,17 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     return name, made
 
 
+def recomputed(placement: Placement, strategy: Strategy) -> int:
+    """Return the number of blocks of which one computes its activations again before the strategy gets the model.
+
+    It is 0 where none does, or where the strategy sees to it itself.
+    """
+    has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
+    if placement.recompute == "none" or has_own_option:
+        return 0
+    return 1 if placement.recompute == "full" else int(placement.recompute.removeprefix("every_"))
+
+
 def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: int) -> None:
     """Raise UsageError where the strategy refuses so many processes, or has no place for each of them."""
     with _code(name):
@@ -57,11 +68,6 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
             f"strategy {name}: its mesh for {processes} processes is {axes}; let the lengths multiply to {processes} "
             f"({_CONTRACT})"
         )
-
-
-def recomputes(strategy: Strategy) -> bool:
-    """Return whether recomputation is an option of the strategy itself."""
-    return any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
 
 
 def _own(path: str) -> type[Any]:

@@ -19,12 +19,15 @@ from lockstep.launchers import torchrun
 from lockstep.parent import parent_command
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
-from lockstep.run import build, sinks
 from lockstep.run import folder as run_folder
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, setup
+from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.first_weights import opened
+from lockstep.run.rank_training import Start
+from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.resume import check_first
-from lockstep.run.session import Start, run_rank
+from lockstep.run.session import run_rank
+from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, on_ranks
 
 
@@ -34,26 +37,26 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     `also` is a sink beside those that the configuration names; it can be sent to a spawned process.
     """
     torch.set_num_threads(1)  # see run/start.py
-    placement = loaded.config.placement
     with with_places(loaded):
         loaded, first = opened(loaded)
-        count = build.processes(loaded.config)
-        sinks.check_sinks(loaded.config.run)
-        build.check_placement(loaded.config, count)
-        ready = build.setup(loaded.config.recipe, first)
+        resolved = resolve(loaded)
+        check_sinks(resolved.run)
+        check_placement(resolved)
+        ready = setup(resolved.recipe, first)
         check_first(ready)
-        build.check_cut(ready, loaded.config, count)
-        build.check_kernels(ready, placement)
+        check_cut(resolved, ready)
+        check_kernels(resolved.placement, ready)
     for warning in ready.warnings:
         _say(f"warning: {warning}")
     claim = run_folder.claim(loaded)
     with claim.held():
         for note in claim.notes:
             _say(note)
-        work = partial(_train, loaded, Start(claim.folder, claim.checkpoint, claim.done), also)
+        work = partial(_train, resolved, Start(claim.folder, claim.checkpoint, claim.done), also)
         reasons: list[str] = []
-        code = on_ranks(work, ready, placement, count, claim.folder / run_folder.LOGS, reasons.append)
-        if count > 1:
+        logs = claim.folder / run_folder.LOGS
+        code = on_ranks(work, ready, resolved.placement, resolved.processes, logs, reasons.append)
+        if resolved.processes > 1:
             run_folder.settle(claim.folder, code, *reasons)
         return code
 
@@ -62,13 +65,16 @@ def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
     """Check all that can be checked before the ranks of a launcher meet; return what they are to do."""
     _check_launch(loaded.config, info)
     with with_places(loaded):
-        sinks.check_sinks(loaded.config.run)
-        build.check_placement(loaded.config, info.size)
-    return loaded.config.placement, partial(_train, loaded, None, None, None)
+        resolved = resolve(loaded, info.size)
+        check_sinks(resolved.run)
+        check_placement(resolved)
+    return resolved.placement, partial(_train, resolved, None, None, None)
 
 
-def _train(loaded: Loaded, start: Start | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    return run_rank(loaded, rendezvous, start, ready, also)
+def _train(
+    resolved: Resolved, start: Start | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous
+) -> int:
+    return run_rank(resolved, rendezvous, start, ready, also)
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:

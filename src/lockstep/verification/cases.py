@@ -29,10 +29,10 @@ from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
-from lockstep.run import build
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, evaluation_batch
+from lockstep.run.checks import check_kernels, check_placement
+from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import in_workers_silently
-from lockstep.run.strategy import find_strategy
 from lockstep.strategies import names
 from lockstep.verification import probing, trace
 from lockstep.verification.causes import Diagnosis, ProbeResult, cause, findings
@@ -50,11 +50,23 @@ _BATCHES: Final = 4  # of validation, and a short one
 class Case:
     """A placement to verify; `reason` says why it is not possible, where it is not."""
 
-    loaded: Loaded
-    strategy: str
-    processes: int
-    exactness: str = "bits"
+    resolved: Resolved
     reason: str = ""
+
+    @property
+    def strategy(self) -> str:
+        """The name of its strategy."""
+        return self.resolved.strategy_name
+
+    @property
+    def processes(self) -> int:
+        """Their number."""
+        return self.resolved.processes
+
+    @property
+    def exactness(self) -> str:
+        """What its strategy promises."""
+        return self.resolved.strategy.traits.exactness
 
     @property
     def label(self) -> str:
@@ -83,15 +95,15 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     `tell` is told what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    count = build.processes(loaded.config)
-    recipe = loaded.config.recipe
+    asked = resolve(loaded)
+    recipe = asked.recipe
     if not everything:
-        build.check_placement(loaded.config, count)
+        check_placement(asked)
     ready = prepared(loaded)
-    build.check_kernels(ready, loaded.config.placement)
+    check_kernels(asked.placement, ready)
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
-    evaluated = min(samples, _validation(build.evaluation_batch(recipe)))
-    cases = _all(loaded) if everything else _given(loaded, count)
+    evaluated = min(samples, _validation(evaluation_batch(recipe)))
+    cases = _all(loaded) if everything else _given(loaded, asked.processes)
     if everything:
         _import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -170,13 +182,12 @@ def _case(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[s
     update = {"strategy": strategy, "processes": processes, **changes}
     placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
-    name, chosen = find_strategy(placement, processes)
-    return Case(placed, name, processes, chosen.traits.exactness)
+    return Case(resolve(placed, processes))
 
 
 def _checked(case: Case) -> Case:
     try:
-        build.check_placement(case.loaded.config, case.processes)
+        check_placement(case.resolved)
     except UsageError as error:
         return replace(case, reason=str(error))
     return case
@@ -335,14 +346,14 @@ class _Comparison:
     def _new(self, case: Case, job: Job) -> Job:
         """Return the job for this placement, with a folder of its own."""
         self._launched += 1
-        job = replace(job, loaded=case.loaded, folder=self._job.folder / str(self._launched))
+        job = replace(job, loaded=case.resolved.loaded, folder=self._job.folder / str(self._launched))
         job.folder.mkdir()
         return job
 
     def _launch(self, body: Callable[[Job, Setup | None, Rendezvous], int], case: Case, job: Job) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         work = partial(_with_own_streams, partial(body, job))
-        code, text = in_workers_silently(work, self._ready, case.loaded.config.placement, case.processes)
+        code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _demanded(self, outcome: Outcome) -> Outcome:

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from lockstep.comm.world import choose_device
-from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
+from lockstep.run.computing import computing_device
 from lockstep.verification.causes import LossFact, ProbeResult, RandomSample
 from lockstep.verification.probe import facts_of
 from lockstep.verification.traced_run import Job, prepared
@@ -22,8 +21,7 @@ _FACTS: Final = "facts.json"
 def probe(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be the process that looks; writes the facts into the job's folder."""
     recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
-    device = choose_device(placement.device, rendezvous.info, placement.backend)
-    fix_kernels(recipe.threads, recipe.precision, device)
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
     ready = ready or prepared(job.loaded, job.validation)
     write(job.folder, facts_of(ready, device))
     return EXIT_DONE

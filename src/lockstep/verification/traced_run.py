@@ -20,25 +20,25 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.comm.world import World, choose_device, open_world
+from lockstep.comm.world import World, open_world
 from lockstep.config.load import Loaded
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
-from lockstep.device.memory import keep_freed_memory
 from lockstep.device.meter import Meter
-from lockstep.device.precision import fix_kernels
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import gathered
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run import build
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.computing import computing_device
+from lockstep.run.engine import start_engine
 from lockstep.run.first_weights import opened
+from lockstep.run.rank_training import engine_state
+from lockstep.run.resolved import resolve
 from lockstep.run.schedule import find_rate
-from lockstep.run.session import engine_state
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
@@ -72,7 +72,7 @@ class Job:
 def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
     loaded, first = opened(loaded)
-    ready = build.setup(loaded.config.recipe, first)
+    ready = setup(loaded.config.recipe, first)
     whole = ready.data.validation
     if whole is None:
         return ready
@@ -83,9 +83,7 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
 def work(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be one rank of a case."""
     recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
-    device = choose_device(placement.device, rendezvous.info, placement.backend)
-    fix_kernels(recipe.threads, recipe.precision, device)
-    keep_freed_memory()
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
     ready = ready or prepared(job.loaded, job.validation)
     world = open_world(rendezvous, device, placement.backend)
     trace.write(job.folder, _TracedRun(job, ready, world).run())
@@ -127,7 +125,7 @@ class _TracedRun:
         self._meter = Meter(world.device)
         self._engine: Engine
         self._loader: Loader
-        _, self._engine, self._loader = build.start(ready, job.loaded.config.placement, world)
+        self._engine, self._loader = start_engine(ready, resolve(job.loaded, world.size), world)
         self._steps: list[StepTrace] = []
         self._seconds = 0.0
 
@@ -210,7 +208,7 @@ class _TracedRun:
     def _evaluate(self) -> dict[str, Any]:
         if self._ready.data.validation is None:
             return {}
-        batch = build.evaluation_batch(self._ready.recipe)
+        batch = evaluation_batch(self._ready.recipe)
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         sums, _ = evaluate(self._engine, self._world, self._ready.task, batches, number)
         return {name: value.tolist() for name, value in sums.items()}

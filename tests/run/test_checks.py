@@ -7,7 +7,8 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.run import build
+from lockstep.run.build import setup
+from lockstep.run.checks import check_kernels, refused_on_cuda
 
 MODEL = """
 from torch import nn
@@ -28,19 +29,19 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED"):
         monkeypatch.delenv(name, raising=False)
     config = load("digits", [pooled]).config
-    ready = build.setup(config.recipe)
-    build.check_kernels(ready, config.placement)  # there is no card
+    ready = setup(config.recipe)
+    check_kernels(config.placement, ready)  # there is no card
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"its_pools:pooled: on CUDA .*\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
-        build.check_kernels(ready, config.placement)
-    build.check_kernels(ready, load("digits", [pooled, "placement.device=cpu"]).config.placement)
+        check_kernels(config.placement, ready)
+    check_kernels(load("digits", [pooled, "placement.device=cpu"]).config.placement, ready)
 
 
 def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", []).config
-    ready = build.setup(config.recipe)
-    assert build.refused_on_cuda(ready) == []
+    ready = setup(config.recipe)
+    assert refused_on_cuda(ready) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
-        build.check_kernels(ready, config.placement)
+        check_kernels(config.placement, ready)

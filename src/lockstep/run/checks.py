@@ -1,0 +1,84 @@
+"""What a placement cannot do with a recipe, found before any process starts."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.config.placement import Placement
+from lockstep.core.devices import resolved_backend
+from lockstep.device.precision import check_precision
+from lockstep.device.switches import check_switches
+from lockstep.errors import UsageError
+from lockstep.models.operations import Refusal, refused_operations
+from lockstep.parallel.optimize import check_rows
+from lockstep.parallel.pipeline.state import check_separable
+from lockstep.run.build import Setup
+from lockstep.run.examples import examples
+from lockstep.run.optimizing import optimizer, with_each
+from lockstep.run.resolved import Resolved
+from lockstep.run.strategy import check_strategy
+from lockstep.strategies.base import CutsModel
+
+
+def check_placement(resolved: Resolved) -> None:
+    """Raise UsageError where the strategy cannot work with so many processes, or the device with the recipe."""
+    recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
+    on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
+    resolved_backend(placement.backend, on_gpu)
+    if not on_gpu:
+        check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
+    check_strategy(resolved.strategy_name, strategy, resolved.processes, recipe.microbatches)
+    if placement.audit_every is not None and isinstance(strategy, CutsModel):
+        raise UsageError(
+            f"placement.audit_every: strategy {resolved.strategy_name} has but a part of the model on each rank, so "
+            f"none can repeat another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
+        )
+    check_compile(resolved)
+    if strategy.traits.cuts_rows:
+        check_rows(optimizer(recipe), resolved.strategy_name)
+
+
+def check_compile(resolved: Resolved) -> None:
+    """Raise UsageError where a compiled model would not give the bits of one process."""
+    recipe = resolved.recipe
+    if recipe.compile and recipe.precision == "bf16-compute":
+        raise UsageError(
+            "recipe.compile: with recipe.precision bf16-compute nothing has shown that a compiled model gives the same "
+            "bits everywhere; use precision bf16, or set recipe.compile to false"
+        )
+    if recipe.compile and not resolved.strategy.traits.compiles:
+        raise UsageError(
+            f"recipe.compile: strategy {resolved.strategy_name} takes the backward of a block apart, and a compiled "
+            f"block does it as one; use another schedule, such as 1f1b, or set it to false"
+        )
+
+
+def check_cut(resolved: Resolved, ready: Setup) -> None:
+    """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
+    strategy = resolved.strategy
+    if strategy.traits.cuts_rows:
+        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
+            check_rows(make, resolved.strategy_name)
+    if isinstance(strategy, CutsModel):
+        whole = ready.recipe.compile
+        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
+        check_separable(ready.optimizer, ready.dims)
+
+
+def refused_on_cuda(ready: Setup) -> list[Refusal]:
+    """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
+    example, _ = examples(ready.recipe, ready.data)
+    return refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
+
+
+def check_kernels(placement: Placement, ready: Setup) -> None:
+    """Raise UsageError where the run would compute on CUDA what is exact only elsewhere."""
+    if placement.device == "cpu" or not torch.cuda.device_count():
+        return
+    check_switches(ready.recipe.precision)
+    if found := refused_on_cuda(ready):
+        listed = "".join(f"\n  {each}" for each in found)
+        raise UsageError(
+            f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"
+            f"Change these, or use placement.device=cpu (docs/deterministic-kernels.md)"
+        )

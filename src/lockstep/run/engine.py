@@ -1,0 +1,37 @@
+"""The engine and the loader of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from lockstep.comm.world import World
+from lockstep.core.rota import Rota
+from lockstep.data.loader import Loader
+from lockstep.models.initialise import initialise
+from lockstep.parallel.audited import AuditedEngine
+from lockstep.parallel.engine import Auditable, Engine
+from lockstep.run.build import Setup
+from lockstep.run.resolved import Resolved
+from lockstep.run.strategy import recomputed
+
+
+def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
+    """Start the engine that a placement asks for; return it and this rank's loader. All ranks call it.
+
+    One that `resumes` will be given all weights: it needs none before.
+    """
+    placement, strategy = resolved.placement, resolved.strategy
+    problem = ready.problem
+    if resumes:
+        problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
+    numerics = ready.numerics(placement.offload_activations, recomputed(placement, strategy))
+    engine = strategy.start(problem, ready.optimizer, world, numerics)
+    mesh = strategy.mesh(world.size)
+    own = mesh.data_rank(world.rank)
+    if placement.audit_every is None:
+        return engine, ready.loader(world, own, placement.workers)
+    rota = Rota(placement.audit_every, mesh, ready.recipe.microbatches)
+    loader = ready.loader(world, own, placement.workers, partial(rota.repeated, world.rank))
+    return AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), loader

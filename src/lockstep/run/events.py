@@ -1,0 +1,97 @@
+"""The events of a run that say what it is and how well it does, from what the run was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.comm.world import World
+from lockstep.config import plan as planning
+from lockstep.core.precision import Precision
+from lockstep.data.loader import Loader
+from lockstep.device.peak import peak_flops
+from lockstep.parallel.engine import Engine
+from lockstep.run.build import Setup
+from lockstep.run.resolved import Resolved
+from lockstep.tasks.base import Report
+from lockstep.training.evaluate import evaluate
+from lockstep.training.events import Evaluated, Started
+from lockstep.training.loop import Progress
+
+
+def started(
+    resolved: Resolved, ready: Setup, world: World, progress: Progress, resumed_from: str | None, last_step: int
+) -> Started:
+    """Return the first event; `last_step` is the last that an earlier start has logged. All ranks call it."""
+    recipe, task, data, steps = resolved.recipe, ready.task, ready.data, ready.steps
+    return Started(
+        step=progress.step,
+        epoch=progress.epoch,
+        samples=progress.samples,
+        steps=steps.total,
+        epochs=steps.total_samples / steps.samples_per_epoch,
+        steps_per_epoch=steps.per_epoch,
+        train_samples=len(data.train),
+        validation_samples=0 if data.validation is None else len(data.validation),
+        batch=recipe.batch,
+        microbatches=recipe.microbatches,
+        processes=world.size,
+        strategy=resolved.strategy_name,
+        device=str(world.device),
+        backend=world.backend if world.size > 1 else "",
+        sharing=world.sharing,
+        parameters=ready.parameters,
+        base_lr=planning.base_rate(recipe),
+        task=ready.said,
+        monitor=task.monitor.name,
+        unit=task.unit,
+        fractions=list(task.fractions),
+        resumed_from=resumed_from,
+        again=max(0, last_step - progress.step),
+        flops_per_sample=ready.flops,
+        peak_flops_per_s=_peak_flops_per_s(world, recipe.precision),
+    )
+
+
+def evaluated(
+    engine: Engine,
+    world: World,
+    ready: Setup,
+    loader: Loader,
+    batch: int,
+    progress: Progress,
+    keep: Callable[[Report], None] | None = None,
+) -> Evaluated:
+    """Evaluate exactly and return the event; `keep` gets what the task reports in detail. All ranks call it."""
+    task, batches = ready.task, loader.validation(batch)
+    sums, seconds = evaluate(engine, world, task, batches, loader.validation_batches(batch), details=keep is not None)
+    figures = task.figures(sums)
+    if keep is not None:
+        keep(task.report(sums))
+    loss = figures.pop("loss", float(sums["loss"]) / max(int(sums["weight"]), 1))
+    return Evaluated(
+        step=progress.step,
+        epoch=progress.epoch,
+        samples=progress.samples,
+        loss=loss,
+        figures=figures,
+        evaluated=int(sums.get("counted", sums["samples"])),
+        of=0 if ready.data.validation is None else len(ready.data.validation),
+        seconds=seconds,
+        fractions=list(task.fractions),
+        weights="ema" if ready.recipe.ema else "model",
+    )
+
+
+def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
+    """Return what all cards of the run could do, in FLOP/s; None on the CPU and on cards whose peak is not known.
+
+    Ranks may share a card. All ranks call it.
+    """
+    if not world.on_gpu:
+        return None
+    properties = torch.cuda.get_device_properties(world.device)
+    cards = set(world.all_tell(str(properties.uuid)))
+    peak = peak_flops(properties.name, precision)
+    return None if peak is None else peak * len(cards)

@@ -1,0 +1,95 @@
+"""A few samples of the data, as the model sees them: looked at before a run, in training and in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import torch
+
+from lockstep.config.base import values
+from lockstep.config.recipe import Recipe
+from lockstep.core.batch import Batch, mapped
+from lockstep.core.order import Step, Steps
+from lockstep.data.base import AsFetched, DataSet, Finish, Request, Split
+from lockstep.data.images.finish import finish
+from lockstep.errors import TrainingError, UsageError
+
+_FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
+_EXAMPLES: Final = 4  # samples of each split that are looked at before a run
+_TRIED: Final = 64  # samples, where those cannot be read
+
+
+def finishing(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
+    """Return what is done to batches: nothing, unless the recipe or the data asks for it."""
+    return finish(values(recipe), data.facts, device) or AsFetched()
+
+
+def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
+    """Return a few samples as training sees them, and as evaluation sees them.
+
+    Data of the user's own is looked at here: what cannot be learned from raises UsageError.
+    """
+    change = finishing(recipe, data, torch.device("cpu"))
+    request, fetched = _few(data.train)
+    if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
+        raise UsageError(
+            f"data set {recipe.data.name}: its targets are mixtures already, which recipe.mix cannot mix again; "
+            f"leave mixup and cutmix out"
+        )
+    _, validation = _few(data.train if data.validation is None else data.validation)
+    return change.for_training(change.prepared(fetched, request), 0, 0), change.for_evaluation(validation)
+
+
+def _few(split: Split) -> tuple[Request, Batch]:
+    """Fetch some samples that can be read: of a file that cannot training tells, in its step, if it comes to it."""
+    request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64)), None)
+    try:
+        return request, split.fetch(*request)
+    except TrainingError:
+        request = Request(np.array([_readable(split)]), None)
+        return request, split.fetch(*request)
+
+
+def _readable(split: Split) -> int:
+    """Return the first of some samples that can be read."""
+    for number in range(min(len(split), _TRIED)):
+        try:
+            split.fetch(np.array([number]), None)
+        except TrainingError:
+            if number + 1 == min(len(split), _TRIED):
+                raise
+        else:
+            return number
+    raise AssertionError  # no split is empty
+
+
+def repeated(batch: Batch, samples: int) -> Batch:
+    return mapped(lambda each: each[torch.arange(samples) % len(each)], batch)
+
+
+def smallest_microbatch(steps: Steps, microbatches: int) -> int:
+    return min(min(map(len, step.microbatches(microbatches))) for step in _first_and_last(steps))
+
+
+def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
+    """Warn where BatchNorm has so few samples to normalise over that its statistics mean little."""
+    for step, which in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
+        smallest = min(map(len, step.microbatches(recipe.microbatches)))
+        if smallest < _FEW_SAMPLES:
+            yield (
+                f"recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with "
+                f"{recipe.microbatches} micro-batches in {which} of {step.samples} samples it sees only {smallest} "
+                f"of them; use fewer micro-batches or a larger batch{_drop(step)}"
+            )
+            return
+
+
+def _drop(step: Step) -> str:
+    return ", or last_batch: drop" if step.number else ""
+
+
+def _first_and_last(steps: Steps) -> tuple[Step, Step]:
+    """Return the first step of an epoch and its last, which may have fewer samples."""
+    return steps[0], steps[min(steps.per_epoch, steps.total) - 1]

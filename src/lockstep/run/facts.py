@@ -1,0 +1,76 @@
+"""What data says of itself: ranks compare it before a run, and checkpoints keep it for who resumes or uses them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lockstep.core.batch import tensors_of
+from lockstep.data.base import Split
+from lockstep.errors import TrainingError, UsageError
+from lockstep.run.build import Setup
+from lockstep.tasks.batches import targets_if_any
+
+_CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
+
+
+def setup_facts(ready: Setup) -> dict[str, Any]:
+    """Return what shows that ranks have the same code of the user's own, and the same data.
+
+    Of the data sizes, facts, and the first and last samples of each split.
+
+    The inputs of a data set of the user's own are left out: they may be random, which is for verify to say.
+    """
+    own = ":" in ready.recipe.data.name
+    data = ready.data
+    splits = [split for split in (data.train, data.validation) if split is not None]
+    return {
+        "your source files": dict(ready.source),
+        "data": {
+            "number of samples": [len(split) for split in splits],
+            **data.facts,
+            "samples": [_digest(split, targets_only=own) for split in splits],
+        },
+    }
+
+
+def _digest(split: Split, targets_only: bool) -> str:
+    try:
+        batch = split.fetch(np.unique([0, len(split) - 1]), None)
+    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
+        return "unreadable"
+    tensors = tensors_of(targets_if_any(batch) if targets_only else batch)
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+
+
+def seen_by_model(ready: Setup) -> dict[str, Any]:
+    """Return what whoever uses the model needs to know of its data: a checkpoint has it beside the weights."""
+    chosen, facts = ready.recipe.data, ready.data.facts
+    mean, std = chosen.mean or facts.get("mean"), chosen.std or facts.get("std")
+    return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
+
+
+def check_facts(ready: Setup, learned: Mapping[str, Any] | None, place: Path) -> None:
+    """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
+
+    Whatever else the data now says of itself, or no longer says, is no difference.
+    """
+    here = seen_by_model(ready)
+    for name, before in (learned or {}).items():  # up to 0.1 checkpoints did not have them
+        if name in here and here[name] != before and name not in _CHOSEN:
+            found = _difference(before, here[name])
+            raise UsageError(f"{place}: of other {name}: {found}; give the data it was trained on, recipe.data.root")
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Say how two facts differ: by the first of two lists' items that does, or in their lengths."""
+    if not (isinstance(before, list) and isinstance(now, list)):
+        return f"{before!r}, and in the data here {now!r}"
+    if len(before) != len(now):
+        return f"{len(before)} of them, and the data here has {len(now)}"
+    number, (one, other) = next((n, pair) for n, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
+    return f"number {number} is {one!r}, and in the data here {other!r}"

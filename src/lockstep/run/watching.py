@@ -1,0 +1,35 @@
+"""The detector of stalls, as a placement asks for it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+
+from lockstep.config.placement import Placement
+from lockstep.core.devices import resolved_backend
+from lockstep.ranks import flight
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.stall import StallDetector
+
+
+def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
+    """Return what watches this thread for a stall while it is entered, and reports or ends as `placement` says."""
+
+    def end(report: str) -> None:
+        rendezvous.end(
+            Failure(rendezvous.info.rank, rendezvous.info.size, rendezvous.rank_log.host, report, time=time.time())
+        )
+
+    tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
+    nccl = resolved_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
+    return StallDetector(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
+
+
+def _record(rendezvous: Rendezvous, nccl: bool) -> str:
+    """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none of either."""
+    log = rendezvous.rank_log.log
+    path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")
+    return str(path) if path and flight.write(path, nccl) else ""
