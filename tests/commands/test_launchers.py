@@ -241,7 +241,10 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     assert re.search(told, commands[1].err)
     goes_on = run("train", *DIGITS, "run.dir=run")
     assert goes_on.sha256 == reference
-    assert "goes on after step 5 from run/checkpoints/step-00000005\n2 steps done since then, " in goes_on.out
+    assert (
+        "resuming after step 5 from run/checkpoints/step-00000005\n2 later steps, by the log, are recomputed"
+        in goes_on.out
+    )
 
 
 def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):

@@ -50,7 +50,7 @@ def test_a_stopped_run_ends_with_the_bits_of_one_that_was_not(start, run, finish
     resumed = run(*TRAIN, f"placement.processes={after}")
     reference = undisturbed(finished)
     assert resumed.sha256 == reference.sha256
-    assert f"goes on after step {end['step']} from run/checkpoints/step-{end['step']:08d}" in resumed.out
+    assert f"resuming after step {end['step']} from run/checkpoints/step-{end['step']:08d}" in resumed.out
     losses = [(event["step"], event["loss"]) for event in events(resumed.folder / "run", "step")]
     assert losses == [(event["step"], event["loss"]) for event in events(reference.folder / "run", "step")]
     manifest = "run/checkpoints/step-00000023/manifest.json"
@@ -88,7 +88,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(start, 
     damage(folder / newest / "model.safetensors")
     resumed = run(*TRAIN, "placement.processes=2")
     assert f"run/checkpoints/{newest}/model.safetensors: damaged after it was written" in resumed.err
-    assert "goes on after step 10 " in resumed.out
+    assert "resuming after step 10 " in resumed.out
     assert resumed.sha256 == undisturbed(finished).sha256
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_saved_nothing_begins_again(start, run, finished):
 def test_a_checkpoint_of_another_run_can_be_gone_on_from(start, run, finished):
     stopped = stop(start, "placement.processes=2")
     resumed = run(*TRAIN, "run.dir=other", "run.resume=run/checkpoints/step-00000010", "placement.processes=3")
-    assert "goes on after step 10 from run/checkpoints/step-00000010" in resumed.out
+    assert "resuming after step 10 from run/checkpoints/step-00000010" in resumed.out
     assert resumed.sha256 == undisturbed(finished).sha256
     assert events(stopped.folder / "other", "started")[0]["step"] == 10
 

@@ -49,7 +49,7 @@ def test_every_placement_gives_one_hash(run, recipe, name):
     [
         ("drops_layers", "draws from Python's random generator"),
         ("remembers", "keeps state in plain attributes"),
-        ("ties_by_storage", "zero3 on 2 processes: the first thing that departs"),
+        ("ties_by_storage", "zero3 on 2 processes: the first difference"),
     ],
 )
 def test_a_model_that_was_changed_is_found_out(run, recipe, fault, said):

@@ -141,7 +141,7 @@ def test_a_long_path_can_be_copied_whole(console: Open, terminal: bool) -> None:
     sink, stream = console(terminal)
     sink.write(started(46, "runs/" + "[bold]x/" * 30), 0.0)
     sink.close()
-    assert "goes on after step 46 from runs/" + "[bold]x/" * 30 + "\n" in seen(stream)
+    assert "resuming after step 46 from runs/" + "[bold]x/" * 30 + "\n" in seen(stream)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

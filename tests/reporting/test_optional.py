@@ -36,7 +36,7 @@ def test_after_an_error_it_is_closed_and_gets_nothing_more(error: BaseException)
     assert inner.calls == ["started", "step", "close"]
     (warning,) = said
     assert warning.startswith(f"warning: sink mine:Sink: {type(error).__name__}")
-    assert warning.endswith("the sink is off, and the run goes on without it")
+    assert warning.endswith("the sink is off, and the run continues without it")
 
 
 def test_an_error_in_close_is_said_once_too() -> None:

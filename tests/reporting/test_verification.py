@@ -44,7 +44,7 @@ def test_a_row_for_each_placement_that_is_possible():
 def test_a_departure_is_told_with_place_values_and_cause():
     lines = drawn(verification(SAME, OTHER))
     assert lines[-5:] == [
-        "zero1 on 3 processes: the first thing that departs: step 2, gradient of conv.weight[3, 0], rank 1",
+        "zero1 on 3 processes: the first difference: step 2, gradient of conv.weight[3, 0], rank 1",
         "  reference 0.5, here 0.25",
         "  5 figures and tensors differ in all",
         "  likely cause: an order of its own",

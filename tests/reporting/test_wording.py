@@ -35,7 +35,7 @@ def test_a_loop_of_ones_own_counts_no_flop() -> None:
 
 
 def test_started_tells_where_a_run_goes_on() -> None:
-    assert wording.started(started(46, RESUMED_FROM), "")[-1] == f"goes on after step 46 from {RESUMED_FROM}"
+    assert wording.started(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])
@@ -65,7 +65,7 @@ def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={})
     assert wording.evaluated(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
     assert wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
-    expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to go on"
+    expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to resume"
     assert wording.stopped(stopped(), "runs/a") == expected
 
 

@@ -36,7 +36,7 @@ class Optional:
                 call()
         except LockstepError as error:
             failed, self._sink = self._sink, None
-            self._warn(f"warning: {error}; the sink is off, and the run goes on without it")
+            self._warn(f"warning: {error}; the sink is off, and the run continues without it")
             with suppress(LockstepError), OwnCode(self._label):  # it has failed, and may once more
                 if failed is not None:
                     failed.close()

@@ -117,7 +117,7 @@ def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
         yield f"{where}: {row.verdict}: {row.reason}"
         return
     departure = row.departure
-    yield f"{where}: the first thing that departs{departure.after}: {placed(departure)}"
+    yield f"{where}: the first difference{departure.after}: {placed(departure)}"
     yield f"  reference {departure.reference}, here {departure.found}"
     if row.differing > 1:
         yield f"  {row.differing} figures and tensors differ in all"

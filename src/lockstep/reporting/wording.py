@@ -27,10 +27,10 @@ def started(event: Started, rate_rule: str) -> list[str]:
         rate_rule,
     ]
     if event.resumed_from is not None:
-        lines.append(f"goes on after step {event.step:,} from {printable_line(event.resumed_from)}")
+        lines.append(f"resuming after step {event.step:,} from {printable_line(event.resumed_from)}")
     if event.again:
         verb = "is" if event.again == 1 else "are"
-        lines.append(f"{_counted(event.again, 'step')} done since then, by the log, {verb} done again")
+        lines.append(f"{_counted(event.again, 'later step')}, by the log, {verb} recomputed")
     return lines
 
 
@@ -97,8 +97,8 @@ def saved(event: Saved) -> str:
 
 
 def stopped(event: Stopped, run_dir: str) -> str:
-    """Say why the run ends early, and how it goes on."""
-    again = f"start again with run.dir={printable_line(run_dir)} to go on"
+    """Return why the run ends early, and how to resume it."""
+    again = f"start again with run.dir={printable_line(run_dir)} to resume"
     return f"stopped by {event.reason} after step {event.step:,}; {again}"
 
 

@@ -25,7 +25,7 @@ def check_pair(model: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise refused(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
     if optimizer.state:
-        raise refused("run.place: the optimizer has stepped already", "make it anew; a run goes on from its checkpoint")
+        raise refused("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
     if "lr" not in optimizer.defaults:
         raise refused(
             f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"

@@ -266,7 +266,7 @@ class _Comparison:
         if outcome.code != EXIT_DONE:
             row = replace(row, verdict="failed", reason=f"resumed on {carrier.label}: {outcome.said}")
         else:
-            row = self._judged(row, carrier, outcome, f" once {carrier.label} goes on from its checkpoint")
+            row = self._judged(row, carrier, outcome, f" once {carrier.label} resumes from its checkpoint")
         shutil.rmtree(saved.job.folder)
         return row
 
