@@ -8,7 +8,7 @@ import pytest
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.rank import RankInfo
 from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
-from lockstep.ranks.external import _to_say
+from lockstep.ranks.external import _lines
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
 from lockstep.ranks.rank_log import RankLog
 
@@ -65,8 +65,8 @@ def test_any_other_error_comes_with_its_traceback() -> None:
 def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
     elsewhere = replace(FAILURE, secondary=True)
     on_host = [RankInfo(rank, 4, rank % 2, 2, "slurm") for rank in range(4)]
-    assert _to_say(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
-    said = [_to_say(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
+    assert _lines(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
+    said = [_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
     assert said == [[f"rank 0 ends with it: {FAILURE.line}"], [f"rank 2 ends with it: {FAILURE.line}"], []]
 
 
@@ -74,6 +74,6 @@ def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_termina
     own = replace(FAILURE, rank=2)
     other = replace(own, text="error: another")
     by_slurm, by_hand = RankInfo(2, 4, 0, 2, "slurm"), RankInfo(2, 4, 0, 2, "environment")
-    assert _to_say(by_slurm, own, FAILURE) == []
-    assert _to_say(by_hand, own, FAILURE) == [own.words]
-    assert _to_say(by_slurm, other, FAILURE) == [other.words]
+    assert _lines(by_slurm, own, FAILURE) == []
+    assert _lines(by_hand, own, FAILURE) == [own.words]
+    assert _lines(by_slurm, other, FAILURE) == [other.words]
