@@ -27,7 +27,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Step, Steps
 from lockstep.core.rank import RankInfo
 from lockstep.core.rate import Rate
-from lockstep.core.shard import local
+from lockstep.core.shard import local_tensor
 from lockstep.data.copies import Arrival, copies_to
 from lockstep.data.images.finish import ImageFinish
 from lockstep.data.images.synthetic import synthetic
@@ -271,7 +271,7 @@ def _optimizer(trained: Any, _: Any) -> torch.optim.Optimizer:
 
 def _same(one: Engine, other: Engine) -> bool:
     pairs = zip(one.state().model.values(), other.state().model.values(), strict=True)
-    return all(torch.equal(local(a), local(b)) for a, b in pairs)
+    return all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
 
 
 def _never(_: Progress) -> Any:

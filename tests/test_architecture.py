@@ -5,6 +5,8 @@ import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -347,6 +349,34 @@ def test_no_two_tests_have_one_file_name() -> None:
     """pytest imports them by that name alone, and collects none of the second."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
+def test_what_is_imported_of_ours_is_there() -> None:
+    """In benchmarks, scripts and tests too, most of which are not imported by the quick tests."""
+    places = [*Path(__file__).parent.rglob("*.py"), *(ROOT.parents[1] / "benchmarks").glob("*.py")]
+    scripts = [
+        path
+        for path in (ROOT.parents[1] / "scripts").iterdir()
+        if path.read_bytes().startswith(b"#!/usr/bin/env python3")
+    ]
+    missing = [
+        f"{path.name}: {node.module}.{alias.name}"
+        for path in [*places, *scripts]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lockstep"
+        for alias in node.names
+        if not _is_there(str(node.module), alias.name)
+    ]
+    assert scripts
+    assert missing == []
+
+
+@cache
+def _is_there(module: str, name: str) -> bool:
+    try:
+        return hasattr(import_module(module), name) or find_spec(f"{module}.{name}") is not None
+    except ImportError:  # no such module, or one that holds no others
+        return False
 
 
 def test_functions_are_short() -> None:
