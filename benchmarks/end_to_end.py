@@ -32,7 +32,7 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet
-from lockstep.data.images.finish import ImageFinish
+from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.device.memory import keep_freed_memory
@@ -107,8 +107,8 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
     data = DataSet(split, split)
     endless = Steps(SAMPLES, BATCH, steps=10**6)
-    finish = ImageFinish(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
-    loader = Loader(data, endless, microbatches, finish, world.device, 0, DataRank(world.rank, world.size))
+    transforms = ImageTransforms(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
+    loader = Loader(data, endless, microbatches, transforms, world.device, 0, DataRank(world.rank, world.size))
     engine = Strategy().start(
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),

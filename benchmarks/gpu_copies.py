@@ -29,7 +29,7 @@ from lockstep.core.rank import RankInfo
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local_tensor
 from lockstep.data.copies import Arrival, copies_to
-from lockstep.data.images.finish import ImageFinish
+from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.synthetic import synthetic
 from lockstep.data.loader import Loader
 from lockstep.device.precision import fix_kernels
@@ -134,10 +134,10 @@ class _Way:
         self._steps = Steps(size.samples, size.batch, epochs=1000)
 
         def loader(device: torch.device) -> Loader:
-            finish = ImageFinish(
+            transforms = ImageTransforms(
                 device, CLASSES, mean=data.facts["mean"], std=data.facts["std"], crop_padding=2, flip=True
             )
-            return Loader(data, self._steps, size.microbatches, finish, device, 0)
+            return Loader(data, self._steps, size.microbatches, transforms, device, 0)
 
         self._loader, self._loader_on_cpu = loader(device), loader(torch.device("cpu"))
         if name == IN_LINE:
@@ -146,10 +146,10 @@ class _Way:
 
     def seconds(self) -> float:
         """Return what 20 steps take."""
-        _finish(self._device)
+        _transforms(self._device)
         began = time.perf_counter()
         self._train(STEPS)
-        _finish(self._device)
+        _transforms(self._device)
         return time.perf_counter() - began
 
     def waits(self) -> list[str]:
@@ -168,10 +168,10 @@ class _Way:
             next(batches)
         copies = copies_to(self._device)
         pinned = [[each.pin_memory() for each in tensors] for tensors in sent] if _on_gpu(self._device) else sent
-        _finish(self._device)
+        _transforms(self._device)
         began = time.perf_counter()
         kept = [copies.start(tensors) for tensors in pinned]
-        _finish(self._device)
+        _transforms(self._device)
         seconds = time.perf_counter() - began if _on_gpu(self._device) else 0.0
         assert len(kept) == STEPS * self._size.microbatches
         return seconds, sum(each.nbytes for tensors in sent for each in tensors) // (STEPS * self._size.batch)
@@ -278,7 +278,7 @@ def _never(_: Progress) -> Any:
     raise AssertionError("neither evaluated nor saved here")
 
 
-def _finish(device: torch.device) -> None:
+def _transforms(device: torch.device) -> None:
     if _on_gpu(device):
         torch.cuda.synchronize(device)
 

@@ -32,7 +32,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
-from lockstep.data.images.finish import ImageFinish
+from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.data.sources import open_data
@@ -124,8 +124,8 @@ def _small_ours(count: int) -> Callable[[], Iterator[Tensor]]:
     images, targets = _small_images(count)
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
     data = DataSet(split, split)
-    finish = ImageFinish(torch.device("cpu"), 10, crop_padding=4, flip=True, **CIFAR)
-    return _ours(data, finish, SMALL_BATCH)
+    transforms = ImageTransforms(torch.device("cpu"), 10, crop_padding=4, flip=True, **CIFAR)
+    return _ours(data, transforms, SMALL_BATCH)
 
 
 class _Pictures(Dataset[Any]):
@@ -172,7 +172,7 @@ def _large_newer(root: str) -> Callable[[], Iterator[Tensor]]:
 
 def _large_ours(root: str) -> Callable[[], Iterator[Tensor]]:
     data = open_data(Asked("folder", root, images=ImageWords(224, 256, resized_crop=True)))
-    return _ours(data, ImageFinish(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
+    return _ours(data, ImageTransforms(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
 
 
 def _decoded(path: str) -> Tensor:
@@ -184,10 +184,10 @@ def _inputs(loader: DataLoader[Any]) -> Iterator[Tensor]:
     return (inputs for inputs, _ in loader)
 
 
-def _ours(data: DataSet, finish: ImageFinish, batch: int) -> Callable[[], Iterator[Tensor]]:
+def _ours(data: DataSet, transforms: ImageTransforms, batch: int) -> Callable[[], Iterator[Tensor]]:
     fix_kernels(threads=1)
     keep_freed_memory()
-    loader = Loader(data, Steps(len(data.train), batch, epochs=1), 1, finish, torch.device("cpu"), 0)
+    loader = Loader(data, Steps(len(data.train), batch, epochs=1), 1, transforms, torch.device("cpu"), 0)
     return lambda: (microbatches[0].batch[0] for _, microbatches in loader.training(0))
 
 

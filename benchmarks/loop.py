@@ -28,7 +28,7 @@ from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
-from lockstep.data.base import AsFetched, DataSet
+from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.device.memory import keep_freed_memory
@@ -146,7 +146,7 @@ def _lockstep(steps: int, world: World) -> Turn:
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
     never = Every(steps=10**9)
     plan = Plan(plan_steps, Rate(LR, SAMPLES, 1.0), log=Every(steps=10), evaluate=never, save=never)
-    loader = Loader(data, plan_steps, 1, AsFetched(), world.device, 0)
+    loader = Loader(data, plan_steps, 1, NoTransforms(), world.device, 0)
     engine = Strategy().start(
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),

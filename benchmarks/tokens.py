@@ -62,7 +62,7 @@ def _be_measured(root: str) -> None:
 
     from lockstep.core.order import Steps
     from lockstep.data.asked import Asked
-    from lockstep.data.base import AsFetched
+    from lockstep.data.base import NoTransforms
     from lockstep.data.loader import Loader
     from lockstep.data.text.tokens import Options, open_data
 
@@ -70,7 +70,7 @@ def _be_measured(root: str) -> None:
     began = time.perf_counter()
     data = open_data(Asked("tokens", root), Options(context=CONTEXT, stride=1, vocabulary=50257))
     steps = Steps(len(data.train), BATCH, epochs=1)
-    updates = Loader(data, steps, MICROBATCHES, AsFetched(), torch.device("cpu"), 0).training(steps.total - STEPS)
+    updates = Loader(data, steps, MICROBATCHES, NoTransforms(), torch.device("cpu"), 0).training(steps.total - STEPS)
     next(updates)
     start = time.perf_counter() - began
     for _ in updates:

@@ -27,7 +27,7 @@ comm: fsdp
 config: across base placement recipe recorded run schema wording
 core: batch kinds order_name work
 data: base collate items options own_split shares
-data/images: finish leaves listing pictures tar_index words
+data/images: device_transforms leaves listing pictures tar_index words
 data/tables: columns files rows
 data/text: tokenizer
 device: kernels limits pretended

@@ -20,8 +20,8 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.order_name import OrderName
 from lockstep.core.shuffle import Order, permutation, shuffle
-from lockstep.data.base import AsFetched, DataSet, Split
-from lockstep.data.images.finish import ImageFinish
+from lockstep.data.base import DataSet, NoTransforms, Split
+from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.errors import PreflightError, TrainingError, UsageError
@@ -53,14 +53,14 @@ class Decoded:
         return torch.from_numpy((noise * 256).astype(np.uint8)), targets
 
 
-def _finish() -> ImageFinish:
-    return ImageFinish(CPU, 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
+def _transforms() -> ImageTransforms:
+    return ImageTransforms(CPU, 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
     data = DataSet(split, split, skipped=skipped_samples)
     data_rank, steps = DataRank(rank, size), Steps(len(split), batch, epochs=2)
-    return Loader(data, steps, microbatches, _finish(), CPU, 3, data_rank, workers)
+    return Loader(data, steps, microbatches, _transforms(), CPU, 3, data_rank, workers)
 
 
 def _numbered(length: int) -> TensorSplit:
@@ -97,7 +97,7 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
         return 1 if step.number % 2 else None
 
     alone = list(_loader(split, 8, 4).training(0))
-    loader = Loader(data, steps, 4, _finish(), CPU, 3, DataRank(1, 2), workers, beside)
+    loader = Loader(data, steps, 4, _transforms(), CPU, 3, DataRank(1, 2), workers, beside)
     for (step, every), (_, own) in zip(alone, loader.training(0), strict=True):
         expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
         assert _same((step, own), (step, expected))
@@ -231,7 +231,7 @@ def test_data_that_is_no_image_comes_as_it_is() -> None:
     values = torch.arange(12.0).view(4, 3)
     split = TensorSplit(values, torch.arange(4))
     data = DataSet(split, split)
-    loader = Loader(data, Steps(4, 4, epochs=1), 1, AsFetched(), CPU, 0)
+    loader = Loader(data, Steps(4, 4, epochs=1), 1, NoTransforms(), CPU, 0)
     [(_, [microbatch])] = list(loader.training(0))
     assert torch.equal(microbatch.batch[0], values[microbatch.batch[1]])
 
@@ -257,7 +257,7 @@ def test_a_large_set_is_visited_in_the_order_of_its_recipe_by_all_ranks_together
     length = 6007
     split = TensorSplit(torch.arange(length)[:, None], torch.arange(length))
     data, steps = DataSet(split, split), Steps(length, batch, epochs=2, order=order)
-    loaders = [Loader(data, steps, 8, AsFetched(), CPU, 3, DataRank(rank, 3)).training(0) for rank in range(3)]
+    loaders = [Loader(data, steps, 8, NoTransforms(), CPU, 3, DataRank(rank, 3)).training(0) for rank in range(3)]
     visited: list[int] = []
     for shares in zip(*loaders, strict=True):
         own = sorted((each for _, microbatches in shares for each in microbatches), key=lambda each: each.index)
@@ -284,7 +284,7 @@ class _Counted:
 def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_once() -> None:
     length = 10**10
     split = _Counted(length)
-    loader = Loader(DataSet(split, None), Steps(length, 100, epochs=1), 4, AsFetched(), CPU, 0)
+    loader = Loader(DataSet(split, None), Steps(length, 100, epochs=1), 4, NoTransforms(), CPU, 0)
     tracemalloc.start()
     step, microbatches = next(loader.training(10**8 - 1))
     _, most = tracemalloc.get_traced_memory()
@@ -297,7 +297,7 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
 
 
 @pytest.mark.parametrize(
-    ("finish", "shape", "told"),
+    ("transforms", "shape", "told"),
     [
         (
             {"crop_padding": 8},
@@ -310,15 +310,15 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
         ({"flip": True}, (7,), "recipe.data.augment: samples of shape (7,) are no images"),
     ],
 )
-def test_what_does_not_fit_the_samples_is_refused(finish, shape, told) -> None:
+def test_what_does_not_fit_the_samples_is_refused(transforms, shape, told) -> None:
     with pytest.raises(UsageError) as caught:
-        ImageFinish(CPU, 10, **finish).check(shape)
+        ImageTransforms(CPU, 10, **transforms).check(shape)
     assert told in str(caught.value)
 
 
 def test_what_fits_is_not_refused() -> None:
-    ImageFinish(CPU, 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
-    ImageFinish(CPU, 10).check((7,))
+    ImageTransforms(CPU, 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
+    ImageTransforms(CPU, 10).check((7,))
 
 
 def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

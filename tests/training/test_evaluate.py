@@ -12,7 +12,7 @@ from lockstep.comm.world import World
 from lockstep.core.batch import Batch
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
-from lockstep.data.base import AsFetched, DataSet
+from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.tasks.classification import Classification
@@ -32,7 +32,7 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
         DataSet(split, split),
         Steps(samples, 1, epochs=1),
         1,
-        AsFetched(),
+        NoTransforms(),
         torch.device("cpu"),
         0,
         DataRank(world.rank, world.size),

@@ -56,7 +56,7 @@ class Request(NamedTuple):
     draw: int | None
 
 
-class Finish(Protocol):
+class DeviceTransforms(Protocol):
     """What is done to a fetched batch before the model sees it, on its device."""
 
     def prepared(self, fetched: Batch, request: Request) -> Batch:
@@ -64,26 +64,26 @@ class Finish(Protocol):
         ...
 
     def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
-        """Finish micro-batch `index` of update `step`."""
+        """Transform micro-batch `index` of update `step`."""
         ...
 
     def for_evaluation(self, arrived: Batch) -> Batch:
-        """Finish a batch of evaluation, of which what was fetched has arrived."""
+        """Transform a batch of evaluation, of which what was fetched has arrived."""
         ...
 
 
 @final
-class AsFetched:
+class NoTransforms:
     """Does nothing."""
 
     def prepared(self, fetched: Batch, request: Request) -> Batch:
-        """See Finish."""
+        """See DeviceTransforms."""
         return fetched
 
     def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
-        """See Finish."""
+        """See DeviceTransforms."""
         return arrived
 
     def for_evaluation(self, arrived: Batch) -> Batch:
-        """See Finish."""
+        """See DeviceTransforms."""
         return arrived

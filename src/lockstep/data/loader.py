@@ -24,7 +24,7 @@ from lockstep.core.batch import Batch, mapped
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
-from lockstep.data.base import DataSet, Finish, Request, Split
+from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, copies_to, started_ahead
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.parent import die_with_parent
@@ -79,7 +79,7 @@ class Loader:
         data: DataSet,
         steps: Steps,
         microbatches: int,
-        finish: Finish,
+        transforms: DeviceTransforms,
         device: torch.device,
         seed: int,
         data_rank: DataRank = ALONE,
@@ -92,7 +92,7 @@ class Loader:
         self._data = data
         self._steps = steps
         self._microbatches = microbatches
-        self._finish = finish
+        self._transforms = transforms
         self._device = device
         self._seed = seed
         self._copies = copies_to(device)
@@ -137,7 +137,7 @@ class Loader:
             copied = (self._sent_for_evaluation(request, fetch(request)) for request in requests)
             sent = started_ahead(copied, self._copies.steps_ahead)
             for number, each in zip(numbers, sent, strict=True):
-                batch = self._finish.for_evaluation(each.arrival())
+                batch = self._transforms.for_evaluation(each.arrival())
                 yield number if self._data_rank.primary else None, batch, each.weight
 
     def validation_batches(self, batch: int) -> int:
@@ -182,7 +182,7 @@ class Loader:
 
     def _sent(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
         skipped = [] if cut.dummy else self._unread(request, fetched)
-        arrival = self._copies.start(self._finish.prepared(fetched, request))
+        arrival = self._copies.start(self._transforms.prepared(fetched, request))
         return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
     def _sent_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
@@ -210,7 +210,7 @@ class Loader:
         self.skipped += len(sent.skipped)
         self.unreadable[0].update(sent.skipped)
         number, positions, dummy = sent.cut
-        batch = self._finish.for_training(sent.arrival(), step.number, number)
+        batch = self._transforms.for_training(sent.arrival(), step.number, number)
         return MicroBatch(number, batch, len(positions), sent.weight, dummy)
 
 

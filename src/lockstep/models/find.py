@@ -20,7 +20,7 @@ from lockstep.models.pretrained import fetching, with_fitting_weights
 from lockstep.own_code import OwnCode, described
 
 Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
-Place = Literal["lockstep", "timm", "torchvision", "transformers", "path"]
+Origin = Literal["lockstep", "timm", "torchvision", "transformers", "path"]
 Factory = Callable[..., nn.Module]
 
 OURS: Final[Mapping[str, str]] = {
@@ -50,17 +50,17 @@ def build_model(
     function, for transformers to its config, and win over what follows from the data. timm, torchvision and
     transformers take seconds to import and are imported only where the name leads to them.
     """
-    place = _place(name, source)
-    if pretrained and place in ("lockstep", "path"):
+    origin = _origin(name, source)
+    if pretrained and origin in ("lockstep", "path"):
         raise UsageError(
             f"model {name}: only models of timm, torchvision and transformers come with pretrained weights; "
             f"set recipe.model.pretrained: false, or load them in a function of yours"
         )
-    factory = _factory(place, name, pretrained, facts)
+    factory = _factory(origin, name, pretrained, facts)
     given = dict(options or {})
-    arguments = {"options": given} if place == "transformers" else _from_data(place, name, factory, facts) | given
+    arguments = {"options": given} if origin == "transformers" else _from_data(origin, name, factory, facts) | given
     with _explained(name, arguments), fetching(name) if pretrained else nullcontext():
-        fit = pretrained and place == "torchvision"
+        fit = pretrained and origin == "torchvision"
         model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model {name}: it is of type {type(model).__name__}; return a torch.nn.Module")
@@ -76,11 +76,11 @@ def check_pretrained(name: str, source: Source) -> None:
 
     A check of the model leaves them out, and ranks would be the first to see it.
     """
-    if _place(name, source) == "transformers":
+    if _origin(name, source) == "transformers":
         check_weights(name)
 
 
-def _place(name: str, source: Source) -> Place:
+def _origin(name: str, source: Source) -> Origin:
     if source == "auto" and ":" in name:
         return "path"
     if source == "transformers" or (source == "auto" and is_transformers_folder(name)):
@@ -122,8 +122,8 @@ def _unknown(name: str, source: Source) -> str:
     return f"model {name}: {where}{hint}"
 
 
-def _factory(place: Place, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
-    match place:
+def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
+    match origin:
         case "lockstep":
             factory = import_object(OURS[name], "model")
         case "path":
@@ -144,14 +144,14 @@ def _factory(place: Place, name: str, pretrained: bool, facts: Mapping[str, Any]
     return made
 
 
-def _from_data(place: Place, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that follow from the data, as far as the model's function takes them."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
     sizes = {"num_classes": len(facts["classes"])} if "classes" in facts else {}
     sizes |= {name: facts[name] for name in ("vocabulary", "context") if name in facts}
-    match place:
+    match origin:
         case "timm":
             return sizes | ({"in_chans": shape[0]} if other_channels else {})
         case "torchvision":

@@ -36,7 +36,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
-from lockstep.run.examples import examples, few_samples, finishing, repeated, smallest_microbatch
+from lockstep.run.examples import examples, few_samples, repeated, smallest_microbatch, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
@@ -110,7 +110,7 @@ class Setup:
     ) -> Loader:
         """Return the loader of this process, which is `data_rank`; for `beside` see there."""
         recipe, task = self.recipe, self.task
-        change = finishing(recipe, self.data, world.device)
+        change = transforms_of(recipe, self.data, world.device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
             self.data,

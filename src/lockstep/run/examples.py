@@ -12,8 +12,8 @@ from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, mapped
 from lockstep.core.order import Step, Steps
-from lockstep.data.base import AsFetched, DataSet, Finish, Request, Split
-from lockstep.data.images.finish import finish
+from lockstep.data.base import DataSet, DeviceTransforms, NoTransforms, Request, Split
+from lockstep.data.images.device_transforms import device_transforms
 from lockstep.errors import TrainingError, UsageError
 
 _FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
@@ -21,9 +21,9 @@ _EXAMPLES: Final = 4  # samples of each split that are looked at before a run
 _TRIED: Final = 64  # samples, where those cannot be read
 
 
-def finishing(recipe: Recipe, data: DataSet, device: torch.device) -> Finish:
+def transforms_of(recipe: Recipe, data: DataSet, device: torch.device) -> DeviceTransforms:
     """Return what is done to batches: nothing, unless the recipe or the data asks for it."""
-    return finish(values(recipe), data.facts, device) or AsFetched()
+    return device_transforms(values(recipe), data.facts, device) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
@@ -31,7 +31,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
     Data of the user's own is looked at here: what cannot be learned from raises UsageError.
     """
-    change = finishing(recipe, data, torch.device("cpu"))
+    change = transforms_of(recipe, data, torch.device("cpu"))
     request, fetched = _few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(

@@ -23,7 +23,7 @@ from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.reserved import OF_ALL, first_taken
 from lockstep.core.shard import local_tensor
-from lockstep.data.base import AsFetched, DataSet
+from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
 from lockstep.device import machine
@@ -343,7 +343,7 @@ class Run:
         """Yield the steps; what is between two of them is the loop's."""
         self._member.write(self._started(placed, planned))
         if self._progress.step >= planned.steps.total:
-            return self._finish(placed, loader)
+            return self._transforms(placed, loader)
         plan = Plan(
             planned.steps,
             None,
@@ -366,7 +366,7 @@ class Run:
                     self._member.stop(each.reason, partial(self.close, None))
         finally:
             stop.release()
-        return self._finish(placed, loader)
+        return self._transforms(placed, loader)
 
     def _turn(self, placed: _Placed, turn: Turn, leaves: int) -> Iterator[OwnStep]:
         """Yield a step, and see that it was done when the loop asks for the next one."""
@@ -393,7 +393,7 @@ class Run:
         looked, self._looked = self._looked, True
         return None if looked else Look(self._here().model)
 
-    def _finish(self, placed: _Placed, loader: Loader) -> None:
+    def _transforms(self, placed: _Placed, loader: Loader) -> None:
         for saved in self._saver.wait() if self._saver else []:
             self._note(saved)
         at = self._progress
@@ -465,8 +465,8 @@ class Run:
     def _loader(self, items: Items, steps: Steps, microbatches: int, placed: _Placed, weigh: Weigh | None) -> Loader:
         data_rank = placed.chosen.mesh(self.size).data_rank(self.rank)
         workers = self._placement.workers
-        data, finish = DataSet(items, items), AsFetched()
-        return Loader(data, steps, microbatches, finish, self.device, self._seed, data_rank, workers, None, weigh)
+        data, transforms = DataSet(items, items), NoTransforms()
+        return Loader(data, steps, microbatches, transforms, self.device, self._seed, data_rank, workers, None, weigh)
 
     def _ready(self, what: str) -> _Placed:
         self._between(what)

@@ -269,7 +269,7 @@ class PipelineEngine:
         first, last = number == 0, number == self._last
         model_inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
         given: Values = [None, *tensors_of(model_inputs)]
-        states, *inputs = given if first else self._arrived(number, number - 1, index)
+        states, *inputs = given if first else self._receive(number, number - 1, index)
         before: list[Tensor] = []
 
         def compute(values: Values) -> Sequence[Tensor | int]:
@@ -295,29 +295,29 @@ class PipelineEngine:
             self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
         else:
             drawn = self._drawn(before, states)
-            self._leave([drawn, *outputs], number + 1, number + 1, index)
+            self._send([drawn, *outputs], number + 1, number + 1, index)
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
         """Return the gradients of what the stage gave, those of the loss being what it counts in the step."""
         if number != self._last:
-            return self._arrived(self._back(number), number + 1, index)
+            return self._receive(self._back(number), number + 1, index)
         return [self._updates.scaled(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
     def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         if number:
-            self._leave([*gradients], self._back(number - 1), number - 1, index)
+            self._send([*gradients], self._back(number - 1), number - 1, index)
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that stages which borrow from this one have made for a micro-batch."""
         arrived = [
-            (loan, self._arrived(self._loan_line(loan), loan.borrower, index)[0])
+            (loan, self._receive(self._loan_line(loan), loan.borrower, index)[0])
             for loan in self._loans.of_owner(number)
         ]
         return [(cast(nn.Parameter, loan.tensor), value) for loan, value in arrived if isinstance(value, Tensor)]
 
     def _return_gradients(self, number: int, index: int) -> None:
         for loan in self._loans.of_borrower(number):
-            self._leave([loan.taken()], self._loan_line(loan), loan.owner, index)
+            self._send([loan.taken()], self._loan_line(loan), loan.owner, index)
 
     @torch.no_grad()
     def _lend(self) -> None:
@@ -344,14 +344,14 @@ class PipelineEngine:
         """Return the line on which gradients come to `stage`; the forward's line has the stage's own number."""
         return self._last + 1 + stage
 
-    def _leave(self, values: Values, line: int, stage: int, index: int) -> None:
+    def _send(self, values: Values, line: int, stage: int, index: int) -> None:
         """Give values to `stage`, on its rank."""
         if stage in self._stages:
             self._inbox[line, index] = values
         else:
             self._post.send(values, self._rank_of(stage), line)
 
-    def _arrived(self, line: int, stage: int, index: int) -> Values:
+    def _receive(self, line: int, stage: int, index: int) -> Values:
         """Return what `stage` gave."""
         if stage in self._stages:
             return self._inbox.pop((line, index))
@@ -415,11 +415,11 @@ class PipelineEngine:
         outputs: Values = []
         for number, module in self._evaluating.items():
             laid_out = self._numerics.laid_out(inputs)
-            values = self._arrived(number, number - 1, 0) if number else tensors_of(laid_out)
+            values = self._receive(number, number - 1, 0) if number else tensors_of(laid_out)
             with self._autocast, self._model_code:
                 outputs = list(_checked(module(values, laid_out)))
             if number != self._last:
-                self._leave(outputs, number + 1, number + 1, 0)
+                self._send(outputs, number + 1, number + 1, 0)
         line = self._back(self._last)
         if self._last not in self._stages:  # the last stage is on the last rank; from there they go from rank to rank
             outputs = self._post.receive(self._world.rank + 1, line)

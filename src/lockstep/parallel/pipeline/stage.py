@@ -30,7 +30,7 @@ _SENT_BYTES: Final = 32 << 20  # at a time, so that all gradients of a stage are
 
 
 @dataclass(eq=False)
-class _Flight:
+class _InFlight:
     """A micro-batch between its forward and its backward."""
 
     leaves: list[Tensor]
@@ -57,8 +57,8 @@ class Stage:
         self.observed = torch.empty(0)  # by the last step, for each sample
         self._recompute = recompute
         self._borrows = borrows
-        self._flights: dict[int, Callable[[], _Flight]] = {}
-        self._split: dict[int, _Flight] = {}
+        self._in_flight: dict[int, Callable[[], _InFlight]] = {}
+        self._split: dict[int, _InFlight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(_add_parts_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
@@ -72,11 +72,11 @@ class Stage:
             self.running.before_forward()
         if self._recompute:
             with saved_tensors_hooks(_drop, _drop):
-                _, outputs = _fly([_copied(value) for value in inputs], compute)
-            self._flights[number] = lambda: _fly(inputs, compute)[0]
+                _, outputs = _start_forward([_copied(value) for value in inputs], compute)
+            self._in_flight[number] = lambda: _start_forward(inputs, compute)[0]
         else:
-            flight, outputs = _fly(inputs, compute)
-            self._flights[number] = lambda: flight
+            in_flight, outputs = _start_forward(inputs, compute)
+            self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observed(samples))
         return [
@@ -86,24 +86,24 @@ class Stage:
 
     def backward(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
         """Do the whole backward and return the gradient of each input, None where there is none."""
-        flight = self._flights.pop(number)()
-        _run_back(_pairs(flight, gradients))
+        in_flight = self._in_flight.pop(number)()
+        _run_back(_pairs(in_flight, gradients))
         self._gradients.push(number, _taken(self.parameters, lent))
-        return flight.input_gradients()
+        return in_flight.input_gradients()
 
     def backward_input(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
         """Return the gradient of each input, and put off what only the weights need, but for what is borrowed."""
-        flight = self._flights.pop(number)()
-        pairs = _pairs(flight, gradients)
-        if not flight.leaves and not self._borrows:
-            flight.finish = lambda: _finished_whole(pairs, self.parameters, lent)
+        in_flight = self._in_flight.pop(number)()
+        pairs = _pairs(in_flight, gradients)
+        if not in_flight.leaves and not self._borrows:
+            in_flight.finish = lambda: _finished_whole(pairs, self.parameters, lent)
         elif not self._borrows and all(_reaches_input(edge.node) for edge, _ in pairs):
-            flight.finish = _split(flight, pairs, self.parameters, lent)
+            in_flight.finish = _split(in_flight, pairs, self.parameters, lent)
         else:  # torch would lose the weights of an output in which no input takes part
             gradients_now = _finished_whole(pairs, self.parameters, lent)
-            flight.finish = lambda: gradients_now
-        self._split[number] = flight
-        return flight.input_gradients()
+            in_flight.finish = lambda: gradients_now
+        self._split[number] = in_flight
+        return in_flight.input_gradients()
 
     def backward_weight(self, number: int) -> None:
         """Do what backward_input put off."""
@@ -157,7 +157,7 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def _fly(inputs: Values, compute: Compute) -> tuple[_Flight, Sequence[Tensor | int]]:
+def _start_forward(inputs: Values, compute: Compute) -> tuple[_InFlight, Sequence[Tensor | int]]:
     caught: dict[int, Tensor] = {}
     leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     entered: Values = [
@@ -168,7 +168,7 @@ def _fly(inputs: Values, compute: Compute) -> tuple[_Flight, Sequence[Tensor | i
     edges = [
         get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
     ]
-    return _Flight(leaves, caught, len(inputs), edges), outputs
+    return _InFlight(leaves, caught, len(inputs), edges), outputs
 
 
 def _copied(value: Value) -> Value:
@@ -180,8 +180,8 @@ def _drop(_: Any) -> Any:
     return None
 
 
-def _pairs(flight: _Flight, gradients: Values) -> Pairs:
-    pairs = zip(flight.edges, gradients, strict=True)
+def _pairs(in_flight: _InFlight, gradients: Values) -> Pairs:
+    pairs = zip(in_flight.edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 
 
@@ -195,11 +195,13 @@ def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent
     return _taken(parameters, lent)
 
 
-def _split(flight: _Flight, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
+def _split(
+    in_flight: _InFlight, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent
+) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-    groups = backward_input(edges, gradients, flight.leaves, parameters)
+    groups = backward_input(edges, gradients, in_flight.leaves, parameters)
     # A weight's gradient may be the very tensor that is on its way to the stage before, and sums are made in place.
-    shared = {gradient.data_ptr() for gradient in [*gradients, *flight.caught.values()]}
+    shared = {gradient.data_ptr() for gradient in [*gradients, *in_flight.caught.values()]}
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)

@@ -19,7 +19,7 @@ from lockstep.tasks.facts import whole_samples
 
 
 @dataclass(frozen=True)
-class ImageFinish:
+class ImageTransforms:
     """What is done to (inputs, targets) on the device; `mean` None is data that is no image and stays as it is."""
 
     device: torch.device
@@ -57,7 +57,7 @@ class ImageFinish:
             )
 
     def prepared(self, fetched: Batch, request: Request) -> Batch:
-        """See Finish: what was fetched, and what is to be cut from it."""
+        """See DeviceTransforms: what was fetched, and what is to be cut from it."""
         if not (self.crop_padding or self.flip) or request.draw is None:
             return fetched
         draws = random.uniform(augmenting_key(request.draw), request.indices, DRAWS)
@@ -89,7 +89,9 @@ class ImageFinish:
         return constants(self.mean, self.std, self.device)
 
 
-def finish(recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> ImageFinish | None:
+def device_transforms(
+    recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device
+) -> ImageTransforms | None:
     """Return what a recipe, as plain values, asks to be done to data with these facts; None for nothing.
 
     UsageError where it cannot be done to such samples.
@@ -102,7 +104,7 @@ def finish(recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.de
     classes = whole_samples(facts)
     if mixes and classes is None:
         raise UsageError("recipe.mix: there are no labels of whole samples to mix; leave mixup and cutmix out")
-    made = ImageFinish(
+    made = ImageTransforms(
         device=device,
         classes=classes or 0,
         seed=recipe["seed"],
