@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from lockstep.cli import main
 from lockstep.commands import recipes
-from lockstep.config.load import shipped
+from lockstep.config.shipped import shipped
 
 
 def test_piped_it_is_plain_text_with_a_line_for_each_recipe():
@@ -18,12 +18,12 @@ def test_piped_it_is_plain_text_with_a_line_for_each_recipe():
 
 
 def test_every_recipe_begins_with_its_description():
-    rows = [recipes.row(name, file) for name, file in shipped().items()]
+    rows = [recipes.row(each) for each in shipped().values()]
     assert all(row.description for row in rows)
 
 
 def test_on_a_terminal_the_table_holds_the_same_names(capsys):
-    recipes.draw([recipes.row(name, file) for name, file in shipped().items()])
+    recipes.draw([recipes.row(each) for each in shipped().values()])
     printed = capsys.readouterr().out
     assert all(name in printed for name in shipped())
 
@@ -31,7 +31,7 @@ def test_on_a_terminal_the_table_holds_the_same_names(capsys):
 @pytest.mark.parametrize("columns", [30, 60, 80, 140])
 def test_a_narrow_terminal_gets_whole_words(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    recipes.draw([recipes.row(name, file) for name, file in shipped().items()])
+    recipes.draw([recipes.row(each) for each in shipped().values()])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     said = " ".join(" ".join(lines).split())

@@ -31,7 +31,7 @@ def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     found = overrides(ctx, param, incomplete)
     if ctx.params.get(param.name or "") or "=" in incomplete:
         return found
-    from lockstep.config.load import shipped
+    from lockstep.config.shipped import shipped
 
     # The shell adds its files to what it is given; it must hear of them first.
     recipes = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]

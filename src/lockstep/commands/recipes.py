@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
+
+if TYPE_CHECKING:
+    from lockstep.config.shipped import Shipped
 
 _NARROW: Final = 110  # columns of a terminal, below which a table would fold the descriptions
 
@@ -25,27 +27,21 @@ class Row(NamedTuple):
 @click.command("recipes")
 def command() -> None:
     """List the shipped recipes: `lockstep show NAME` prints one, `lockstep train NAME` trains it."""
-    from lockstep.config.load import shipped
+    from lockstep.config.shipped import shipped
 
-    rows = [row(name, file) for name, file in shipped().items()]
+    rows = [row(each) for each in shipped().values()]
     if sys.stdout.isatty():
         draw(rows)
     else:
         click.echo("\n".join(_plain([Row("name", "model", "data", "batch", "length", "description"), *rows])))
 
 
-def row(name: str, file: Path) -> Row:
+def row(shipped: Shipped) -> Row:
     from lockstep.config.load import load
 
-    recipe = load(name).config.recipe
+    recipe = load(shipped.name).config.recipe
     length = f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps} steps"
-    return Row(name, recipe.model.name, recipe.data.name, str(recipe.batch), length, _description(file))
-
-
-def _description(file: Path) -> str:
-    """The first comment of a recipe says what it is."""
-    with file.open(encoding="utf-8") as lines:
-        return next((line.strip("# \n") for line in lines if line.startswith("#")), "")
+    return Row(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
 
 
 def _plain(rows: list[Row]) -> list[str]:

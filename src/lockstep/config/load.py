@@ -17,12 +17,12 @@ from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
+from lockstep.config.shipped import shipped
 from lockstep.core import schemas
 from lockstep.core.names import choices, suggestion
 from lockstep.core.text import printable_line
 from lockstep.errors import ConfigError
 
-_RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
 _LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it as one takes long
 
 
@@ -38,11 +38,6 @@ class Loaded:
     name: str
     origins: Mapping[str, str]
     notes: Sequence[str] = ()
-
-
-def shipped() -> dict[str, FilePath]:
-    """Return the recipes that come with Lockstep: name to file."""
-    return {file.stem: file for file in sorted(_RECIPES.glob("*.yaml"))}
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
@@ -64,8 +59,12 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
 
     Raises ConfigError with all problems, each a line `place  key: what was wrong; what to do`.
     """
-    file, label = _find(source)
-    return load_text(_read(file, label), label, file.stem, overrides)
+    if recipe := shipped().get(source):
+        label = recipe.file.name
+        document = recipe.varied(_document(_read(recipe.file, label), label))
+        return _loaded(document, source, overrides, shares_steps=True)
+    file = _find(source)
+    return load_text(_read(file, source), source, file.stem, overrides)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
@@ -73,7 +72,10 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
 
     Where no steps are shared out, as in an evaluation, there may be more processes than micro-batches.
     """
-    before = _document(text, label)
+    return _loaded(_document(text, label), name, overrides, shares_steps)
+
+
+def _loaded(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
     notes = drop_foreign(before, document)
     config = _valid(document, shares_steps)
@@ -123,11 +125,9 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**recipe, "data": data, "model": model}
 
 
-def _find(source: str) -> tuple[FilePath, str]:
-    """Return the file and what to call it in messages."""
-    recipes, file = shipped(), FilePath(source)
-    if source in recipes:
-        return recipes[source], f"{source}.yaml"
+def _find(source: str) -> FilePath:
+    """Return the file of a recipe that is not a shipped one; ConfigError where it is none."""
+    file = FilePath(source)
     try:
         file.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL character
@@ -137,11 +137,11 @@ def _find(source: str) -> tuple[FilePath, str]:
     if file.is_dir():
         raise ConfigError([f"{source}: a folder; give a YAML file, such as {file / 'config.yaml'}"])
     if file.exists():
-        return file, source
+        return file
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
         siblings = [str(file.with_name(each.name)) for each in file.parent.glob("*.y*ml")]
         raise ConfigError([f"{source}: no such file{suggestion(source, siblings)}"])
-    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, recipes)}"])
+    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, shipped())}"])
 
 
 def _read(file: FilePath, label: str) -> str:

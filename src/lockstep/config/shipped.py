@@ -1,0 +1,65 @@
+"""The recipes that come with Lockstep: a file for each, and one for all models on ImageNet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from lockstep.config.document import Document, Path, Place
+
+_RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
+_FAMILY: Final = "imagenet"
+
+# The models that recipes/imagenet.yaml is trained with: where each comes from, and what it is.
+_MODELS: Final = {
+    "botnet50": ("lockstep", "BoTNet-50 (attention in ResNet-50's last stage) on ImageNet."),
+    "densenet121": ("torchvision", "DenseNet-121 on ImageNet."),
+    "efficientnet_b0": ("timm", "EfficientNet-B0 on ImageNet."),
+    "regnetx_160": ("timm", "RegNetX-16GF on ImageNet."),
+    "regnety_160": ("timm", "RegNetY-16GF on ImageNet."),
+    "regnety_320": ("timm", "RegNetY-32GF on ImageNet."),
+    "resnet18": ("torchvision", "ResNet-18 on ImageNet."),
+    "resnet50": ("torchvision", "ResNet-50 on ImageNet."),
+}
+_OTHERWISE: Final[dict[str, dict[Path, Any]]] = {
+    "efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A recipe: its file, what it is, and the values that it has in place of the file's."""
+
+    name: str
+    file: FilePath
+    description: str
+    values: Mapping[Path, Any] = field(default_factory=dict)
+
+    def varied(self, document: Document) -> Document:
+        """Return the file's document with the values of this recipe, whose place is its name."""
+        for path, value in self.values.items():
+            section = document.values
+            for name in path[:-1]:
+                section = section[name]
+            section[path[-1]] = value
+            document.places[path] = Place(self.name)
+        return document
+
+
+def shipped() -> dict[str, Shipped]:
+    """Return the recipes by name, in the order of their names."""
+    files = [file for file in _RECIPES.glob("*.yaml") if file.stem != _FAMILY]
+    found = [Shipped(file.stem, file, _description(file)) for file in files]
+    for model, (source, description) in _MODELS.items():
+        values = {("recipe", "model", "name"): model, ("recipe", "model", "source"): source}
+        name, file = f"{_FAMILY}-{model}", _RECIPES / f"{_FAMILY}.yaml"
+        found.append(Shipped(name, file, description, values | _OTHERWISE.get(model, {})))
+    return {each.name: each for each in sorted(found, key=lambda each: each.name)}
+
+
+def _description(file: FilePath) -> str:
+    """The first comment of a recipe says what it is."""
+    with file.open(encoding="utf-8") as lines:
+        return next((line.strip("# \n") for line in lines if line.startswith("#")), "")
