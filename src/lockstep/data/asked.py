@@ -22,7 +22,7 @@ class ImageWords:
 
 @dataclass(frozen=True)
 class Asked:
-    """A data set's name, where it lies, and what is to be done to its samples."""
+    """A data set's name and location, and what is to be done to its samples."""
 
     name: str
     root: str = "data"

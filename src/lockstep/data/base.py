@@ -16,7 +16,7 @@ from lockstep.core.batch import Batch
 class Split(Protocol):
     """The training or the validation part of a data set.
 
-    `in_memory` says that fetching costs no decoding, so that no loader process is worth its start.
+    `in_memory`: fetching costs no decoding, so that no loader process is worth its start.
     """
 
     in_memory: bool

@@ -73,7 +73,7 @@ def mapped_style(
 
 
 def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
-    """Return what a batch of one sample says: the shape of its inputs, and what kind of targets it has."""
+    """Return what a batch of one sample shows: the shape of its inputs, and what kind of targets it has."""
     facts: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):

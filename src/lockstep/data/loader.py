@@ -279,7 +279,7 @@ class _Fetches(Dataset[Any]):
         except LockstepError as error:
             return _Refused(str(error), isinstance(error, UsageError))
         try:
-            # Here, and not when torch sends them: it does that in a thread, whose error nobody hears, and the trainer
+            # Here, and not when torch sends them: it does that in a thread, whose error is lost, and the trainer
             # would wait for a batch that never comes.
             return mapped(Tensor.share_memory_, fetched)
         except RuntimeError as error:

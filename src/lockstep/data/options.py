@@ -1,4 +1,4 @@
-"""The options of a source: a frozen dataclass says which there are, and what each may be."""
+"""The options of a source: a frozen dataclass defines which there are, and what each may be."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _wrong(kind: type, name: str, value: Any) -> str:
 
 
 def _described(annotation: Any) -> str:
-    """Return what an annotation says of itself: its description, its choices, or those of its parts."""
+    """Return what an annotation carries: its description, its choices, or those of its parts."""
     if annotation is bool:
         return "true or false"
     if get_origin(annotation) is Literal:

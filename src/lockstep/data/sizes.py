@@ -20,7 +20,7 @@ KNOWN: Final[Mapping[str, int]] = {
 
 
 def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
-    """Return the number of training samples; None where only the data itself can tell."""
+    """Return the number of training samples; None where only the data itself has it."""
     if name == "synthetic":
         samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None

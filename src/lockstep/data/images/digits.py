@@ -1,4 +1,4 @@
-"""The handwritten digits that come with Lockstep: 1,797 real images of 8x8; DIGITS.md says whose they are."""
+"""The handwritten digits that come with Lockstep: 1,797 real images of 8x8; DIGITS.md has the credits."""
 
 from __future__ import annotations
 

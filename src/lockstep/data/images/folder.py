@@ -1,4 +1,4 @@
-"""Images in a folder for each class, as ImageNet lies on disks."""
+"""Images in a folder for each class, as ImageNet is stored."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pg
 def images(folder: str) -> Iterator[str]:
     """Yield the images below `folder` in order, by their names alone; passes over what is hidden.
 
-    Links to folders are followed, but into no folder twice, and into none that `folder` itself lies in: a link that
+    Links to folders are followed, but into no folder twice, and into none that contains `folder` itself: a link that
     leads back would give the same images again and again.
     """
     if not os.path.isdir(folder):

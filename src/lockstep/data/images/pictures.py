@@ -1,4 +1,4 @@
-"""A split of pictures that are read, cut and resized when they are asked for, wherever their bytes lie."""
+"""A split of pictures that are read, cut and resized when they are asked for, wherever their bytes are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STD: Final = (0.229, 0.224, 0.225)
 
 
 class Pictures(Protocol):
-    """Where pictures lie, and the class of each."""
+    """The location of pictures, and the class of each."""
 
     targets: Tensor  # int64 of shape [n]
 
@@ -130,7 +130,7 @@ def _part(pixels: Tensor, cut: Cut, draws: Sequence[float] | None) -> Tensor:
 
 
 def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
-    # On bytes whose channels lie together, as they do here, torch counts in whole numbers: in half Pillow's time, off
+    # On bytes with interleaved channels, as here, torch counts in whole numbers: in half Pillow's time, off
     # by at most one from it, with the same bits for AVX2, AVX-512 and any number of threads (not without AVX2).
     resized = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)
     return resized[0]

@@ -1,4 +1,4 @@
-"""The images of a folder of classes, found by their names and without torch; says what is wrong with it."""
+"""The images of a folder of classes, found by their names and without torch, and what is wrong with it."""
 
 from __future__ import annotations
 

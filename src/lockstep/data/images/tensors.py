@@ -1,4 +1,4 @@
-"""A split that lies in memory as one tensor of images."""
+"""A split held in memory as one tensor of images."""
 
 from __future__ import annotations
 

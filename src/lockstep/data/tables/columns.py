@@ -1,4 +1,4 @@
-"""Columns of a table as a model takes them; what training says of them holds for validation too."""
+"""Columns of a table as a model takes them; what is found in training holds for validation too."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def kind_of(column: Any) -> Literal["number", "name", "other"]:
 
 
 def check_input(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError where a column of a whole file cannot be used: rows are told by their numbers in the file."""
+    """Raise UsageError where a column of a whole file cannot be used: rows are named by their numbers in the file."""
     refuse_mixed(name, column, "or name it in options.categories")
     if kind_of(column) != "number":
         return

@@ -25,7 +25,7 @@ from lockstep.tasks.classification import skipped_samples
 if TYPE_CHECKING:
     import pyarrow
 
-_MOST_CLASSES: Final = 1000  # of whole numbers that nobody has said are classes
+_MOST_CLASSES: Final = 1000  # of whole numbers that are not declared to be classes
 
 
 @dataclass(frozen=True)

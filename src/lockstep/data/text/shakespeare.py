@@ -1,4 +1,4 @@
-"""The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters; SHAKESPEARE.md says whose they are."""
+"""The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters; SHAKESPEARE.md has the credits."""
 
 from __future__ import annotations
 

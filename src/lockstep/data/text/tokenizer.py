@@ -100,7 +100,7 @@ class Characters:
 
 @final
 class FromFile:
-    """What a JSON file of the library `tokenizers` says, such as a model's tokenizer.json."""
+    """The contents of a JSON file of the library `tokenizers`, such as a model's tokenizer.json."""
 
     def __init__(self, file: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Tokens in files as nanoGPT's prepare.py writes them: train.bin and val.bin, read where they lie."""
+"""Tokens in files as nanoGPT's prepare.py writes them: train.bin and val.bin, read in place."""
 
 from __future__ import annotations
 
