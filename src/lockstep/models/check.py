@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the preflight tells of a model; `dims` are the numbers of dims of its parameters, each once."""
+    """What the preflight found of a model; `dims` are the numbers of dims of its parameters, each once."""
 
     parameters: int
     dims: tuple[int, ...]

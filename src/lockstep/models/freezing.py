@@ -18,7 +18,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Let no gradient be asked for what fits a pattern; UsageError where a pattern fits nothing, or all is frozen.
 
     A BatchNorm layer all of whose parameters are frozen, or that has none and whose running statistics fit a pattern,
-    stays in evaluation: it normalises with its running statistics, and these do not move. Dropout goes on.
+    stays in evaluation: it normalises with its running statistics, and these do not move. Dropout stays active.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = selected(_KEY, patterns, list(parameters))
@@ -32,7 +32,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def keep_in_evaluation(layer: nn.Module) -> None:
-    """Let a layer stay in evaluation, whatever its model is told."""
+    """Keep a layer in evaluation, whatever mode its model is put into."""
     layer.train = partial(_stay, layer)  # type: ignore[method-assign]
     layer.train()
 

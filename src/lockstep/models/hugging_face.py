@@ -28,7 +28,7 @@ _OURS: Final = ("attn_implementation", "revision")  # options that are no fields
 _OF_CLASSES: Final = ("num_labels", "id2label", "label2id")
 _GENERAL: Final = (*_OF_CLASSES, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
-_LONGEST: Final = 300  # characters of what transformers says of a config
+_LONGEST: Final = 300  # characters of an error of transformers about a config
 _MISTYPED: Final = 0.85  # how near, by difflib, a key is to the one that was meant
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 

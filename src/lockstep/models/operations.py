@@ -53,7 +53,7 @@ def refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -
     """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in the order it is met.
 
     `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
-    left alone. What fails here returns nothing: the first step of the run fails in the same way, and says why.
+    left alone. What fails here returns nothing: the first step of the run fails in the same way, with the reason.
     """
     for look in (_on_fake_cuda, _on_the_cpu):
         try:

@@ -19,7 +19,7 @@ _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 def fetching(name: str) -> Iterator[None]:
     """Let one process of the node at a time build a pretrained model, so that the first one downloads alone.
 
-    The lock lies on the node itself: a home folder may be shared by nodes, on a file system without locks. What fails
+    The lock is on the node itself: a home folder may be shared by nodes, on a file system without locks. What fails
     on the way to the weights becomes a UsageError.
     """
     try:
