@@ -34,7 +34,7 @@ class MicroBatch:
 
 
 class Monitor(NamedTuple):
-    """The figure that says which evaluation is the best, and whether a higher one is better."""
+    """The figure that decides which evaluation is the best, and whether a higher one is better."""
 
     name: str
     higher: bool

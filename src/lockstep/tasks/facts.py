@@ -1,4 +1,4 @@
-"""What data says of what is to be learned from it: the names of its classes, and of what kind its targets are.
+"""What data states of what is to be learned from it: the names of its classes, and of what kind its targets are.
 
 They are among a data set's `facts`, which tasks and models read, and which a checkpoint keeps.
 """

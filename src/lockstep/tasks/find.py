@@ -32,7 +32,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a recipe says of its task: the name and its options, and what stands elsewhere in it for classification."""
+    """A recipe's task: the name and its options, and what stands elsewhere in it for classification."""
 
     name: str = AUTO
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def wanted(recipe: Mapping[str, Any], model: str) -> Wanted:
 
 
 class Found(NamedTuple):
-    """A task, and one line that says which it is and why."""
+    """A task, and one line with its name and the reason for it."""
 
     task: Task
     said: str

@@ -39,7 +39,7 @@ class Language:
     - int64 of shape [n, t + 1]: the model sees the first t tokens of each sequence, and is to give the last t;
     - (inputs, targets), both of shape [n, t]: target i is what follows input i;
     - a mapping as transformers have it, with `input_ids` [n, t] and perhaps `attention_mask`, `position_ids` and
-      `labels`, which lie beside the tokens and are shifted here. Without labels every token is to be given, but
+      `labels`, which are beside the tokens and are shifted here. Without labels every token is to be given, but
       padding and the first one of each packed sequence, whose position is 0.
 
     A target that is `ignore` counts as nothing: what a batch weighs is the number of the others.

@@ -18,7 +18,7 @@ OWN: Final = ":"  # in the name of a loss: it is an import path
 
 
 def find_own_loss(path: str) -> Loss:
-    """Return the function that `package.module:function` names; what it raises is told with its file and line."""
+    """Return the function that `package.module:function` names; what it raises is reported with its file and line."""
     loss = import_object(path, "loss")
     if not callable(loss):
         raise UsageError(f"loss {path}: it is of type {type(loss).__name__}; name a function of outputs and targets")
