@@ -39,7 +39,7 @@ class Disagreement:
 
     @property
     def who(self) -> str:
-        """Which rank is the odd one, or why that cannot be told."""
+        """Which rank is the odd one, or why that is unknown."""
         if self.odd is None:
             equal = "two ranks" if len(self.hosts) == 2 else "as many ranks as others"
             return f"{equal} disagree, so which is wrong cannot be told"

@@ -1,4 +1,4 @@
-"""What a run says of itself: the loop yields these, and the sinks write them down.
+"""The events of a run: the loop yields these, and the sinks write them down.
 
 Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the rate of the optimizer, `loss` the sum of the
 losses over what the step or the evaluation weighs, `peak_bytes` bytes, `samples_per_s` training samples a second over
@@ -29,7 +29,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The run begins, or goes on at `step` of `steps`; `again` of them had been done, and were not saved."""
+    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
 
     step: int
     epoch: int

@@ -43,7 +43,7 @@ class Plan:
     rate: Rate | None  # None: whoever does the steps knows it
     monitor: Monitor = LOSS
     figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # of a step that is reported, from its sums
-    weighs: bool = False  # whether a step weighs something else than its samples, whose speed is told too
+    weighs: bool = False  # whether a step weighs something else than its samples, whose speed is reported too
     clip_norm: float | None = None
     stop_on_nonfinite: bool = True
     log: Every = Every(steps=10)

@@ -1,4 +1,4 @@
-"""Saves a run's state: before training goes on, or beside it.
+"""Saves a run's state: before training continues, or beside it.
 
 Beside it, training waits only until what a checkpoint needs is copied: the rest, hashing, writing and agreeing with the
 other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next one
@@ -53,7 +53,7 @@ class Saver:
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
         """Save, or begin to; return what is saved by now. A failure to write raises TrainingError, at the latest then.
 
-        Beside training it is the save before this one whose end is told and whose failure raises.
+        Beside training it is the save before this one whose end is reported and whose failure raises.
         """
         began = time.perf_counter()
         at = (progress.step, progress.epoch, progress.samples, progress.best_at == progress.step)

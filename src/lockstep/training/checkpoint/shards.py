@@ -1,6 +1,6 @@
-"""Saves a model that lies cut on the ranks: each writes its rows at their places in the files, nobody gathers them.
+"""Saves a model that is cut between ranks: each writes its rows at their places in the files, nobody gathers them.
 
-The files are those of a single process, byte for byte, so a run goes on from them under any strategy on any number of
+The files are those of a single process, byte for byte, so a run resumes from them under any strategy on any number of
 processes. All ranks see the run's folder, as they must to go on. Rank 0 makes the files, reads them once they are
 written, for their hashes, and gives the checkpoint its name.
 """

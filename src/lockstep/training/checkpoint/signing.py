@@ -46,5 +46,5 @@ def signature(key: bytes, data: bytes) -> str:
 
 
 def is_signed(key: bytes, data: bytes, found: str) -> bool:
-    """Say whether `found` is the signature, in a time that does not tell how much of it is right."""
+    """Return whether `found` is the signature, in a time that does not depend on how much of it is right."""
     return hmac.compare_digest(signature(key, data).encode(), found.encode())

@@ -64,7 +64,7 @@ _LEFTOVER: Final = re.compile(r"\.(step-(\d{8,}))\.(tmp|old)-\d+")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to go on at the next step.
+    """All that a run needs to resume at the next step.
 
     Tensors may be on any device and in any memory format; loaded ones are contiguous and on the CPU. `state`
     is JSON; a NaN or infinite figure in it is kept as Python's json writes it. Of tensors that are cut a snapshot to be
@@ -149,7 +149,7 @@ def publish(
     best: bool,
     key: bytes | None,
 ) -> None:
-    """Give what lies in the prepared folder its name, once state and manifest are there too; see `save`."""
+    """Give the contents of the prepared folder their name, once state and manifest are there too; see `save`."""
     temporary, folder = _aside(final, "tmp"), final.parent
     files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
     content: dict[str, JSON] = {
@@ -176,7 +176,7 @@ def abandon(final: Path) -> None:
 
 
 def not_written(final: Path, error: OSError) -> str:
-    """Return what to tell of a checkpoint that failed."""
+    """Return the message about a checkpoint that failed."""
     before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
     intact = f"{before[0]} is intact" if before else "there is no earlier one"
     remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
