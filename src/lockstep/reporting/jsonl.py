@@ -1,7 +1,7 @@
 """events.jsonl: one event, one line of strict JSON; the source of truth of a run.
 
-A run that goes on appends: after a kill, steps that were done since the last checkpoint stand there twice,
-and the `started` line between them says where the run went on.
+A resumed run appends: after a kill, steps that were done since the last checkpoint appear twice,
+and the `started` line between them marks where the run resumed.
 """
 
 from __future__ import annotations

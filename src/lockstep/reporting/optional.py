@@ -1,4 +1,4 @@
-"""A sink that training can do without: where it fails it is off, which is said once, and the run goes on."""
+"""A sink that training can do without: where it fails it is switched off with one warning, and the run continues."""
 
 from __future__ import annotations
 

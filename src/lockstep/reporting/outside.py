@@ -34,7 +34,7 @@ _PIPE_BYTES: Final = 1 << 20  # some thousand reports, before one that does not 
 
 
 class Remote(Protocol):
-    """What a module below that speaks to a service opens: `open_remote(folder, options, recipe)` gives it."""
+    """What a module below that connects to a service opens: `open_remote(folder, options, recipe)` gives it."""
 
     def log(self, step: int, figures: Mapping[str, float], time: float) -> None:
         """Take figures of a step."""

@@ -59,6 +59,6 @@ class Progress:
         return Group(line, Text(wording.figures(event, self._run, self._last)))
 
     def _left(self, step: int, time: float) -> float:
-        """Return the seconds left, if the run goes on as it did: evaluation and saving are in."""
+        """Return the seconds left, if the run continues as it did: evaluation and saving are in."""
         done = max(step - self._run.step, 1)
         return (time - self._began) / done * (self._run.steps - step)

@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What an event log says; None is what it does not say.
+    """What an event log holds; None is what it does not hold.
 
     `last` is the name of its last event and `time` that event's, in seconds since 1970. `epoch` is the number of the
     epoch that the last step belongs to, from 1. `samples_per_s` and `left_s`, the seconds to the last step, are at the

@@ -1,6 +1,6 @@
 """The reports and the evaluations of a run as tables, and what a loop of the user's own logged: a column a figure.
 
-A run that goes on takes back the rows of steps that it does again, so that each step stands there once.
+A resumed run drops the rows of steps that it recomputes, so that each step appears once.
 """
 
 from __future__ import annotations

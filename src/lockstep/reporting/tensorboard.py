@@ -55,7 +55,7 @@ class TensorBoard:
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))
         if event.resumed_from is not None:
-            # A run that goes on repeats the steps since its checkpoint: the former curve ends where it is taken up.
+            # A resumed run repeats the steps since its checkpoint: the former curve ends where it is taken up.
             start = SessionLog(status=SessionLog.START)
             _append(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
 

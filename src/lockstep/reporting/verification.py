@@ -57,7 +57,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether nothing speaks against this placement."""
+        """Whether nothing was found against this placement."""
         return self.verdict in _GOOD
 
 
@@ -111,7 +111,7 @@ def draw(verification: Verification, console: Console) -> None:
 
 
 def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines that tell how a placement disagrees; a cause among `findings` is not told again."""
+    """Yield the lines on how a placement disagrees; a cause among `findings` is not repeated."""
     where = f"{row.strategy} on {_processes(row.processes)}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
@@ -126,7 +126,7 @@ def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def placed(departure: Mismatch) -> str:
-    """Say what departed and where: `step 1, gradient of conv.weight[3, 1], rank 1`."""
+    """Return what differs and where: `step 1, gradient of conv.weight[3, 1], rank 1`."""
     name = departure.name + (str(list(departure.index)) if departure.index else "")
     parts = [
         f"step {departure.step}" if departure.step is not None else "after the last step",
