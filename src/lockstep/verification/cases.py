@@ -92,7 +92,7 @@ class Outcome:
 def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], None]) -> Verification:
     """Compare the placement of `loaded`, or all that are possible, with one process over so many steps.
 
-    `tell` is told what runs. A mistake in recipe or placement raises UsageError before any process is started.
+    `tell` is called with what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     asked = resolve(loaded)
@@ -133,7 +133,7 @@ def chosen_steps(steps: Steps, count: int) -> tuple[int, ...]:
 
 
 def saved_after(job: Job) -> int:
-    """Return after how many of its steps a case saves what another goes on from: half of them.
+    """Return after how many of its steps a case saves what another resumes from: half of them.
 
     Where the model is compiled, all but the last, which may be short: what went wrong would be kernels that depend on
     the order in which shapes are seen, and then the short one is seen first.

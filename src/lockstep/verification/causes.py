@@ -83,7 +83,7 @@ class ProbeResult:
     reads: Mapping[str, str] = field(default_factory=dict)  # what else is read (_probe_witness.py), and in which line
     evaluation: str = ""  # what of a batch's evaluation depends on the batch before it
     evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # as `reads`, in evaluation
-    refused: str = ""  # what torch said of an operation without a deterministic kernel
+    refused: str = ""  # torch's message about an operation without a deterministic kernel
     # Lines of the user's code, by what stands there: model, loss, data, training, validation (what fetches a sample),
     # kernel (the operation refused), names of buffers, attributes and variables.
     places: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def findings(probed: ProbeResult) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What departed first, and all that is known around it.
+    """The first difference, and all that is known around it.
 
     `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same.
     """
@@ -141,7 +141,7 @@ class Diagnosis:
 
 
 def cause(diagnosis: Diagnosis) -> str:
-    """Say in words what most likely made it depart."""
+    """Return its most likely cause, in words."""
     if diagnosis.what == "buffer" and diagnosis.first.name in diagnosis.probed.changed_buffers:
         return _of_buffer(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}

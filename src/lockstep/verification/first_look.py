@@ -45,7 +45,7 @@ Look = Callable[[], list[Finding]]
 
 @contextmanager
 def first_look(ready: Setup) -> Iterator[Look]:
-    """Begin to look at model, loss and data while the block goes on; what is yielded returns the faults once found.
+    """Begin to look at model, loss and data while the block runs; what is yielded returns the faults once found.
 
     Models and data of Lockstep are known to be clean, and models of timm and torchvision that consist of plain layers.
     The process is forked here, so there is no process group yet.
@@ -127,7 +127,7 @@ def _look(ready: Setup, sending: Connection) -> None:
     answer: dict[str, Any]
     try:
         answer = {"found": [(each.culprit, each.text) for each in _faults(ready)]}
-    except LockstepError:  # the run will say it
+    except LockstepError:  # the run will report it
         answer = {"found": []}
     except Exception as error:  # a stranger's code may raise anything
         answer = {"failed": f"{type(error).__name__}: {error}"}
@@ -151,7 +151,7 @@ def _blank(ready: Setup) -> nn.Module:
 
 
 def _fall_silent() -> None:
-    """Say nothing: the run says all of it again."""
+    """Print nothing: the run reports all of it again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(nowhere, number)

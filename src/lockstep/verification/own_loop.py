@@ -114,7 +114,7 @@ def _ran(
     folder: Path,
     steps: int | None,
 ) -> tuple[int, str]:
-    """Run the function on a placement; return the exit code, and what was said of a failure."""
+    """Run the function on a placement; return the exit code, and the message of a failure."""
     folder.mkdir()
     given = strategy if isinstance(strategy, str) else dict(strategy)
     work = partial(_work, function, given, folder, steps)

@@ -1,4 +1,4 @@
-"""The values behind differing digests, and how far they lie apart."""
+"""The values behind differing digests, and how far apart they are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Values:
 
 
 def wanted(differences: Sequence[Difference]) -> frozenset[Wanted]:
-    """Return which tensors to look at: the first that depart, and as many of the others as is reasonable."""
+    """Return which tensors to look at: the first that differ, and as many of the others as is reasonable."""
     chosen: list[Wanted] = []
     room = _BUDGET_BYTES
     for each in differences:
@@ -59,7 +59,7 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
 
 
 def farthest(reference: Tensor, found: Tensor) -> Values | None:
-    """Return the pair of elements that lies farthest apart; None where all are the same."""
+    """Return the pair of elements that differ most; None where all are the same."""
     if reference.shape != found.shape or reference.dtype != found.dtype:
         return Values(None, _kind(reference), _kind(found), None)
     one, other = reference.double().flatten(), found.double().flatten()
