@@ -2,7 +2,7 @@
 
 A micro-batch gives the same bits on every rank. So now and then each rank repeats one of another rank's, and digests
 (core/digest.py) of what both found are compared, together with those of all that ranks hold alike. Where anything
-differs, the step is done again, all ranks repeat the micro-batches in question, and who departs from what most found is
+differs, the step is done again, all ranks repeat the micro-batches in question, and who differs from what most found is
 named (core/vote.py).
 """
 
@@ -151,7 +151,7 @@ class AuditedEngine:
     def _verdict(
         self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], findings: Findings, disputed: Opinions
     ) -> str:
-        """Get further opinions, and say who is wrong about what. All ranks call it, and get the same."""
+        """Get further opinions, and return who is wrong about what. All ranks call it, and get the same."""
         findings += self._computed(step, repeated, own)[1]
         for index in range(self._rota.microbatches):
             if _microbatch(index) in disputed:
@@ -192,7 +192,7 @@ def _combined(value: Any) -> str:
 
 
 def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], told: Sequence[dict[str, Any]]) -> str:
-    """Say who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
+    """Return who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
     found = [digests for rank in told for digests in rank["found"]]
     names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

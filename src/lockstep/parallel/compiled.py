@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.own_code import located
 from lockstep.parallel.blocks import find_units
 
-_LONGEST: Final = 300  # characters of what torch says
+_LONGEST: Final = 300  # characters of torch's message
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:

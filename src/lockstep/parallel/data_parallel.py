@@ -1,6 +1,6 @@
 """The engine of data parallelism: every process computes the whole model on micro-batches of its own.
 
-Where parameters, gradients and the optimizer's state lie is the layout's business (parallel/layouts/base.py): whole in
+Where parameters, gradients and the optimizer's state are is the layout's business (parallel/layouts/base.py): whole in
 each process, or in rows on all of them.
 
 A step, phase by phase, for each of this rank's micro-batches:
@@ -65,7 +65,7 @@ class _Turn:
 
 @final
 class DataParallelEngine:
-    """A model that lies in the layout that `make_layout` makes, on the ranks of `mesh`."""
+    """A model in the layout that `make_layout` makes, on the ranks of `mesh`."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class Stepping(Protocol):
 
 
 class Engine(Stepping, Protocol):
-    """A model being trained, however it lies on the ranks. All ranks call each verb in the same order."""
+    """A model being trained, however it is distributed. All ranks call each verb in the same order."""
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """Return the canonical gradient by parameter, as it lies between forward_backward and update."""

@@ -153,7 +153,7 @@ class Gradients:
 
 
 def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
-    """Group parameters, last first as backward meets them, into buckets of one dtype and about `bucket_bytes`."""
+    """Group parameters, last first as backward reaches them, into buckets of one dtype and about `bucket_bytes`."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):

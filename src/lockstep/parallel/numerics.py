@@ -1,4 +1,4 @@
-"""What an engine is told: the part of a recipe that it computes by, and how its optimizer is made."""
+"""What an engine is given: the part of a recipe that it computes by, and how its optimizer is made."""
 
 from __future__ import annotations
 

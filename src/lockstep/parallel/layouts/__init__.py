@@ -1,1 +1,1 @@
-"""Where parameters, gradients and the optimizer's state lie: whole on each rank, or in rows on all."""
+"""Where parameters, gradients and the optimizer's state are kept: whole on each rank, or in rows on all."""

@@ -1,8 +1,8 @@
-"""How a model lies on the ranks: whole on each, or in rows of its tensors.
+"""How a model is distributed over the ranks: whole on each, or in rows of its tensors.
 
-An engine (parallel/data_parallel.py) computes gradients and updates; where they lie is its layout's business. What the
+An engine (parallel/data_parallel.py) computes gradients and updates; where these are is its layout's business. What the
 optimizer moves are *trained* tensors: a model's parameters, or this rank's rows of them. Every optimizer that works
-element by element does the same to a row wherever it lies. What looks at whole tensors, norms, comes from here.
+element by element does the same to a row wherever it is. What looks at whole tensors, norms, comes from here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GradientSum(Protocol):
 
 
 class Trained(Protocol):
-    """What is trained on this rank, and where it lies. All ranks call each method in the same order."""
+    """What is trained on this rank, and where it is kept. All ranks call each method in the same order."""
 
     @property
     def trained(self) -> Sequence[Named]:
@@ -95,7 +95,7 @@ MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout,
 
 @final
 class RowNorms:
-    """Norms of tensors that lie in rows: each rank works out those of its own, and all are put side by side.
+    """Norms of tensors that are kept in rows: each rank works out those of its own, and all are put side by side.
 
     The tensors are on `device`; so are the norms, so that nobody waits for a GPU here.
     """
@@ -130,7 +130,7 @@ class RowNorms:
 
 @final
 class Slots:
-    """Where the tensors of an optimizer's state lie: one that has its parameter's shape lies as that does."""
+    """Where the tensors of an optimizer's state are kept: one of its parameter's shape is kept as the parameter is."""
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
         """Take what a layout says is `trained` and how that is `held`."""

@@ -53,7 +53,7 @@ class RowLayout:
         self._weights = Weights(model, dtype)
         self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
-        self._apart = bool(offload) or self._copies  # the rows lie in other memory than the model
+        self._apart = bool(offload) or self._copies  # the rows are in other memory than the model
         self.trained = [
             (name, nn.Parameter(self._own(parameter, "cpu" if offload else parameter.device)))
             for name, parameter in self._whole

@@ -26,7 +26,7 @@ from lockstep.parallel.pipeline.trace import Line, TracedLine, UntraceableError,
 from lockstep.parallel.pipeline.watch import WatchedLine
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
-PATIENCE: Final = 8  # modules entered in vain, once there is a cut
+PATIENCE: Final = 8  # modules entered without a gain, once there is a cut
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Pipe:
-    """How a model lies on the ranks: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
+    """How a model is distributed: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
 
     There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `cut` names the
     modules that begin the stages but the first; without, the stages are cut by cost.
@@ -76,7 +76,7 @@ class Pipe:
 
 @final
 class PipelineEngine:
-    """A model whose stages lie on the ranks of `world`; every rank is given all micro-batches of its pipeline.
+    """A model whose stages are on the ranks of `world`; every rank is given all micro-batches of its pipeline.
 
     Where the task knows no sample, for which operations are counted, stages are cut by their parameters alone.
     """

@@ -1,7 +1,7 @@
 """A model without values: its code runs as it is, and of every tensor only shape, dtype and device come out.
 
 Where a model cannot be traced, a stage runs the model's own forward and calls a ghost's modules in the place of those
-that lie on other ranks.
+that other ranks hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of a model that lies on one rank: its own tensors are real, those of other ranks have no memory."""
+"""The part of a model that one rank holds: its own tensors are real, those of other ranks have no memory."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 def balanced(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
     """Return where to cut: `parts` - 1 rising positions out of `allowed`, or None where there is no such cut.
 
-    Position p lies before item p. Each part holds at least one item that is `needed`. Of all cuts whose dearest part
+    Position p is before item p. Each part holds at least one item that is `needed`. Of all cuts whose dearest part
     is cheapest it is the one with the cheapest sum of squares, so that the other parts are even too.
     """
     length = len(costs)

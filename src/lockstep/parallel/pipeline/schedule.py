@@ -1,6 +1,6 @@
 """What each rank of a pipeline does in a step, in order: forwards and backwards of stages on micro-batches.
 
-Stage s lies on rank s mod ranks, so a rank with several stages meets a micro-batch again and again. What a rank needs
+Stage s is on rank s mod ranks, so a rank with several stages sees a micro-batch several times. What a rank needs
 from another it waits for, and it never waits for what it sends: any order in which some rank can always go on is legal.
 
 - naive: one micro-batch at a time goes all the way; the other ranks wait.

@@ -276,7 +276,7 @@ def _traced(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> f
         graph = _CoarseTracer(entered, kept).trace(root)
     except LockstepError:
         raise
-    except Exception as error:  # a stranger's code may raise anything once it meets no real tensors
+    except Exception as error:  # a stranger's code may raise anything without real tensors
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
             f"strategy pipeline: the model cannot be cut: its code {_blame(error)} depends on values or shapes of "

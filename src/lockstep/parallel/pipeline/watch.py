@@ -128,7 +128,7 @@ class WatchedLine:
                 outputs = batches.call(self._ghost.model, inputs)
         except LockstepError:
             raise
-        except Exception as error:  # a stranger's code may raise anything once it meets no values
+        except Exception as error:  # a stranger's code may raise anything without values
             raise UntraceableError(
                 f"strategy pipeline: the model cannot be cut: its code between modules depends on values that modules "
                 f"compute: {described(error, 'move that code into a module of its own, or use another strategy')}"
