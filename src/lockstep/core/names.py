@@ -1,4 +1,4 @@
-"""The names nearest to a mistyped one, as an error message says them."""
+"""The names nearest to a mistyped one, as an error message lists them."""
 
 from __future__ import annotations
 

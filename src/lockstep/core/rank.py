@@ -1,4 +1,4 @@
-"""Who a process is among all processes of a run: what a launcher tells it."""
+"""Who a process is among all processes of a run: what its launcher passes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two correct computations of the same sums may lie apart: the measure for strategies that are only close.
+"""How far two correct computations of the same sums may differ: the measure for strategies that are only close.
 
 A sum of n terms, rounded at each addition by at most the unit roundoff u, is off by at most gamma_n = n u / (1 - n u)
 times the sum of the terms' magnitudes, in whatever order it is added (Higham 2002, ISBN 978-0-89871-521-7, lemma

@@ -2,7 +2,7 @@
 
 Floating-point addition is not associative, so the sum of M gradients depends on where the brackets stand.
 Here they stand by micro-batch number alone: leaf m is micro-batch m, and a node is an aligned block
-[k * 2^j, (k + 1) * 2^j) of leaves, cut off at M. A block whose right half lies beyond M is its left half.
+[k * 2^j, (k + 1) * 2^j) of leaves, cut off at M. A block whose right half is beyond M is its left half.
 
 A process that holds any contiguous range of leaves can add those that fill whole blocks; the few blocks that
 remain (at most two for each level) are the *pieces* it must exchange with the others. Sibling blocks are

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterable
 
 
 def odd_ones(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
-    """Return the ranks that departed, at least once, from the result found most often; none where all agree.
+    """Return the ranks that differed, at least once, from the result found most often; none where all agree.
 
     `opinions` are pairs of a rank and what it found; a rank may have several. None is returned where no result was
-    found more often than each other, and where more ranks departed than did not: then it is not they that are at fault.
+    found more often than each other, and where more ranks differed than did not: then it is not they that are at fault.
     Half of the opinions need not agree: two ranks that are wrong do not agree to the bit by chance.
     """
     found = list(opinions)
