@@ -26,7 +26,7 @@ _NOTHING: Final = Driver("", "", ())
 
 
 def look(root: Path = _ROOT) -> tuple[Driver, Evidence]:
-    """Return what the driver says of its cards, and all that says why none can be used. It starts CUDA."""
+    """Return what the driver reports of its cards, and all reasons why none can be used. It starts CUDA."""
     printed, problem = smi("-q", "-x")
     driver = _NOTHING
     if not problem:
@@ -125,7 +125,7 @@ def _library() -> str:
 
 
 def _started() -> tuple[int, str]:
-    """Start CUDA; return how many devices torch sees, and what it said if that failed."""
+    """Start CUDA; return how many devices torch sees, and its message if that failed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it raises what it warned of
         count = torch.cuda.device_count()

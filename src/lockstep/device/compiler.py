@@ -72,7 +72,7 @@ def prepare(fingerprint: Mapping[str, Any]) -> None:
     from torch._functorch import config as autograd
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    # Beyond its limits torch goes on uncompiled, with other bits and a warning.
+    # Beyond its limits torch continues uncompiled, with other bits and a warning.
     config.recompile_limit = config.accumulated_recompile_limit = _LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False

@@ -71,7 +71,7 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
 
 
 def source() -> str:
-    """Return a hash of Lockstep's own code as it lies on the disk: checkouts of one version may differ. Takes 6 ms."""
+    """Return a hash of Lockstep's own code as it is on the disk: checkouts of one version may differ. Takes 6 ms."""
     package = Path(__file__).parent.parent
     sha256 = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -1,6 +1,6 @@
 """Memory that a process keeps for its next step, instead of giving it back to the system.
 
-A step frees its activations and gradients, and the next one wants as many bytes again. What lies free at the end of its
+A step frees its activations and gradients, and the next one wants as many bytes again. What is free at the end of its
 heap glibc hands back to the kernel, which then has to find and clear every page anew.
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1  # of <malloc.h>
 _M_MMAP_THRESHOLD: Final = -3
 _NEVER: Final = 2**31 - 1
-_LARGEST_BYTES: Final = 32 << 20  # the most glibc takes; larger blocks go back to the system whatever one says
+_LARGEST_BYTES: Final = 32 << 20  # the most glibc takes; larger blocks go back to the system in any case
 
 
 def keep_freed_memory() -> None:

@@ -53,7 +53,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """What nvidia-smi says of the whole host. `cuda` is the newest CUDA that this driver knows."""
+    """What nvidia-smi reports of the whole host. `cuda` is the newest CUDA that this driver knows."""
 
     version: str
     cuda: str
