@@ -189,7 +189,7 @@ def _show_repeated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Return outputs that share memory with no other, to autograd, though they lie where they lay.
+    """Return outputs that share memory with no other, to autograd, though they stay where they were.
 
     fully_shard gathers a unit's parameters for its backward in a hook of its outputs, which one that is changed in
     place loses if it is a view.

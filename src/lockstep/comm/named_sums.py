@@ -1,4 +1,4 @@
-"""Sums by name over numbered batches that lie on several ranks: the same bits whoever had which."""
+"""Sums by name over numbered batches on several ranks: the same bits whoever had which."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensors from one stage of a pipeline to another, without waiting for the other to be ready.
 
 A parcel is a message of whole numbers, always of the same length, that describes the tensors, then the tensors
-themselves, each as it lies in memory: where a kernel chooses its way by strides, the receiver's choice is then that of
-a single process. The message goes by gloo, and so does what lies on the CPU, as states of generators do. Tensors of the
+themselves, each in its memory layout: where a kernel chooses its way by strides, the receiver's choice is then that of
+a single process. The message goes by gloo, and so does what is on the CPU, as states of generators do. Tensors of the
 device go as the world's carriers take them.
 
 What one rank sends another arrives in order, and is received in that order: NCCL knows no tags. Parcels are on lines;
@@ -54,7 +54,7 @@ Values = list[Value]
 
 
 class _Form(NamedTuple):
-    """How a tensor lies in memory, whether it wants a gradient, and whether that memory is the host's."""
+    """A tensor's memory layout, whether it wants a gradient, and whether that memory is the host's."""
 
     dtype: torch.dtype
     wanted: bool

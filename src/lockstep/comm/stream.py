@@ -1,6 +1,6 @@
 """A second stream for communication, beside the one that computes.
 
-On the CPU a stream is one thread: gloo waits there without the interpreter's lock while backward goes on. On CUDA it is
+On the CPU a stream is one thread: gloo waits there without the interpreter's lock while backward runs. On CUDA it is
 a stream: NCCL's calls return at once and order themselves against the kernels. What is submitted runs in order.
 """
 

@@ -1,8 +1,8 @@
-"""The processes of a run and what they say to each other: the only place that starts torch.distributed.
+"""The processes of a run and their small exchanges: the only place that starts torch.distributed.
 
 Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side stream may
 use it while this thread talks in the other group. Tensors of the device travel as a carrier takes them
-(comm/carrier.py). Everything else here is small, lies on the CPU and is exact whatever its order.
+(comm/carrier.py). Everything else here is small, on the CPU and is exact whatever its order.
 docs/what-travels.md lists all of it.
 """
 
