@@ -25,7 +25,7 @@ from lockstep.tasks.base import Problem
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on."""
+    """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward."""
 
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
 

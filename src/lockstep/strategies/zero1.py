@@ -24,7 +24,7 @@ from lockstep.tasks.base import Problem
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients are exchanged in pieces of about this size, while backward goes on. `offload`: the
+    """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward. `offload`: the
     optimizer's state is in the memory of the CPU, which does the update.
     """
 
