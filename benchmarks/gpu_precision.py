@@ -24,10 +24,10 @@ from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE, RankInfo
 from lockstep.device.precision import attention, fix_kernels
 from lockstep.errors import UsageError
+from lockstep.follow_parent import die_with_parent
 from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parent import die_with_parent
 from lockstep.ranks.external import met
 from lockstep.strategies import ddp, pipeline, single, zero3
 from lockstep.tasks.base import MicroBatch, Problem

@@ -22,7 +22,7 @@ import torch
 
 from lockstep.comm.world import World, open_world
 from lockstep.core.rank import RankInfo
-from lockstep.parent import die_with_parent
+from lockstep.follow_parent import die_with_parent
 from lockstep.ranks.external import met
 
 TIMEOUT_S: Final = 300.0

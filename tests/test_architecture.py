@@ -34,7 +34,7 @@ ALLOWED = {
     "run": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
-        *("launchers", "tether", "verification/first_look"),
+        *("launchers", "verification/first_look"),
     ],
     "verification": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
@@ -43,14 +43,14 @@ ALLOWED = {
     ],
 }
 # For all, and themselves using only core.
-FREE = ["errors", "importing", "locking", "own_code", "parent", "plainfile", "__init__"]
+FREE = ["errors", "importing", "locking", "own_code", "follow_parent", "plainfile", "__init__"]
 WITHOUT_TORCH = [
     "cli",
     "errors",
     "importing",
     "locking",
     "own_code",
-    "parent",
+    "follow_parent",
     "plainfile",
     "config",
     "launchers",

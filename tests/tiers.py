@@ -32,7 +32,7 @@ _REAL: Final = (
     "parallel/test_compiled.py",
     "references",
     "reporting/test_outside.py",
-    "test_tied_to_srun.py",
+    "test_follow_srun.py",
     "verification",  # forks ranks from the process of the tests, which must not have started a thread for them
 )
 # Of these, what measures times, or has to be done within one.
@@ -45,8 +45,8 @@ _COMMANDS: Final = (
     "test_docs.py",
     "test_importing.py",
     "test_library.py",
-    "test_parent.py",
-    "test_tether.py",
+    "test_die_with_parent.py",
+    "test_follow_parent.py",
     "test_typed.py",
     "test_worlds.py",
 )

@@ -28,7 +28,7 @@ import torch
 from lockstep.comm.world import open_world
 from lockstep.core.rank import RankInfo
 from lockstep.device.precision import fix_kernels
-from lockstep.parent import die_with_parent
+from lockstep.follow_parent import die_with_parent
 from lockstep.ranks.external import met
 
 LARGEST_BYTES = 300 << 20  # of a worker's own memory: a pool that has grown beyond it is ended

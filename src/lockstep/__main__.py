@@ -3,8 +3,8 @@
 import os
 
 from lockstep.cli import main
-from lockstep.tether import tie
+from lockstep.follow_parent import follow_srun
 
 if __name__ == "__main__":
-    tie(os.environ)
+    follow_srun(os.environ)
     main()

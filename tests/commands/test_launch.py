@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep import tether
+from lockstep import follow_parent
 from lockstep.cli import main
 
 # Stands in for a launcher on this machine: what follows its options is run as if the launcher had started it once.
@@ -110,12 +110,12 @@ def test_ssh_brings_the_secret_by_stdin(folder):
     assert re.fullmatch("[0-9a-f]{64}", one)
     lines = (folder / "lines").read_text(encoding="utf-8")
     assert one not in lines
-    assert lines.count("-m lockstep.tether --secret ") == 2
+    assert lines.count("-m lockstep.follow_parent --secret ") == 2
 
 
 def test_a_name_that_stands_for_no_address_ends_it_in_seconds(folder, monkeypatch):
     """torchrun would look for it for ten minutes."""
-    monkeypatch.setattr("lockstep.run.launching.problem_of", lambda host: tether.problem_of(host, 0.1))
+    monkeypatch.setattr("lockstep.run.launching.host_problem", lambda host: follow_parent.host_problem(host, 0.1))
     words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
     found = launch("--on", "torchrun", *words)
     assert found.exit_code == 2
@@ -155,7 +155,8 @@ def test_ssh_starts_a_torchrun_on_each_host(folder):
     assert len(calls) == 2
     for number, call in enumerate(calls):
         assert call == (
-            f"-m lockstep.tether --secret --knows localhost {folder}/bin/python -m torch.distributed.run --nnodes=2 "
+            f"-m lockstep.follow_parent --secret --knows localhost "
+            f"{folder}/bin/python -m torch.distributed.run --nnodes=2 "
             f"--node-rank={number} "
             f"--master-addr=localhost --master-port=29513 --nproc-per-node=1 {SIGNALS} -m lockstep train digits "
             f"placement.processes=2"

@@ -13,7 +13,7 @@ from waiting import ended, until
 
 from lockstep.launchers.hosts import Ended, run_on_hosts
 
-# What stands in for `ssh HOST python -m lockstep.tether ...`: it ends when its stdin does.
+# What stands in for `ssh HOST python -m lockstep.follow_parent ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
 STAYS = ("sh", "-c", 'echo $$ > "$0"; trap "" TERM; for i in $(seq 500); do sleep 0.02; done')
 # Ends with 3 once the command of host a has written its number; its own place is "b".
@@ -25,9 +25,9 @@ WHEN_SAID = 'until [ -e "${0%a}said" ]; do sleep 0.01; done'
 PROGRAM = f"""
 import sys
 from lockstep.launchers.hosts import run_on_hosts
-patience_s, folder, kind = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+stop_s, folder, kind = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 command = {{"waits": {WAITS!r}, "stays": {STAYS!r}}}[kind]
-ended = run_on_hosts({{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}, print, patience_s)
+ended = run_on_hosts({{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}, print, stop_s)
 sys.exit(ended.code)
 """
 
@@ -38,7 +38,7 @@ def pid(file: Path) -> int:
 
 
 def run(
-    tmp_path: Path, a: Sequence[str], b: Sequence[str], patience_s: float = 10.0, needed: int | None = None
+    tmp_path: Path, a: Sequence[str], b: Sequence[str], stop_s: float = 10.0, needed: int | None = None
 ) -> tuple[Ended, list[str]]:
     said: list[str] = []
 
@@ -47,7 +47,7 @@ def run(
         (tmp_path / "said").touch()
 
     commands = {"a": [*a, str(tmp_path / "a")], "b": [*b, str(tmp_path / "b")]}
-    return run_on_hosts(commands, say, patience_s, needed), said
+    return run_on_hosts(commands, say, stop_s, needed), said
 
 
 def test_all_end_well(tmp_path: Path) -> None:
@@ -80,14 +80,14 @@ def test_one_that_is_killed_counts_as_shells_do(tmp_path: Path) -> None:
 
 def test_who_does_not_end_is_killed(tmp_path: Path) -> None:
     began = time.monotonic()
-    end, _ = run(tmp_path, STAYS, FAILS_AFTER_A_BEGAN, patience_s=0.3)
+    end, _ = run(tmp_path, STAYS, FAILS_AFTER_A_BEGAN, stop_s=0.3)
     assert end == Ended("b", 3)
     assert 0.3 < time.monotonic() - began < 5
     assert ended(pid(tmp_path / "a"))
 
 
 def test_who_goes_on_after_another_ended_well_is_killed(tmp_path: Path) -> None:
-    end, _ = run(tmp_path, ["true"], STAYS, patience_s=0.3)
+    end, _ = run(tmp_path, ["true"], STAYS, stop_s=0.3)
     assert end == Ended("b", 137)
 
 
@@ -107,8 +107,8 @@ def test_signals_are_as_before_afterwards(tmp_path: Path) -> None:
 def start(tmp_path: Path) -> Iterator[Callable[[float, str], subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(patience_s: float, kind: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-u", "-c", PROGRAM, str(patience_s), str(tmp_path), kind]
+    def start(stop_s: float, kind: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-u", "-c", PROGRAM, str(stop_s), str(tmp_path), kind]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0))
         return started[-1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import QUICK
 
-from lockstep import tether
+from lockstep import follow_parent
 from lockstep.launchers import hosts
 from lockstep.ranks.timing import TIMING, Timing
 
@@ -35,7 +35,7 @@ def test_times_fit_together(timing: Timing) -> None:
 
 
 def test_the_command_that_holds_several_hosts_waits_longer_than_each_of_them() -> None:
-    assert tether.PATIENCE_S < hosts.PATIENCE_S
+    assert follow_parent.STOP_S < hosts.STOP_S
 
 
 def test_seconds_of_ranks_are_in_one_place() -> None:

@@ -9,8 +9,8 @@ import click
 
 from lockstep.commands import _completion
 from lockstep.core.text import printable_line
+from lockstep.follow_parent import die_with_launcher
 from lockstep.launchers import detect, located
-from lockstep.parent import die_with_launcher
 
 if TYPE_CHECKING:
     from lockstep.run.evaluation import Found

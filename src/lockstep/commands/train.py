@@ -13,8 +13,8 @@ import click
 from lockstep.commands import _completion
 from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE
+from lockstep.follow_parent import die_with_launcher
 from lockstep.launchers import detect, located
-from lockstep.parent import die_with_launcher
 from lockstep.ranks.rank_log import outliving_terminal
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, copies_to, started_ahead
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
-from lockstep.parent import die_with_parent
+from lockstep.follow_parent import die_with_parent
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-PATIENCE_S: Final = 75.0  # a little more than lockstep.tether has on the hosts
+STOP_S: Final = 75.0  # a little more than lockstep.follow_parent gives a command on its host
 
 
 class Ended(NamedTuple):
@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 def run_on_hosts(
     commands: Mapping[str, Sequence[str]],
     say: Callable[[str], None],
-    patience_s: float = PATIENCE_S,
+    stop_s: float = STOP_S,
     needed: int | None = None,
     secret: str = "",
 ) -> Ended:
@@ -40,7 +40,7 @@ def run_on_hosts(
 
     The stdin of a command stays open as long as it is to run. It is closed, which asks the command to end, when another
     one ends with an error, and at SIGINT, SIGTERM, SIGHUP and SIGUSR1. When one ends well, the others have time to do
-    so too. Who takes longer than `patience_s`, or is still there at the second SIGINT, is killed.
+    so too. Who takes longer than `stop_s`, or is still there at the second SIGINT, is killed.
     """
     needed = len(commands) if needed is None else needed
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
@@ -70,7 +70,7 @@ def run_on_hosts(
                 elif _stops(event) and running:
                     say(f"{_reason(event)}; ending {', '.join(running)}")
                     _ask_to_end(running)
-                deadline = deadline or time.monotonic() + patience_s
+                deadline = deadline or time.monotonic() + stop_s
         finally:
             _kill(running)
             for process in running.values():
@@ -105,7 +105,7 @@ def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -
     """
     while deadline is None or time.monotonic() < deadline:
         with suppress(Empty):
-            return events.get(timeout=_LOOK_S)
+            return events.get(timeout=_POLL_S)
     return None
 
 

@@ -9,8 +9,6 @@ from typing import Final
 from lockstep.errors import UsageError
 
 PORT: Final = 29_513
-KNOWS: Final = "--knows"  # for lockstep.tether: a host whose name has to stand for an address there
-READS_SECRET: Final = "--secret"  # for lockstep.tether: the first line of stdin is the secret
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 _PROCESSES: Final = "placement.processes"

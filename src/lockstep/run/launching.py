@@ -17,11 +17,11 @@ from typing import Any
 
 from lockstep.core.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
+from lockstep.follow_parent import SRUN_PORT, host_problem, listening_socket
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, checked
 from lockstep.ranks.secret import drawn, job_secret
-from lockstep.tether import SRUN_PORT, held, problem_of
 
 
 def starters() -> dict[str, Launcher]:
@@ -49,7 +49,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         return start_script(job.words[1], job.words[2:], job.processes)
     if launcher.per_host:
         return _on_hosts(lines, job, secret)
-    if launcher.elastic and not job.standalone and (problem := problem_of(job.meets_on)):
+    if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
         raise UsageError(problem)
     _become(lines[""], launcher, secret)
     return EXIT_DONE
@@ -156,8 +156,8 @@ def _become(line: list[str], launcher: Launcher, secret: str) -> None:
     if shutil.which(line[0]) is None:
         raise UsageError(f"{line[0]} is not found; install it or load its module, or choose another --on")
     sys.stdout.flush()
-    with held() if launcher.followed else nullcontext() as tied_to:
-        port = {SRUN_PORT: str(tied_to.getsockname()[1])} if tied_to else {}
+    with listening_socket() if launcher.followed else nullcontext() as listening:
+        port = {SRUN_PORT: str(listening.getsockname()[1])} if listening else {}
         os.execvpe(line[0], line, env | port)
 
 

@@ -15,8 +15,8 @@ import torch
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
+from lockstep.follow_parent import die_with_launcher
 from lockstep.launchers import detect, located
-from lockstep.parent import die_with_launcher
 from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous

@@ -15,8 +15,8 @@ from lockstep.config.schema import Config
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable
 from lockstep.errors import UsageError
+from lockstep.follow_parent import parent_command
 from lockstep.launchers import torchrun
-from lockstep.parent import parent_command
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder

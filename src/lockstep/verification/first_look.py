@@ -24,8 +24,8 @@ from torch import nn
 
 from lockstep.device.pretended import not_a_rank
 from lockstep.errors import LockstepError
+from lockstep.follow_parent import die_with_parent
 from lockstep.models.find import OURS
-from lockstep.parent import die_with_parent
 from lockstep.ranks.signals import stopping
 from lockstep.reporting.verification import Finding
 from lockstep.run.build import Setup

@@ -15,22 +15,22 @@ from waiting import until
 # Becomes a program that is no Python, and has a child, as srun has.
 BECOMES = """
 import os, sys
-from lockstep.tether import held
-with held() as tied_to:
+from lockstep.follow_parent import listening_socket
+with listening_socket() as listening:
     with open(sys.argv[1] + ".new", "w") as file:
-        file.write(str(tied_to.getsockname()[1]))
+        file.write(str(listening.getsockname()[1]))
     os.rename(sys.argv[1] + ".new", sys.argv[1])
     os.execvp("sh", ["sh", "-c", "sleep 100 & echo $! > child; wait"])
 """
 TASK = """
 import os, signal, sys, time
-from lockstep.tether import tie
+from lockstep.follow_parent import follow_srun
 if sys.argv[1] == "saves":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 elif sys.argv[1] == "stays":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("began", flush=True)  # before a thread can end it at once, where srun is gone
-tie(os.environ, patience_s=0.2)
+follow_srun(os.environ, stop_s=0.2)
 while True:
     time.sleep(100)
 """

@@ -27,8 +27,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a shell command tied to this test, and waits until it runs."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(text: str, patience_s: float = 60.0) -> subprocess.Popen[bytes]:
-        program = f"import sys; from lockstep.tether import tied; sys.exit(tied(sys.argv[1:], 0, {patience_s}))"
+    def start(text: str, stop_s: float = 60.0) -> subprocess.Popen[bytes]:
+        call = f"run_until_stdin_closes(sys.argv[1:], 0, {stop_s})"
+        program = f"import sys; from lockstep.follow_parent import run_until_stdin_closes; sys.exit({call})"
         command = [sys.executable, "-c", program, "sh", "-c", text, str(tmp_path / "it")]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         child = tmp_path / "it.child"
@@ -42,14 +43,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_its_exit_code_is_that_of_the_command() -> None:
-    command = [sys.executable, "-m", "lockstep.tether", "sh", "-c"]
+    command = [sys.executable, "-m", "lockstep.follow_parent", "sh", "-c"]
     for text, code in (("exit 5", 5), ("kill -9 $$", 137), ("true", 0)):
         with subprocess.Popen([*command, text], stdin=subprocess.PIPE) as process:
             assert process.wait(20) == code
 
 
 def test_the_command_gets_the_secret_that_is_the_first_line_of_stdin() -> None:
-    command = [sys.executable, "-m", "lockstep.tether", "--secret", "sh", "-c", 'test "$LOCKSTEP_JOB_SECRET" = "a b"']
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.follow_parent",
+        "--secret",
+        "sh",
+        "-c",
+        'test "$LOCKSTEP_JOB_SECRET" = "a b"',
+    ]
     for line, code in ((b"a b\n", 0), (b"other\n", 1)):
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
@@ -63,7 +72,7 @@ def test_the_command_gets_the_secret_that_is_the_first_line_of_stdin() -> None:
 
 def test_a_host_whose_name_is_not_known_ends_it_in_a_line() -> None:
     for host, code in (("localhost", 7), ("no.such.host.invalid", 2)):
-        command = [sys.executable, "-m", "lockstep.tether", "--knows", host, "sh", "-c", "exit 7"]
+        command = [sys.executable, "-m", "lockstep.follow_parent", "--knows", host, "sh", "-c", "exit 7"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.wait(30) == code
             assert process.stderr is not None

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from waiting import ended
 
-from lockstep import parent
+from lockstep import follow_parent
 from lockstep.errors import TrainingError
 
 # A parent that starts a child, by os.fork or by multiprocessing, and says its number once it is tied.
 PARENT = """
 import multiprocessing, os, sys, time
-from lockstep.parent import die_with_parent
+from lockstep.follow_parent import die_with_parent
 
 def child():
     if "tied" in sys.argv:
@@ -73,7 +73,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     """The parent dies between the fork and the call."""
     script = """
 import multiprocessing, os, time
-from lockstep.parent import die_with_parent
+from lockstep.follow_parent import die_with_parent
 
 def child():
     while os.getppid() == multiprocessing.parent_process().pid:
@@ -103,23 +103,23 @@ def test_a_child_of_process_1_has_lost_its_launcher_unless_it_is_that(
     monkeypatch: pytest.MonkeyPatch, launcher: str, first: list[str], read: bool, gone: bool
 ) -> None:
     tied = []
-    monkeypatch.setattr(parent, "die_with_parent", lambda: tied.append(True))
-    monkeypatch.setattr(parent, "parent_command", lambda: first)
-    monkeypatch.setattr(parent, "_nobody_reads", lambda _: not read)
+    monkeypatch.setattr(follow_parent, "die_with_parent", lambda: tied.append(True))
+    monkeypatch.setattr(follow_parent, "parent_command", lambda: first)
+    monkeypatch.setattr(follow_parent, "_nobody_reads", lambda _: not read)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(TrainingError, match="is gone") if gone else nullcontext():
-        parent.die_with_launcher(launcher)
+        follow_parent.die_with_launcher(launcher)
     assert bool(tied) == (launcher != "environment")
 
 
 def test_nobody_reads_what_goes_into_a_pipe_or_a_terminal_that_is_closed() -> None:
     for reader, writer in (os.pipe(), os.openpty()):
-        assert not parent._nobody_reads(writer)
+        assert not follow_parent._nobody_reads(writer)
         os.close(reader)
-        assert parent._nobody_reads(writer)
+        assert follow_parent._nobody_reads(writer)
         os.close(writer)
     with open(os.devnull, "w") as nowhere:
-        assert not parent._nobody_reads(nowhere.fileno())
+        assert not follow_parent._nobody_reads(nowhere.fileno())
 
 
 @pytest.mark.parametrize("words", [("train", "digits"), ("eval", "run")])
