@@ -43,7 +43,7 @@ ALLOWED = {
     ],
 }
 # For all, and themselves using only core.
-FREE = ["errors", "importing", "locking", "own_code", "follow_parent", "plainfile", "__init__"]
+FREE = ["errors", "importing", "locking", "own_code", "follow_parent", "plainfile", "platforms", "__init__"]
 WITHOUT_TORCH = [
     "cli",
     "errors",

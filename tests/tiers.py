@@ -41,6 +41,7 @@ _COMMANDS: Final = (
     "commands",
     "run",
     "test_cli.py",
+    "test_platforms.py",
     "test_coming_from.py",
     "test_docs.py",
     "test_importing.py",

@@ -50,6 +50,8 @@ if not TYPE_CHECKING:  # else any name would do
         """Import what has a public name when it is first asked for: torch takes a second, and commands need it not."""
         if name not in _PLACES:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        if _PLACES[name].startswith(("run.", "verification.")):
+            import_module("lockstep.platforms").need_posix(f"lockstep.{name}")
         return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
 
 

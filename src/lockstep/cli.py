@@ -20,6 +20,7 @@ from lockstep import __version__
 from lockstep.core.text import printable
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError
 from lockstep.own_code import own_error
+from lockstep.platforms import need_posix
 
 # click's own, but for two things: it leaves the cursor after `key=` and `folder/`, and offers files beside other words.
 _BASH: Final = """\
@@ -40,6 +41,7 @@ _BASH: Final = """\
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
+_EVERYWHERE: Final = ("recipes", "show", "strategies")  # on Windows, too
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
 
@@ -64,6 +66,8 @@ class Shell(click.Group):
         """Import a command."""
         if name not in self.list_commands(ctx):
             return None
+        if name not in _EVERYWHERE:
+            need_posix(f"lockstep {name}")
         command: click.Command = importlib.import_module(f"lockstep.commands.{_module(name)}").command
         return command
 

@@ -143,12 +143,24 @@ def _take_secret(stdin: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even by SIGKILL (Linux)."""
+    """Let the kernel kill this process when the thread that started it ends, even by SIGKILL.
+
+    Elsewhere than on Linux a thread ends it soon after its parent.
+    """
     known = multiprocessing.parent_process()  # from before the fork, where Python made this process
     parent = known.pid if known else os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except AttributeError:  # not Linux
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
 
 
 def die_with_launcher(launcher: str) -> None:

@@ -17,6 +17,7 @@ from lockstep.core.rank import RankInfo, rendezvous_address
 from lockstep.core.text import printable, printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
 from lockstep.launchers import Look, environment, located, look
+from lockstep.platforms import usable_cores
 
 if TYPE_CHECKING:
     from lockstep.config.recipe import Recipe
@@ -81,7 +82,7 @@ def _read_all(recipe: Recipe) -> int:
     strict = recipe.data.model_copy(update={"on_error": "raise"})
     found = open_recipe_data(recipe.model_copy(update={"data": strict}))
     parts = [split for split in (found.train, found.validation) if split is not None]
-    total, workers = sum(map(len, parts)), len(os.sched_getaffinity(0))
+    total, workers = sum(map(len, parts)), usable_cores()
     damaged, reported = 0, 0
     for number, damage in enumerate(chain(*(damages(split, workers) for split in parts)), 1):
         if damage:

@@ -18,6 +18,7 @@ import torch
 from lockstep.device.compiler import compiler_facts
 from lockstep.device.precision import attention
 from lockstep.device.switches import recorded
+from lockstep.platforms import usable_cores
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries choose their kernels by.
@@ -105,7 +106,7 @@ def _cpu() -> dict[str, Any]:
     return {
         "model": info.get("model name", platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)),
+        "cores_usable": usable_cores(),
         "features": sorted({*_X86, *_X86_NARROW, *_ARM}.intersection(flags)),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }

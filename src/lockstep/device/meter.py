@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from typing import final
 
@@ -40,4 +41,5 @@ class Meter:
         """Return the most memory this process has had: of the GPU where there is one, else resident."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

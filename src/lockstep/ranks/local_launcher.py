@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Final, Literal, NoReturn, final
 
@@ -153,7 +154,7 @@ class _Started:
             with theirs:
                 process = context.Process(target=body, args=(theirs,))
                 process.start()
-                self._workers.append(_Process(process, os.pidfd_open(process.pid or 0), words))
+                self._workers.append(_Process(process, _ending(process), words))
         except OSError as error:
             raise refused(f"start rank {rank}", error) from error
 
@@ -189,7 +190,7 @@ class _Started:
         """Send a signal to the workers that run; return whether any were ever started."""
         for worker in self._workers:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(worker.ending, number)
+                _send(worker, number)
         return bool(self._workers)
 
     def end(self) -> None:
@@ -203,6 +204,22 @@ class _Started:
             worker.process.join(self._timing.stop_s)  # one that waits for a device or a disk may not even be killed
             worker.words.close()
             os.close(worker.ending)
+
+
+def _ending(process: BaseProcess) -> int:
+    """Return a descriptor that can be read once a process has ended."""
+    try:
+        return os.pidfd_open(process.pid or 0)
+    except AttributeError:  # not Linux; this one is open for as long as any process that the rank started
+        return os.dup(process.sentinel)
+
+
+def _send(worker: _Process, number: int) -> None:
+    try:
+        signal.pidfd_send_signal(worker.ending, number)
+    except AttributeError:  # not Linux
+        if worker.process.exitcode is None and worker.process.pid:
+            os.kill(worker.process.pid, number)
 
 
 def _end_of(rank: int, worker: _Process) -> End | None:
@@ -274,6 +291,10 @@ def _nameless_file() -> Iterator[str]:
     """Yield where the workers meet: a file in memory that nobody can remove, and that is gone with this process."""
     try:
         descriptor = os.memfd_create("lockstep")
+    except AttributeError:  # not Linux: a file that has a name, and needs a disk
+        with TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
+            yield f"file://{folder}/store"
+        return
     except OSError as error:
         raise refused("open a file in memory", error) from error
     try:

@@ -20,6 +20,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO, final
@@ -64,7 +65,8 @@ class Outside:
             )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin.fileno()
-        fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        with suppress(AttributeError):  # only Linux can make a pipe longer
+            fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._pipe, False)
         self._send({"folder": str(folder.absolute()), "options": dict(options), "recipe": dict(recipe)})
         answer = self._answer(_OPENS_S)

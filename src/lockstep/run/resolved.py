@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from lockstep.config.run import Run
 from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING
 from lockstep.errors import UsageError
+from lockstep.platforms import usable_cores
 from lockstep.run.strategy import find_strategy
 from lockstep.strategies.base import Strategy
 
@@ -65,7 +65,7 @@ def _local_processes(config: Config) -> int:
     if placement.processes == "auto":
         if placement.strategy.name == "single":
             return 1
-        cores = len(os.sched_getaffinity(0)) // config.recipe.threads
+        cores = usable_cores() // config.recipe.threads
         return max(1, min(gpus or cores, config.recipe.microbatches))
     if gpus and placement.processes > gpus and placement.backend != "gloo":
         see = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"

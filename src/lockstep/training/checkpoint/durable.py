@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import plainfile
+from lockstep.platforms import reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def allot(path: Path, head: bytes, length: int) -> None:
     """Make a new file of `length` bytes which begins with `head`, for `write_at` to fill."""
     with path.open("xb") as file:
         file.write(head)
-        os.posix_fallocate(file.fileno(), 0, length)  # a full disk is noticed here, not half way through
+        reserve(file.fileno(), length)  # a full disk is noticed here, not half way through
 
 
 def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:

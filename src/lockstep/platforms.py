@@ -1,0 +1,32 @@
+"""What systems other than Linux do in another way; none of it was ever run there (docs/limits.md)."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from lockstep.errors import UsageError
+
+
+def need_posix(what: str) -> None:
+    """Raise UsageError where this system has no file locks, user ids and signals of POSIX, as Windows."""
+    if find_spec("fcntl") is None:
+        raise UsageError(
+            f"{what} needs Linux or macOS: it locks run folders and ends processes as POSIX does; on Windows use WSL"
+        )
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use; elsewhere than on Linux all that there are."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def reserve(descriptor: int, length: int) -> None:
+    """Give a file its length, and where the system can also the room on the disk: a full one is noticed here."""
+    try:
+        os.posix_fallocate(descriptor, 0, length)
+    except AttributeError:
+        os.ftruncate(descriptor, length)
