@@ -27,6 +27,7 @@ ctypes.CDLL = NoPrctl
 # Windows has none of these modules either.
 WINDOWS = """
 import importlib.util, os, signal, sys
+import psutil  # which itself looks for `resource` on this system
 for name in ("fcntl", "resource"):
     sys.modules[name] = None
 find_spec = importlib.util.find_spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Mapping
 from typing import Final
 
@@ -37,6 +36,8 @@ def over_files(error: BaseException) -> PreflightError | None:
 
 
 def _error(what: str, why: str) -> PreflightError:
+    import resource  # only now: Windows has none, and can show strategies without
+
     files, processes = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     limits = f": {why}; now at most {files} files and {processes} processes" if why else ""
     return PreflightError(f"{what}{limits}; raise the limit, or start fewer processes (placement.processes)")
