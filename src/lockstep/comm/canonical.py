@@ -67,6 +67,8 @@ class CanonicalSum:
         owned = (0, len(vector))
         levels = []
         distance = 1
+        # Down: at each level of the tree keep one half of what is owned, and add to it what the sibling has of it. Of
+        # two floats a + b is b + a, so it does not matter which of the two is the left child.
         while distance < self._size:
             peer = self._rank ^ distance
             middle = sum(owned) // 2
@@ -78,6 +80,7 @@ class CanonicalSum:
             levels.append((peer, kept, given))
             owned = kept
             distance *= 2
+        # Up: the halves are complete, and go back the way they came.
         for peer, kept, given in reversed(levels):
             self._swap(vector[slice(*kept)], vector[slice(*given)], peer)
         return vector
@@ -86,6 +89,7 @@ class CanonicalSum:
         self._move([(sent, peer)], [(received, peer)])
 
     def _exchange(self, mine: list[Tensor], held: list[list[Block]], leaves: int, like: Tensor) -> Tensor:
+        # Each rank adds one chunk: it needs that chunk of all pieces, and gives away the other chunks of its own.
         chunks = [slice(part.start, part.stop) for part in cut(len(like), self._size)]
         chunk = chunks[self._rank]
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -94,8 +98,10 @@ class CanonicalSum:
             [(piece[chunks[rank]], rank) for rank in others for piece in mine],
             [(piece, rank) for rank in others for piece in arriving[rank]],
         )
+        # By their blocks the tree knows the brackets, whoever sent what, and in whatever order it came.
         arriving[self._rank] = [piece[chunk] for piece in mine]
         parts = {block: part for rank in arriving for block, part in zip(held[rank], arriving[rank], strict=True)}
+        # The sum goes into memory that is there: of a piece of which all other chunks are sent.
         result = mine[0] if mine else torch.empty_like(like)
         result[chunk] = total(parts, leaves, add_)
         self._move([(result[chunk], rank) for rank in others], [(result[chunks[rank]], rank) for rank in others])

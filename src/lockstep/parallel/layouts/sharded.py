@@ -160,7 +160,13 @@ class ShardGradients:
 
 @final
 class _ShardSums:
-    """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`."""
+    """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`.
+
+    Three things go on at once. Backward (this thread) hands over a unit's gradients in each round. The stream exchanges
+    them among the members and pushes the rows that arrive into the unit's counter, in the order in which they were
+    handed over. In the last round, as soon as a unit and all before it in `_order` are handed over, the stream also adds
+    that unit's rows over the replicas. `_under_way` are the exchanges that this thread has not yet waited for.
+    """
 
     def __init__(
         self, rank: DataRank, deal: AllToAllRows, across: CanonicalSum, stream: CommStream, units: Sequence[str]
