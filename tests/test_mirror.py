@@ -16,6 +16,8 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 
 # A test of another name, and the modules whose tests it has: it holds for all of them at once, or through a command.
 TOGETHER: Final[dict[str, str]] = {
+    "commands/test_doctor.py": "run: launch_report",
+    "commands/test_doctor_gpu.py": "run: gpu_report",
     "strategies/test_strategies.py": "strategies: ddp hsdp single zero1 zero2 zero3",
     "launchers/test_detect.py": "launchers: environment horovodrun mpich openmpi slurm torchrun variables",
     "launchers/test_command.py": "launchers: job local ssh",

@@ -8,11 +8,11 @@ import smi_outputs
 from click.testing import CliRunner
 
 from lockstep.cli import main
-from lockstep.commands import _doctor_gpu
 from lockstep.device import kernel_settings
 from lockstep.device.bandwidth import Speed
 from lockstep.device.no_card import Evidence
 from lockstep.device.nvidia_smi import Driver, links, parse
+from lockstep.run import gpu_report
 
 [CARD] = parse(smi_outputs.A5000_590).cards
 FIRST, SECOND = replace(CARD, users=()), replace(CARD, users=(), bus="0000:c1:00.0", uuid="GPU-other", uncorrected=2)
@@ -38,14 +38,14 @@ def host(monkeypatch):
     def feign(evidence: Evidence) -> None:
         device = {"name": "NVIDIA RTX A5000", "bytes": 24 << 30, "capability": "8.6", "processors": 64}
         seen = [device | {"uuid": card.uuid.removeprefix("GPU-")} for card in (SECOND, FIRST)]
-        monkeypatch.setattr(_doctor_gpu.cards, "look", lambda: (Driver("590.44.01", "13.1", evidence.cards), evidence))
-        monkeypatch.setattr(_doctor_gpu.cards, "devices", lambda: seen)
-        monkeypatch.setattr(_doctor_gpu.cards, "peers", lambda: [[True, False], [False, True]])
-        monkeypatch.setattr(_doctor_gpu.cards, "connections", lambda count: links(smi_outputs.RTX3090S, count))
+        monkeypatch.setattr(gpu_report.cards, "look", lambda: (Driver("590.44.01", "13.1", evidence.cards), evidence))
+        monkeypatch.setattr(gpu_report.cards, "devices", lambda: seen)
+        monkeypatch.setattr(gpu_report.cards, "peers", lambda: [[True, False], [False, True]])
+        monkeypatch.setattr(gpu_report.cards, "connections", lambda count: links(smi_outputs.RTX3090S, count))
         monkeypatch.setattr(kernel_settings, "fix_kernels", lambda threads: None)  # this process has other tests
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         fast, none = Speed("host", "cuda:0", "pinned", 25.13), Speed("cuda:0", "cuda:1", "", None)
-        monkeypatch.setattr(_doctor_gpu, "speeds", lambda devices, limit_s: iter([fast, none]))
+        monkeypatch.setattr(gpu_report, "speeds", lambda devices, limit_s: iter([fast, none]))
 
     return feign
 
