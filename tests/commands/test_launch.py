@@ -199,8 +199,8 @@ def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--on", "slurm"), "nothing to start; say what after --"),
-        (("--on", "ssh", "--", "train"), "--on ssh: nobody says on which hosts; name them in --hosts FILE"),
+        (("--on", "slurm"), "nothing to start; give a command after --"),
+        (("--on", "ssh", "--", "train"), "--on ssh: no hosts are given; name them in --hosts FILE"),
         (("--on", "ssh", "--hosts", "none.txt", "--", "train"), "--hosts none.txt: No such file or directory"),
         (("--on", "ssh", "--hosts", "empty.txt", "--", "train"), "--hosts empty.txt: names no host"),
         (("--on", "ssh", "--hosts", "binary", "--", "train"), "--hosts binary: is no text; write the name of one host"),
@@ -224,13 +224,13 @@ def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
         ),
         (
             ("--on", "torchrun", "--id", "x", "--", "train"),
-            "--id: x, but who meets statically or alone has no name for",
+            "--id: x, but a rendezvous that is static or of one host has no id",
         ),
         (
             ("--on", "torchrun", "--nodes", "2", "--node-rank", "0", "--endpoint", "a:1", "--id", "x", "--", "train"),
-            "--id: x, but who meets statically or alone has no name for that; leave --id out",
+            "--id: x, but a rendezvous that is static or of one host has no id; leave --id out",
         ),
-        (("--on", "torchrun", "--nodes", "2", "--", "train"), "say which in --node-rank, or use --on ssh"),
+        (("--on", "torchrun", "--nodes", "2", "--", "train"), "give its number in --node-rank, or use --on ssh"),
         (("--on", "torchrun", "--nodes", "2", "--node-rank", "2", "--", "train"), "--node-rank: 2 with --on torchrun"),
         (("--on", "slurm", "--node-rank", "0", "--", "train"), "it is for torchrun on several"),
         (("--on", "local", "--nodes", "2", "--", "train"), "starts processes on this host alone"),
@@ -250,7 +250,7 @@ def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
         ),
         (
             ("--on", "torchrun", "--nodes", "2", "--rendezvous", "etcd-v2", "--endpoint", "a:1", "--", "train"),
-            "etcd-v2 wants a name for this start, the same on all hosts; say it in --id",
+            "etcd-v2 wants a name for this start, the same on all hosts; give it in --id",
         ),
     ],
 )

@@ -236,7 +236,7 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     began = time.monotonic()
     assert [command.wait() for command in commands] == [1, 1, -signal.SIGKILL]
     assert time.monotonic() - began < 30  # of 8 on a free machine; without a heartbeat it is minutes
-    told = r"\[rank 2 of 3, \S+\] error: nothing heard of it for \d s, last .*: killed \(it had up to \d+ MiB\)\n"
+    told = r"\[rank 2 of 3, \S+\] error: no heartbeat for \d s, last .*: killed \(it had up to \d+ MiB\)\n"
     assert re.search(rf"{told}  its log: run/logs/rank-2.log\n", commands[0].err)
     assert re.search(told, commands[1].err)
     goes_on = run("train", *DIGITS, "run.dir=run")

@@ -55,7 +55,7 @@ def test_what_is_asked_for_stands_in_the_header_for_all_starts_and_not_in_the_st
 def test_what_slurm_cannot_be_asked_for_is_told() -> None:
     for resources, problem in (
         (Resources(gpus_per_node="0"), "--gpus-per-node: expected a number such as 4, or a100:4, got 0"),
-        (Resources(partition="gpu"), "--partition: said in --option too; leave one of them out"),
+        (Resources(partition="gpu"), "--partition: given in --option too; leave one of them out"),
         (Resources(account="a\nb"), "--account: a line of a batch script has no place for a line break"),
     ):
         with pytest.raises(UsageError, match=problem):

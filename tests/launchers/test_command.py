@@ -140,7 +140,7 @@ def test_ssh_ties_what_it_starts_to_itself():
         (
             torchrun.command,
             replace(JOB, hosts=()),
-            "2 hosts for torchrun, but nobody says where they meet; say --endpoint HOST:PORT",
+            "2 hosts for torchrun, but no place where they meet; give --endpoint HOST:PORT",
         ),
     ],
 )
@@ -164,13 +164,13 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
             )
         )
     assert str(caught.value).splitlines() == [
-        "nothing to start; say what after --, such as -- train digits",
+        "nothing to start; give a command after --, such as -- train digits",
         "--nodes: 4 asked for, but 3 hosts are named; leave one of them out",
         "--endpoint: expected HOST:PORT, got a",
         "--hosts: named more than once: a; use --processes-per-node",
         "--hosts: -oProxyCommand=x cannot be the name of a host",
         "--gpus-per-node: expected a number such as 4, or a100:4, got many",
-        "--partition: said in --option too; leave one of them out",
+        "--partition: given in --option too; leave one of them out",
     ]
     assert checked(JOB) is JOB
 
@@ -197,7 +197,7 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
             replace(JOB, fewest=1, rendezvous="static"),
             "--rendezvous: static wants all hosts; for a number that changes ",
         ),
-        (replace(JOB, rendezvous="etcd-v2"), "--rendezvous: etcd-v2, but nobody says where it is; say --endpoint"),
+        (replace(JOB, rendezvous="etcd-v2"), "--rendezvous: etcd-v2, but no place of it; give --endpoint"),
     ],
 )
 def test_hosts_that_may_go_and_come_are_checked(job, problem):

@@ -407,7 +407,7 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
     first, silent, _ = beating(infos, work, lost_after_s=0.4 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1
-    assert first.text.startswith(f"error: nothing heard of it for 0 s, last in step 6: {words} (it had up to ")
+    assert first.text.startswith(f"error: no heartbeat for 0 s, last in step 6: {words} (it had up to ")
     assert first.log == "run/logs/rank-1.log"
 
 

@@ -271,15 +271,15 @@ def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
 def test_only_a_later_beat_of_a_rank_is_a_sign_of_life() -> None:
     """A stranger can write none, but can write again what a rank once wrote."""
     watching = Heartbeat(Rendezvous(RankInfo(0, 2, 0, 2, "environment"), 20.0, end), 30.0)
-    watching._hear(1, Beat(5))
+    watching._note(1, Beat(5))
     for found in (Beat(4), Beat(5), None, UntrustedError("beat 1", "is forged")):
         before = watching._silent[1]
-        watching._hear(1, found)
+        watching._note(1, found)
         assert watching._silent[1] == before + 1
-    watching._hear(1, Beat(6))
+    watching._note(1, Beat(6))
     assert watching._silent[1] == 0
-    watching._hear(1, Beat(7, left=True))
-    watching._hear(1, Beat(7, left=True))
+    watching._note(1, Beat(7, left=True))
+    watching._note(1, Beat(7, left=True))
     assert watching._silent[1] == 0
 
 

@@ -42,10 +42,10 @@ RESTARTS: Final = 10
 @click.option(
     "--rendezvous",
     type=click.Choice(["static", "c10d", "etcd-v2"]),
-    help="How torchrun's agents meet; left out, static, or c10d where hosts may go and come.",
+    help="Rendezvous of torchrun's agents; left out, static, or c10d where hosts may go and come.",
 )
 @click.option("--endpoint", default="", metavar="HOST:PORT", help="Where they meet; left out, the first host's --port.")
-@click.option("--id", "name", default="", help="Tells this rendezvous from others there; for --on ssh one is drawn.")
+@click.option("--id", "name", default="", help="Rendezvous id (random for ssh).")
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host (slurm).")
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process (slurm).")
 @click.option("--partition", default="", help="The partition to run in (slurm).")

@@ -35,7 +35,7 @@ def _rendezvous(job: Job) -> list[str]:
         return ["--standalone"]
     if not (job.endpoint or job.hosts or job.nodes == 1):
         raise UsageError(
-            f"--nodes: {job.nodes} hosts for torchrun, but nobody says where they meet; say --endpoint HOST:PORT, "
+            f"--nodes: {job.nodes} hosts for torchrun, but no place where they meet; give --endpoint HOST:PORT, "
             f"or name them in --hosts FILE"
         )
     nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"

@@ -121,7 +121,7 @@ def checked(job: Job) -> Job:
     """Return the job, or raise UsageError where it says two things at once."""
     problems = []
     if not job.words or job.words == ("python",):
-        problems.append("nothing to start; say what after --, such as -- train digits")
+        problems.append("nothing to start; give a command after --, such as -- train digits")
     if job.fewest is not None and job.fewest > job.nodes:
         problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
     elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:
@@ -130,7 +130,7 @@ def checked(job: Job) -> Job:
     if job.fewest is not None and job.rendezvous == "static":
         problems.append("--rendezvous: static wants all hosts; for a number that changes use c10d or etcd-v2")
     if job.rendezvous == "etcd-v2" and not job.endpoint:
-        problems.append("--rendezvous: etcd-v2, but nobody says where it is; say --endpoint HOST:PORT")
+        problems.append("--rendezvous: etcd-v2, but no place of it; give --endpoint HOST:PORT")
     if job.endpoint and not (job.endpoint.rpartition(":")[0] and job.endpoint.rpartition(":")[2].isdecimal()):
         problems.append(f"--endpoint: expected HOST:PORT, got {job.endpoint}")
     twice = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
@@ -153,7 +153,7 @@ def resource_problems(job: Job) -> list[str]:
         problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
     given = {word.partition("=")[0] for word in job.options}
     problems += [
-        f"{name}: said in --option too; leave one of them out" for name in job.resources.named if name in given
+        f"{name}: given in --option too; leave one of them out" for name in job.resources.named if name in given
     ]
     return problems
 

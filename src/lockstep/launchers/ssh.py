@@ -19,7 +19,7 @@ def command(job: Job) -> list[str]:
     What it starts there ends when the ssh here ends. The first line of its stdin is the secret of a job that has one.
     """
     if not job.hosts:
-        raise UsageError("--on ssh: nobody says on which hosts; name them in --hosts FILE, one on each line")
+        raise UsageError("--on ssh: no hosts are given; name them in --hosts FILE, one on each line")
     # A host that is gone is noticed within 45 s; without a terminal, nobody could be asked for a password.
     alive = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
     secret = [READS_SECRET] if job.signed else []

@@ -40,14 +40,14 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
-    """Raise UsageError where torchrun would start a training again that has no run `folder`, and so cannot go on."""
+    """Raise UsageError where torchrun would start a training again that has no run `folder` to resume."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     fewest, most = _hosts(agent, env)
     if not folder and (restarts != "0" or fewest < most):
         asked = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
         raise UsageError(
-            f"run.dir: left out, but torchrun may start the run again ({asked}), and without a folder to go on in each "
-            f"start would begin a run of its own; name one, such as run.dir=runs/a"
+            f"run.dir: left out, but torchrun may start the run again ({asked}), and without a folder to resume "
+            f"each start would begin a run of its own; name one, such as run.dir=runs/a"
         )
 
 
@@ -58,7 +58,7 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
         return ""
     return (
         f"warning: torchrun --nnodes={fewest}:{most} without {OWN_STORE} in its environment: once the host of rank 0 "
-        f"goes, the next start may wait in vain; set it on all hosts, or start by lockstep launch"
+        f"goes, the next start may time out; set it on all hosts, or start by lockstep launch"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads what a launcher says in variables: whole numbers and lists, with all that is wrong in them told at once."""
+"""Reads the variables of a launcher: whole numbers and lists; all that is wrong in them is reported together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank failed: what it leaves for the others, and for whoever started them, to say."""
+"""How a rank failed: the one record of it, for the other ranks, the process that started them, and the user."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """What the user is told: who, what, and where to read on."""
+        """The message for the user: which rank, what happened, and where to read on."""
         log = f"\n  its log: {self.log}" if self.log else ""
         return tagged(self.rank, self.size, self.host, f"{self.text}{log}")
 
     @property
     def line(self) -> str:
-        """The same in one line, where the rest was said elsewhere: the last one of a traceback."""
+        """The same in one line, where the rest is printed elsewhere: of a traceback the last one."""
         lines = self.text.splitlines() or [""]
         line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
         return tagged(self.rank, self.size, self.host, line)
@@ -70,7 +70,7 @@ def from_json(text: str | bytes) -> Failure:
 
 
 def parsed(value: Any) -> Failure:
-    """Return the failure that JSON tells; raise ValueError for anything that no failure is."""
+    """Return a failure from JSON; ValueError for anything else."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
     failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float}))
     whole(failure.rank, most=whole(failure.size, least=1) - 1)
@@ -94,7 +94,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
 
 def _described(error: BaseException) -> str:
-    """Return what to tell the user of an error: the text of ours, the traceback of any other."""
+    """Return the message of an error: the text of ours, the traceback of any other."""
     if isinstance(error, LockstepError):
         return error.told
     return "".join(traceback.format_exception(error)).rstrip()
@@ -102,7 +102,7 @@ def _described(error: BaseException) -> str:
 
 @final
 class PeerFailedError(TrainingError):
-    """Another rank failed, and said how."""
+    """Another rank failed and reported how."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"ended, because another rank failed: {failure.line}")

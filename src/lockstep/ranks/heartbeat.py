@@ -1,12 +1,12 @@
-"""Each rank says twice a second that it is alive, and listens for the others: nobody waits for one that is gone.
+"""Each rank sends a heartbeat twice a second and checks those of others: none waits for one that is gone.
 
-A process that is killed, stopped or cut off says nothing any more, and one that hangs in an exchange does not hear that
-another rank failed. So a thread of each rank says at the store where the ranks met how often it has looked there, and
-what it does. Rank 0 looks at what all say, the others at what rank 0 says; and who fails leaves there why. All patience
-is counted in own looks: no clocks of two hosts are compared, and a job that is stopped as a whole goes on as a whole.
+A process that is killed, stopped or cut off sends nothing any more, and one that hangs in an exchange does not notice
+that another rank failed. So a thread of each rank writes to the store how often it has looked there, and what the rank
+does. Rank 0 reads the beats of all, the others that of rank 0; a rank that fails leaves there why. Timeouts are counted
+in own looks: no clocks of two hosts are compared, and a job that is stopped as a whole resumes as a whole.
 
-A rank may also be silent because other code keeps Python's threads from running. Of a process of this machine the
-kernel knows better: one that runs is waited for, and one that is gone is not.
+A rank may also be silent because other code keeps Python's threads from running. For a process of this machine the
+kernel decides: one that runs is waited for, and one that is gone is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself at a look: what the others may want to know of it when they hear no more.
+    """What a rank writes at a look: what the others want to know of it if no other beat follows.
 
     `left`: it is done, and this is its last one.
     """
@@ -41,7 +41,7 @@ class Beat:
 
 
 def parsed(value: Any) -> Beat:
-    """Return the beat that JSON tells; raise ValueError for anything that is none."""
+    """Return a beat from JSON; ValueError for anything else."""
     kinds = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
     beat = Beat(**fields(value, kinds))
     whole(beat.look)
@@ -51,25 +51,25 @@ def parsed(value: Any) -> Beat:
 
 @final
 class Heartbeat:
-    """Enter to beat and to listen, once the ranks have met.
+    """Enter to send and to check heartbeats, after the rendezvous.
 
-    It ends this process where another rank failed and the main thread does not take notice, and where nothing was heard
-    of a rank for `lost_after_s`.
+    It ends this process where another rank failed and the main thread does not notice, and where a rank sent none for
+    `lost_after_s`.
     """
 
     def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
         self._rendezvous = rendezvous
         self._beat_s, self._missed = rendezvous.timing.beat_s, rendezvous.timing.missed
-        self._patience = max(self._missed, round(lost_after_s / self._beat_s))
+        self._lost_looks = max(self._missed, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched = range(1, size) if rank == 0 else range(1)
-        self._beats: dict[int, Beat] = {}  # by rank: the last one heard
+        self._beats: dict[int, Beat] = {}  # by rank: the last one received
         self._killed = oom.Killed(round(rendezvous.timing.memory_s / self._beat_s))
         self._looks = 0  # at the store
         self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's last new beat
         self._failed: Failure | None = None
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._check)]
 
     def __enter__(self) -> Heartbeat:
         for thread in self._threads if self._rendezvous.store else []:
@@ -98,7 +98,7 @@ class Heartbeat:
         return None if self._looks - looks >= self._missed else self._alone(self._missed)
 
     def _beat(self) -> None:
-        """Say the next beat, read those of the others, and look whether one failed."""
+        """Send the next beat, read those of the others, and look whether a rank failed."""
         assert self._rendezvous.store is not None
         process = liveness.identity()
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
@@ -109,7 +109,7 @@ class Heartbeat:
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
                 beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parsed), strict=True))
                 for rank in self._watched:
-                    self._hear(rank, beats.get(rank))
+                    self._note(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
                 if self._failed is None and all(missed < self._missed for missed in self._silent.values()):
@@ -121,7 +121,7 @@ class Heartbeat:
     def _own(self, process: str) -> Beat:
         return Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
 
-    def _hear(self, rank: int, beat: Beat | UntrustedError | None) -> None:
+    def _note(self, rank: int, beat: Beat | UntrustedError | None) -> None:
         """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""
         last = self._beats.get(rank)
         if isinstance(beat, Beat) and (last is None or beat.look > last.look):
@@ -129,19 +129,19 @@ class Heartbeat:
         elif last is None or not last.left:
             self._silent[rank] += 1
 
-    def _listen(self) -> None:
+    def _check(self) -> None:
         """End where nothing more is to be expected."""
-        looks = stuck = heard = 0
+        looks = stuck = noticed = 0
         while not self._over.wait(self._beat_s):
             stuck = 0 if self._looks != looks else stuck + 1
             looks = self._looks
             if self._failed:
-                heard += 1
-                if heard >= self._rendezvous.timing.notice_s / self._beat_s:
+                noticed += 1
+                if noticed >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
-            elif stuck >= self._patience:
+            elif stuck >= self._lost_looks:
                 self._rendezvous.end(self._alone(stuck))
-            elif lost := self._lost(self._patience):
+            elif lost := self._lost(self._lost_looks):
                 self._rendezvous.end(self._failure_of(lost))
 
     def _lost(self, looks: int) -> list[int]:
@@ -152,7 +152,7 @@ class Heartbeat:
         return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
 
     def _last(self, rank: int) -> Beat:
-        """Return what a rank said last."""
+        """Return the last beat of a rank."""
         return self._beats.get(rank, Beat(0))
 
     def _failure_of(self, lost: list[int]) -> Failure:
@@ -164,7 +164,7 @@ class Heartbeat:
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         status = f", last {last.status}" if last.status else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
-        return self._gone(lost, f"nothing heard of it for {self._silent[rank] * self._beat_s:.0f} s{status}", why)
+        return self._gone(lost, f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}", why)
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""

@@ -47,7 +47,7 @@ _SAME_SECRET: Final = "give all ranks the same LOCKSTEP_JOB_SECRET, or none"
 
 @final
 class UntrustedError(UsageError):
-    """A value at the store that no rank of this job wrote, as far as can be told."""
+    """A value at the store that apparently no rank of this job wrote."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"where the ranks meet, {key!r} {problem}; if another run meets there, choose another port")

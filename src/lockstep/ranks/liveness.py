@@ -20,14 +20,14 @@ _STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": 
 
 
 def identity() -> str:
-    """Return what tells this process from all others of the world; "" where that is not to be known."""
+    """Return what identifies this process among all others of the world; "" where that is not known."""
     with suppress(OSError):
         return f"{_numbers_of()} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
     return ""
 
 
 def state(process: str) -> State:
-    """Return what became of a process that once said its `identity`; unknown where it is stopped, or not in sight."""
+    """Return the state of the process with this `identity`; unknown where it is stopped, or on another host."""
     try:
         numbers, number, started = process.rsplit(" ", 2)
         if numbers != _numbers_of():

@@ -127,7 +127,7 @@ def check_loopback(timing: Timing = TIMING) -> None:
 
 @dataclass
 class _Process:
-    """A worker: its process, what tells that it ended, and the end of the pipe that brings its last words."""
+    """A worker: its process, a descriptor that is readable once it ended, and the pipe by which it reports."""
 
     process: BaseProcess
     ending: int  # a descriptor that can be read once the process has ended
@@ -269,12 +269,12 @@ def _end(words: Connection, rendezvous: Rendezvous, failure: Failure) -> NoRetur
 
 
 def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
-    """Return the failure of a worker that could not say why it ended."""
+    """Return the failure of a worker that ended without a report."""
     if end.code < 0:
         how = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
     else:
         how = f"exited with code {end.code} before its work was done"
-    advice = "Start again with the same run.dir to go on from the last checkpoint"
+    advice = "Start again with the same run.dir to resume from the last checkpoint"
     log = str(logs / log_name(end.rank)) if logs else ""
     text = f"error: {how}; the other ranks were stopped. {advice}"
     return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log)

@@ -1,4 +1,4 @@
-"""What a rank says: on the terminal that all ranks share, and in a log of its own."""
+"""What a rank prints: on the terminal that all ranks share, and in a log of its own."""
 
 from __future__ import annotations
 

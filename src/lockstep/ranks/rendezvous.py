@@ -1,9 +1,9 @@
 """Where the ranks of a start come together, before any process group: who is here, and have all of them the same?
 
-They meet at a store of torch.distributed: rank 0 listens, or torchrun's agent does, or they share a file. Such a store
-may hold what an earlier start left there, whose ranks are gone. So rank 0 draws a name for this start, the others ask
-for it, and all that is said lies under that name. Who finds itself already there has read an old name and waits for
-another; and nothing begins before rank 0 has seen all ranks under its name and says so.
+They use a store of torch.distributed: rank 0 listens, or torchrun's agent does, or they share a file. The store may
+still hold what an earlier start left there. So rank 0 draws an id for this start, the others read it, and all keys of
+the start are below that id. A rank that is already registered there has read a stale id, and waits for the next.
+Nothing begins before rank 0 has seen all ranks below its id and has written so. ranks/job_store.py has the keys.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
     `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
-    `status` tells, on any thread, what this rank does; whoever works with the ranks that have met replaces it. With the
-    `secret` of the job the ranks sign what they say to each other.
+    `status` returns, on any thread, what this rank does; whoever works with the ranks replaces it. With the `secret` of
+    the job the ranks sign what they write.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Rendezvous:
         self.store: JobStore | None = None
         self.hosts: tuple[str, ...] = (rank_log.host,)
         self.status: Callable[[], Status] = Status
-        self.serves = False  # this process is where the others ask
+        self.serves = False  # this process has the store
         self._exchanges = 0
         self._warned = False
 
@@ -99,7 +99,7 @@ class Rendezvous:
             raise RanksDifferError(printable(verdict))
 
     def _compared(self, key: str) -> list[str]:
-        """Return the differences between what all ranks have said at a comparison."""
+        """Return the differences between the facts of all ranks."""
         assert self.store is not None
         keys = [f"{key} {rank}" for rank in range(self.info.size)]
         unlike: dict[int, dict[str, Any]] = {}
@@ -141,9 +141,9 @@ class Rendezvous:
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
-        """Let the others know of a failure that ends this rank, and return the first of all failures.
+        """Report a failure that ends this rank to the others, and return the first of all failures.
 
-        None: there is no store to tell them by, or it is gone, and so is who had it.
+        None: there is no store, or it is gone with the process that had it.
         """
         if self.store is None:
             return None
@@ -154,12 +154,12 @@ class Rendezvous:
         return None
 
     def end(self, failure: Failure) -> NoReturn:
-        """End this process for a failure, its own or another rank's, from whatever thread; who comes second waits."""
+        """End this process for a failure, its own or another rank's, from any thread; a second thread waits."""
         self._ending.acquire()
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Say that this rank asks no more. Where the others ask, it stays a while for those that still do."""
+        """Count this rank as one that reads no more. The rank that has the store stays a while for the others."""
         if self.store is None:
             return
         until = time.monotonic() + self.timing.linger_s
@@ -170,7 +170,7 @@ class Rendezvous:
                 left = self.store.add(_LEFT, 0)
 
     def join(self, asked: str) -> None:
-        """Find the others where `asked` says: env://, tcp://HOST:PORT or file:///PATH. All call it, before all else.
+        """Find the others at `asked`: env://, tcp://HOST:PORT or file:///PATH. All call it, before all else.
 
         Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError.
         """
@@ -252,7 +252,7 @@ class Rendezvous:
         return f"{what} {self._exchanges}"
 
     def _wait(self, key: str, who: str) -> None:
-        """Wait for `key`, which is there once `who RANK` is of every rank that has to say something."""
+        """Wait for `key`, which is set once `who RANK` is set for every rank that takes part."""
         assert self.store is not None
         for _ in self._polls(lambda: self._missing(who), self.timing.name_rank_0_s):
             if self._come(key):
@@ -261,7 +261,7 @@ class Rendezvous:
     def _come(self, key: str) -> bool:
         """Return whether `key` is there; raise PeerFailedError if another rank failed without it."""
         assert self.store is not None
-        failure = self.failed()  # looked for first: who says `key` and then fails has said it
+        failure = self.failed()  # read first: a rank that sets `key` and then fails has set it
         come = self.store.has(key)
         if failure is not None and not come:
             raise PeerFailedError(failure)
@@ -342,13 +342,13 @@ def _name(value: Any) -> str:
 
 
 def _here(value: Any) -> dict[str, Any]:
-    """Return what a rank says that has come; raise ValueError for anything else."""
+    """Return what a rank wrote when it came; ValueError for anything else."""
     said = fields(value, {"size": int, "host": str})
     return {"size": whole(said["size"], least=1), "host": printable_line(said["host"])}
 
 
 def _begun(value: Any) -> tuple[str, ...]:
-    """Return the hosts of all ranks, from what rank 0 says to begin; raise ValueError for anything else."""
+    """Return the hosts of all ranks, from what rank 0 wrote to begin; ValueError for anything else."""
     said = fields(value, {"size": int, "hosts": list})
     if not 1 <= said["size"] == len(said["hosts"]):
         raise ValueError("hosts: expected one for each rank")

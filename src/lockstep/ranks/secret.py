@@ -1,4 +1,4 @@
-"""The secret of a job, with which its ranks sign what they tell each other where they meet."""
+"""The secret of a job, with which its ranks sign what they write at the store."""
 
 from __future__ import annotations
 

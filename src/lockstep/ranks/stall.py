@@ -1,9 +1,9 @@
-"""Says which rank the others wait for, and where in its code that one is.
+"""Reports the straggler and its stack: which rank the others wait for, and where in its code that one is.
 
-A thread of each rank looks once a second where the main thread is. A rank that has waited for others at one place for
-longer than it has patience asks, through the store at which the ranks met; every rank's thread answers with its step,
-its place and its stack. Nobody sends anything before somebody asks, and no clocks of two hosts are compared. A rank
-that does not answer is stopped, hung or gone.
+A thread of each rank samples once a second where the main thread is. A rank that has waited for others at one place for
+longer than the timeout asks, through the store; a thread of every rank answers with its step, place and stack. Nothing
+is sent before a rank asks, and no clocks of two hosts are compared. A rank that does not answer is stopped, hung or
+gone.
 
 With a GPU it is the device that waits for others, and the main thread for the device, wherever it reads a result or the
 queue of the device is full. From outside this looks like work. So there any place may be a wait, and who is late is
@@ -66,7 +66,7 @@ class ThreadState:
 
     @property
     def words(self) -> str:
-        """What it does, and the innermost line of ours that tells most: behind the doors all waits look alike."""
+        """What it does, and the innermost line of ours that differs: below `_DOORS` all waits look alike."""
         own = [line for line in self.stack if line.startswith(_OURS)]
         telling = [line for line in own if not line.startswith(_DOORS)]
         return f"{self.status.words}, {(telling or own or self.stack)[-1]}"
@@ -99,7 +99,7 @@ class StallDetector:
         self._watched = threading.get_ident()
         self._question = 0  # the first that this rank has not answered
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look_on, self._answer)]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._answer)]
 
     def __enter__(self) -> StallDetector:
         for thread in self._threads if self._rendezvous.store else []:
@@ -112,7 +112,7 @@ class StallDetector:
             if thread.is_alive():
                 thread.join(self._timing.sample_s)  # one that talks to a store which is gone may never end
 
-    def _look_on(self) -> None:
+    def _watch(self) -> None:
         """Look where the main thread is, and ask once it has waited too long."""
         last, answered, since = self._place(), 0, time.monotonic()
         while not self._over.wait(self._pause_s):
@@ -128,7 +128,7 @@ class StallDetector:
                 since = time.monotonic()
 
     def _ask(self, place: ThreadState, seconds: float) -> None:
-        """Ask all ranks where they are and tell what they answer, unless another rank has asked."""
+        """Ask all ranks where they are and report the answers, unless another rank has asked."""
         question = self._question
         with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
             store = self._connected()
@@ -239,7 +239,7 @@ def _answer_key(question: int, rank: int) -> str:
 
 
 def parsed(value: Any) -> tuple[str, ThreadState]:
-    """Return the host and the place that an answer in JSON tells; raise ValueError for anything that is none."""
+    """Return the host and the place from an answer in JSON; ValueError for anything else."""
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
     said = fields(value, kinds)

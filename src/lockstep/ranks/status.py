@@ -1,4 +1,4 @@
-"""What a rank does, in the words in which others hear of it: those that wait for it, or that have lost it."""
+"""What a rank does, as reported to those that wait for it or have lost it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _checked(launcher: Launcher, job: Job, port: int | None) -> Job:
         able = " and ".join(each.name for each in starters().values() if each.elastic)
         raise UsageError(f"{', '.join(job.elastic)}: {on}; the agents of --on {able} do that")
     if job.id and (job.standalone or job.meets_by == "static"):
-        raise UsageError(f"--id: {job.id}, but who meets statically or alone has no name for that; leave --id out")
+        raise UsageError(f"--id: {job.id}, but a rendezvous that is static or of one host has no id; leave --id out")
     if asked and not launcher.resources:
         raise UsageError(f"{asked}: {on}; they are for Slurm: --on slurm, or lockstep submit")
     if port is not None and (unused := launcher.unused_port(job)):
@@ -108,7 +108,7 @@ def _with_id(launcher: Launcher, job: Job) -> Job:
     if launcher.starts_all(job):
         return replace(job, id=uuid.uuid4().hex[:12])
     if job.rendezvous == "etcd-v2":  # what etcd keeps of a rendezvous that has ended refuses another of its name
-        raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; say it in --id")
+        raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; give it in --id")
     return job
 
 
@@ -121,7 +121,7 @@ def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> Non
         )
     if several and node_rank is None:
         raise UsageError(
-            f"--on {launcher.name}: starts the processes of one host of several: say which in --node-rank, "
+            f"--on {launcher.name}: starts the processes of one host of several: give its number in --node-rank, "
             "or use --on ssh, which does that"
         )
 
