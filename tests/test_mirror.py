@@ -24,27 +24,27 @@ TOGETHER: Final[dict[str, str]] = {
 }
 # Their tests stand elsewhere, or they have none of their own: to become fewer.
 NOT_YET: Final = """
-.: __main__ errors plainfile
+.: __main__
 comm: fsdp
 config: across base placement recipe recorded run schema wording
-core: batch kinds order_name work
-data: base collate items options own_split shares
+core: order_name
+data: base collate items own_split
 data/images: device_transforms leaves listing pictures tar_index words
 data/tables: columns files rows
 data/text: tokenizer
-device: kernels limits pretended
+device: kernels
 launchers: agents base
 models: tuned
 parallel: engine numerics
 parallel/layouts: base replicated sharded
 parallel/pipeline: ghost layout loans part replay trace watch
 ranks: flight heartbeat member status
-reporting: curves kept_id mlflow_sink progress sink skipped wandb_sink
+reporting: mlflow_sink progress sink wandb_sink
 run: adapters ambient aside build compared computing continued engine evaluation events examples facts finished folder
-run: launching membership optimizing own_loss own_model own_step own_sums placing plain rank_training resume runs
-run: schedule script session sinks start strategy submitted training user_code user_source watching
+run: launching membership optimizing own_model own_step own_sums placing plain rank_training resume schedule script
+run: session sinks start strategy training user_code user_source watching
 strategies: base
-tasks: base batches own_loss
+tasks: base own_loss
 training: events
 training/checkpoint: saved_state
 verification: cases causes compare first_look probe probe_state probe_witness probing trace traced_run values

@@ -1,0 +1,16 @@
+"""Each process needs a micro-batch of its own."""
+
+import pytest
+
+from lockstep.core.work import check_work
+from lockstep.errors import UsageError
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_as_many_processes_as_micro_batches_have_work(processes: int) -> None:
+    check_work(processes, 4)
+
+
+def test_one_more_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(UsageError, match=r"5 processes but only 4 .*at most 4 processes, or set recipe.microbatches=5"):
+        check_work(5, 4)

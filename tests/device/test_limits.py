@@ -1,0 +1,31 @@
+"""What the system refused is named with the limit, wherever in a chain of errors it stands."""
+
+import errno
+import os
+
+import pytest
+
+from lockstep.device.limits import over_files, refused
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(errno.EAGAIN, "ulimit -u"), (errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "out of memory")]
+)
+def test_a_known_refusal_has_its_limit(number: int, why: str) -> None:
+    text = str(refused("start rank 1", OSError(number, os.strerror(number))))
+    assert text.startswith(f"cannot start rank 1: {os.strerror(number)}: ")
+    assert why in text
+    assert text.endswith("start fewer processes (placement.processes)")
+
+
+def test_of_another_no_limit_is_named() -> None:
+    assert "now at most" not in str(refused("start rank 1", OSError(errno.EACCES, "Permission denied")))
+
+
+def test_too_many_open_files_are_found_below_another_error() -> None:
+    inner = RuntimeError(f"socket: {os.strerror(errno.EMFILE)}")
+    outer = ValueError("no exchange")
+    outer.__cause__ = inner
+    assert "ulimit -n" in str(over_files(outer))
+    assert over_files(ValueError(os.strerror(errno.EMFILE))) is None  # a user's text
+    assert over_files(OSError(errno.ENOENT, "No such file")) is None

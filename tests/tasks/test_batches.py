@@ -1,0 +1,52 @@
+"""Which part of a batch is the targets, which tensor the predictions, and what is said where neither can be seen."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.tasks.batches import parts, predictions, targets_if_any, targets_of
+
+X, Y = torch.zeros(2, 3), torch.ones(2)
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"images": X, "labels": Y}, {"images": X, "target": Y}])
+def test_targets_are_the_last_or_bear_the_name(batch: Any) -> None:
+    assert targets_of(batch) is Y
+    assert targets_if_any(batch) is Y
+    [inputs] = parts(batch).inputs.values() if isinstance(batch, dict) else parts(batch).inputs
+    assert inputs is X
+
+
+def test_labels_come_before_other_names() -> None:
+    assert parts({"target": X, "labels": Y}) == ({"target": X}, Y)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"images": X}, "a batch has images; call the targets one of labels, targets, target, label"),
+        (X, r"a batch is of type Tensor; expected \(inputs, targets\)"),
+        ((X,), "a batch is of type tuple of 1"),
+        ((X, {"boxes": Y}), "the targets of a batch are a mapping of boxes; expected one tensor"),
+    ],
+)
+def test_a_batch_without_targets_is_refused(batch: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        targets_of(batch)
+
+
+def test_a_batch_without_parts_is_its_own_targets() -> None:
+    assert targets_if_any(X) is X
+
+
+@pytest.mark.parametrize("outputs", [Y, {"logits": Y, "hidden": X}, {"out": Y, "aux": X}, SimpleNamespace(logits=Y)])
+def test_predictions_are_the_outputs_or_bear_the_name(outputs: Any) -> None:
+    assert predictions(outputs) is Y
+
+
+def test_outputs_without_predictions_are_refused_with_what_they_have() -> None:
+    with pytest.raises(UsageError, match=r"net: its output is of type dict.*\(it has boxes\)"):
+        predictions({"boxes": Y}, "net")
