@@ -14,8 +14,15 @@ TESTS: Final = Path(__file__).parent
 SRC: Final = Path(lockstep.__file__).parent
 MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if path.name != "__init__.py")
 
-# A test of another name, and the modules whose tests it has: it holds for all of them at once, or through a command.
+# A test of another name, and the modules whose tests it has: it calls every function of theirs, for all at once.
 TOGETHER: Final[dict[str, str]] = {
+    "config/test_load.py": "config: across base placement recipe run schema wording",
+    "data/test_imported.py": "data: collate own_split\ndata/images: leaves",
+    "data/images/test_folder.py": "data/images: pictures",
+    "data/images/test_scan.py": "data/images: listing",
+    "data/images/test_webdataset.py": "data/images: tar_index",
+    "data/tables/test_table.py": "data/tables: columns files rows",
+    "data/text/test_text_files.py": "data/text: tokenizer",
     "commands/test_doctor.py": "run: launch_report",
     "commands/test_doctor_gpu.py": "run: gpu_report",
     "strategies/test_strategies.py": "strategies: ddp hsdp single zero1 zero2 zero3",
@@ -26,12 +33,10 @@ TOGETHER: Final[dict[str, str]] = {
 NOT_YET: Final = """
 .: __main__
 comm: fsdp
-config: across base placement recipe recorded run schema wording
+config: recorded
 core: order_name
-data: base collate items own_split
-data/images: device_transforms leaves listing pictures tar_index words
-data/tables: columns files rows
-data/text: tokenizer
+data: base items
+data/images: device_transforms words
 device: kernels
 launchers: agents base
 models: tuned
