@@ -164,8 +164,8 @@ class _ShardSums:
 
     Three things go on at once. Backward (this thread) hands over a unit's gradients in each round. The stream exchanges
     them among the members and pushes the rows that arrive into the unit's counter, in the order in which they were
-    handed over. In the last round, as soon as a unit and all before it in `_order` are handed over, the stream adds that
-    unit's rows over the replicas, too. `_under_way` are the exchanges that this thread has not yet waited for.
+    handed over. In the last round, as soon as a unit and all before it in `_order` are handed over, the stream adds
+    its rows over the replicas, too. `_under_way` are the exchanges that this thread has not yet waited for.
     """
 
     def __init__(
