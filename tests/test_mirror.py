@@ -14,7 +14,7 @@ TESTS: Final = Path(__file__).parent
 SRC: Final = Path(lockstep.__file__).parent
 MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if path.name != "__init__.py")
 
-# A test of another name, and the modules whose tests it has: it calls every function of theirs, for all at once.
+# A test of another name, and the modules whose tests it has: it calls nearly all of their functions, for all at once.
 TOGETHER: Final[dict[str, str]] = {
     "config/test_load.py": "config: across base placement recipe run schema wording",
     "data/test_imported.py": "data: collate own_split\ndata/images: leaves",
@@ -25,6 +25,7 @@ TOGETHER: Final[dict[str, str]] = {
     "data/text/test_text_files.py": "data/text: tokenizer",
     "commands/test_doctor.py": "run: launch_report",
     "commands/test_doctor_gpu.py": "run: gpu_report",
+    "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
     "strategies/test_strategies.py": "strategies: ddp hsdp single zero1 zero2 zero3",
     "launchers/test_detect.py": "launchers: environment horovodrun mpich openmpi slurm torchrun variables",
     "launchers/test_command.py": "launchers: job local ssh",
@@ -42,7 +43,7 @@ launchers: agents base
 models: tuned
 parallel: engine numerics
 parallel/layouts: base replicated sharded
-parallel/pipeline: ghost layout loans part replay trace watch
+parallel/pipeline: ghost layout loans replay trace
 ranks: flight heartbeat member status
 reporting: mlflow_sink progress sink wandb_sink
 run: adapters ambient aside build compared computing continued engine evaluation events examples facts finished folder
