@@ -32,7 +32,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.markexpr or option.keyword:
         return
-    option.markexpr = "quick"  # an option, as processes of pytest-xdist are told them
+    option.markexpr = "quick"
+    if "PYTEST_XDIST_WORKER" in os.environ:  # it is called as pytest was, and would start such processes in turn
+        return
     if config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
         option.numprocesses, option.dist = PROCESSES, "loadfile"  # before xdist looks, which starts so many
 
