@@ -18,8 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # Under nohup one is ignored, in the background of a script the other: also by what the tests start.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # execnet, which starts those, has SIGINT for itself: they would hang
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.device_count():
         # Autograd looks once for devices, at the first backward of a process. A test that pretends a CUDA device would
         # let it find one, start a thread for it, and refuse a backward in all that is forked later.

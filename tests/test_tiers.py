@@ -1,5 +1,8 @@
 """The lists of the tiers name what is there, and plain pytest runs no test that is not quick."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import cast
 
@@ -48,3 +51,15 @@ def test_what_runs_alone_is_real() -> None:
 )
 def test_files_that_plain_pytest_need_not_import(place: str, expected: bool) -> None:
     assert tiers.may_be_quick(tiers.TESTS / place) == expected
+
+
+@pytest.mark.commands
+def test_plain_pytest_runs_quick_tests_two_at_a_time_and_says_what_it_left_out() -> None:
+    """In the end; a process that starts such processes in turn, without end, is noticed by its time."""
+    places = "testpaths=tests/core/test_kinds.py tests/core/test_work.py tests/commands/test_eval.py"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", places]
+    done = subprocess.run(line, cwd=tiers.TESTS.parent, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 workers [9 items]" in done.stdout
+    assert "these were the quick tests; scripts/test runs all" in done.stdout
