@@ -10,7 +10,7 @@ import pytest
 import tiers
 
 
-@pytest.mark.parametrize("place", [*tiers._REAL, *tiers._ALONE, *tiers._COMMANDS, *tiers._QUICK])
+@pytest.mark.parametrize("place", [*tiers._REAL, *tiers._ALONE, *tiers._COMMANDS, *tiers._QUICK, *tiers._SOME_QUICK])
 def test_what_a_list_names_is_there(place: str) -> None:
     assert (tiers.TESTS / place).exists()
 
@@ -22,6 +22,7 @@ def test_what_a_list_names_is_there(place: str) -> None:
         ("core/test_tree.py", "worlds", "worlds", False),
         ("parallel/test_data_parallel.py", "worlds", "worlds", True),
         ("commands/test_eval.py", None, "commands", False),
+        ("commands/test_strategies_train.py", "quick", "commands", True),
         ("commands/test_eval.py", "worlds", "commands", False),
         ("faults/test_faults.py", None, "real", False),
         ("core/test_tree.py", "gpu", "gpu", False),

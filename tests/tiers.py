@@ -51,12 +51,12 @@ _COMMANDS: Final = (
     "test_typed.py",
     "test_worlds.py",
 )
-# Of the other tiers, what shows the promise in a minute: every strategy, killed and resumed, on 1 process and on more.
+# Of the other tiers, what shows the promise in a minute: every strategy, stopped and resumed, on 1 process and on more.
 _QUICK: Final = (
-    "commands/test_strategies_train.py",
     "parallel/test_data_parallel.py",
     "run",
 )
+_SOME_QUICK: Final = ("commands/test_strategies_train.py",)  # here those that are marked so
 
 
 def tier(item: pytest.Item) -> str:
@@ -72,7 +72,8 @@ def tier(item: pytest.Item) -> str:
 
 def is_quick(item: pytest.Item) -> bool:
     """Say whether plain pytest runs a test."""
-    return tier(item) == "pure" or _stands_in(item.path, _QUICK)
+    marked = bool(item.get_closest_marker("quick"))
+    return marked or tier(item) == "pure" or _stands_in(item.path, _QUICK)
 
 
 def is_alone(item: pytest.Item) -> bool:
@@ -82,7 +83,7 @@ def is_alone(item: pytest.Item) -> bool:
 
 def may_be_quick(path: Path) -> bool:
     """Say whether a file can have quick tests: others are not even imported by plain pytest."""
-    return _stands_in(path, _QUICK) or not _stands_in(path, (*_REAL, *_COMMANDS))
+    return _stands_in(path, (*_QUICK, *_SOME_QUICK)) or not _stands_in(path, (*_REAL, *_COMMANDS))
 
 
 @cache  # there are thousands of tests in some hundred files

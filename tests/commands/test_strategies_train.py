@@ -17,8 +17,12 @@ PLACED = {
 }
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 
+QUICK = (pytest.mark.quick,)
 
-@pytest.mark.parametrize("name", PLACED)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=QUICK * (name in ("zero1", "pipelines"))) for name in PLACED]
+)
 def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     reference = undisturbed(finished)
     trained = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", *PLACED[name])
@@ -36,7 +40,13 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("fsdp", "zero1"), ("hsdp", "pipelines"), ("pipelines", "zero2"), ("pipeline", "fsdp")]
+    ("before", "after"),
+    [
+        ("fsdp", "zero1"),
+        pytest.param("hsdp", "pipelines", marks=QUICK),
+        ("pipelines", "zero2"),
+        ("pipeline", "fsdp"),
+    ],
 )
 def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, before, after):
     stopped = stop(start, "recipe.microbatches=4", *PLACED[before], number=signal.SIGTERM)
@@ -69,6 +79,7 @@ def _said(out: str) -> list[str]:
     return [line.split("  ")[0] for line in out.splitlines() if line.startswith(("evaluated", "weights"))]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

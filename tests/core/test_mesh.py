@@ -4,13 +4,14 @@ from itertools import product
 from math import prod
 from typing import get_args
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.core.tree import Counter, total
 
 SIZES = st.integers(1, 5)
+SHORT = st.integers(1, 3)
 LEAVES = st.integers(1, 40)
 
 
@@ -18,14 +19,14 @@ def data_ranks(replicas: int, members: int) -> list[DataRank]:
     return [DataRank(rank // members, replicas, rank % members, members) for rank in range(replicas * members)]
 
 
-@given(SIZES, SIZES, SIZES, SIZES)
+@given(SHORT, SHORT, SHORT, SHORT)
 def test_coordinates_count_the_last_axis_first(replicate: int, pipe: int, shard: int, tensor: int) -> None:
     mesh = Mesh(replicate, pipe, shard, tensor)
     found = [mesh.coordinate(rank) for rank in range(mesh.size)]
     assert found == [Mesh(*each) for each in product(*map(range, mesh))]
 
 
-@given(SIZES, SIZES, SIZES, SIZES, st.sets(st.sampled_from(get_args(Axis))))
+@given(SHORT, SHORT, SHORT, SHORT, st.sets(st.sampled_from(get_args(Axis))))
 def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(
     replicate: int, pipe: int, shard: int, tensor: int, axes: set[Axis]
 ) -> None:
@@ -41,7 +42,8 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(
         assert len(others) == 1
 
 
-@given(SIZES, SIZES, SIZES, SIZES, LEAVES)
+@settings(deadline=None)
+@given(SHORT, SHORT, SHORT, SHORT, LEAVES)
 def test_each_micro_batch_has_one_primary_rank_on_any_mesh(
     replicate: int, pipe: int, shard: int, tensor: int, leaves: int
 ) -> None:
