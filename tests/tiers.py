@@ -33,7 +33,7 @@ _REAL: Final = (
     "references",
     "reporting/test_outside.py",
     "test_follow_srun.py",
-    "verification",  # forks ranks from the process of the tests, which must not have started a thread for them
+    "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
 # Of these, what measures times, or has to be done within one.
 _ALONE: Final = ("benchmarks",)
