@@ -60,7 +60,7 @@ def rows(command: Command, name: str) -> list[dict[str, str]]:
 def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None:
     sinks = "['csv', 'mine:Sink']"
     killed = start(*on(1, sinks))
-    killed.until_step(7)
+    killed.until_step(7)  # the next step saves
     killed.signal_group(signal.SIGKILL)
     killed.wait()
     resumed = run(*on(2, sinks))
@@ -104,7 +104,7 @@ def test_a_service_has_one_run_of_a_killed_and_resumed_loop(start, run, name: st
     require_package(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     killed = start(*on(1, f"['{name}']"), WANDB_MODE="offline")
-    killed.until_step(7)
+    killed.until_step(7)  # the next step saves
     killed.signal_group(signal.SIGKILL)
     killed.wait()
     number = (killed.folder / f"run/{name}-run.txt").read_text()

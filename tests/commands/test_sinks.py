@@ -69,7 +69,7 @@ def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fa
     assert trained.sha256 == undisturbed(finished).sha256
     assert trained.err == (
         f"warning: sink mine:Sink: RuntimeError: {told} (mine.py:{line}); mend it there; the sink is off, and the run "
-        f"goes on without it\n"
+        f"continues without it\n"
     )
     assert trained.err in (trained.folder / "run/logs/rank-0.log").read_text()
 

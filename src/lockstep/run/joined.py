@@ -87,6 +87,7 @@ class Run:
         self._placed: _Placed | None = None
         self._gate = Gate()
         self._step: OwnStep | None = None
+        self._report: Callable[[], Iterator[Event]]  # of that step
         self._saver: Saver | None = None
         self._saved_at = -1
         self._weights = ""
@@ -232,6 +233,9 @@ class Run:
         placed = self._ready("run.save")
         if self._saver is None:
             raise refused("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
+        # First: a run that is killed now goes on after this step, and would not report it again.
+        for event in self._report() if self._step is not None and self._step.updated else ():
+            self._note(event)
         for saved in self._save(placed):
             self._note(saved)
 
@@ -343,7 +347,7 @@ class Run:
         """Yield the steps; what is between two of them is the loop's."""
         self._member.write(self._started(placed, planned))
         if self._progress.step >= planned.steps.total:
-            return self._transforms(placed, loader)
+            return self._finish(placed, loader)
         plan = Plan(
             planned.steps,
             None,
@@ -366,12 +370,13 @@ class Run:
                     self._member.stop(each.reason, partial(self.close, None))
         finally:
             stop.release()
-        return self._transforms(placed, loader)
+        return self._finish(placed, loader)
 
     def _turn(self, placed: _Placed, turn: Turn, leaves: int) -> Iterator[OwnStep]:
         """Yield a step, and see that it was done when the loop asks for the next one."""
         self._unchanged(placed, turn.step.first == 0)
         self._phase = "training"
+        self._report = turn.report
         self._step = OwnStep(turn, placed.engine, self._gate, leaves, placed.rate, self._look)
         yield self._step
         if not self._step.updated:
@@ -393,7 +398,7 @@ class Run:
         looked, self._looked = self._looked, True
         return None if looked else Look(self._here().model)
 
-    def _transforms(self, placed: _Placed, loader: Loader) -> None:
+    def _finish(self, placed: _Placed, loader: Loader) -> None:
         for saved in self._saver.wait() if self._saver else []:
             self._note(saved)
         at = self._progress

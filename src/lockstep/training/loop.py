@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -103,15 +104,23 @@ class Turn:
     step: Step
     microbatches: Sequence[MicroBatch]
     progress: Progress
+    of: Callable[[Turn], Iterator[Stepped]]  # what is reported of a step that is done
     lr: float = math.nan
     sums: Sums | None = None  # None: it is not done
     update: Update | None = None
     reported: bool = False  # whether its figures are wanted
+    counted: bool = False
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
         """Count the step as done, at this rate, and note what it came to."""
         self.lr, self.sums, self.update = lr, sums, update
         self.progress.advance(self.step, update.applied)
+
+    def report(self) -> Iterator[Stepped]:
+        """Yield what is reported of the step, once it is done; asked again, nothing. All ranks call it alike."""
+        if not self.counted:
+            self.counted = True
+            yield from self.of(self)
 
 
 def train(
@@ -153,17 +162,10 @@ def turns(
     """
     watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        turn = Turn(step, microbatches, progress, reported=plan.reports(step))
+        turn = Turn(step, microbatches, progress, partial(_reported, plan, watch, meter), reported=plan.reports(step))
         yield turn
-        assert turn.sums is not None
-        assert turn.update is not None
-        watch.add(step, turn.lr, turn.sums)
-        meter.add(step.samples, turn.sums.weight)
+        yield from turn.report()
         last = progress.step == plan.steps.total
-        if turn.reported:
-            loss = watch.check()
-            stepped = _stepped(plan, progress, turn.lr, loss, turn.update, meter)
-            yield replace(stepped, figures=_figures(plan, step, turn.sums))
         if evaluate is not None and plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
             watch.check()
             evaluated = evaluate(progress)
@@ -178,6 +180,17 @@ def turns(
         if level and not last:
             yield Stopped(step=progress.step, epoch=progress.epoch, samples=progress.samples, reason=STOP_LEVELS[level])
             return
+
+
+def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Iterator[Stepped]:
+    """Count a step that is done, and yield what is reported of it, if its figures are wanted."""
+    assert turn.sums is not None
+    assert turn.update is not None
+    watch.add(turn.step, turn.lr, turn.sums)
+    meter.add(turn.step.samples, turn.sums.weight)
+    if turn.reported:
+        stepped = _stepped(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
+        yield replace(stepped, figures=_figures(plan, turn.step, turn.sums))
 
 
 def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
