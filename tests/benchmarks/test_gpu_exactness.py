@@ -25,7 +25,7 @@ folder.mkdir()
 shared = [[0, 1]] if rule == "shares" else []
 exchange = {"exchange": {"backend": "gloo", "ranks with one device": shared}}
 (folder / "environment.json").write_text(json.dumps(exchange))
-print("weights sha256", words["recipe.precision"] + ("other" if rule == "departs" else ""))
+print("weights sha256", words.get("recipe.precision", "bf16") + ("other" if rule == "departs" else ""))
 """
 
 

@@ -69,7 +69,10 @@ def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None
     assert [each for each in logged if each[1]] == [(step, True, False) for step in range(4, 25, 4)]
     assert [each[0] for each in logged if each[2]] == [10, 20]
     lines = [json.loads(line) for line in (resumed.folder / "run/events.jsonl").read_text().splitlines()]
-    assert [json.loads(line) for line in (resumed.folder / "run/mine.jsonl").read_text().splitlines()] == lines
+    mine = [json.loads(line) for line in (resumed.folder / "run/mine.jsonl").read_text().splitlines()]
+    again = [event["event"] for event in lines].index("started", 1)
+    # Sinks are written to one after the other, and the process may be killed in between.
+    assert mine in (lines, [*lines[: again - 1], *lines[again:]])
     assert "mine.py" in json.loads((resumed.folder / "run/environment.json").read_text())["source"]
     assert len(list((resumed.folder / "run/tensorboard").iterdir())) == 2
     assert "step 24  accuracy" in (resumed.folder / "run/logs/rank-0.log").read_text()
