@@ -1,8 +1,10 @@
 """The lists of the tiers name what is there, and plain pytest runs no test that is not quick."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -39,6 +41,24 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
 def test_what_runs_alone_is_real() -> None:
     """Otherwise scripts/test would run it twice."""
     assert {*tiers._ALONE} <= {*tiers._REAL}
+
+
+@pytest.mark.parametrize(("fails", "expected"), [("none", 0), ("not real", 1), ("real and not alone", 1), ("alone", 1)])
+def test_the_script_for_all_tests_fails_where_a_part_of_them_does_and_else_succeeds(
+    tmp_path: Path, fails: str, expected: int
+) -> None:
+    for folder in ("scripts", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(tiers.TESTS.parent / "scripts" / "test", tmp_path / "scripts")
+    stand_in = tmp_path / "bin" / "pytest"
+    stand_in.write_text('#!/bin/sh\necho "tests that are $2"\n[ "$2" != "$FAILS" ]\n')
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}", "FAILS": fails}
+    done = subprocess.run([tmp_path / "scripts" / "test"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == expected, done.stderr
+    assert set(done.stdout.splitlines()) == {
+        f"tests that are {part}" for part in ("not real", "real and not alone", "alone")
+    }
 
 
 @pytest.mark.parametrize(
