@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
-from lockstep.comm.world import World, choose_device, open_world
+from lockstep.comm.world import World, open_world
 from lockstep.config.placement import Placement
 from lockstep.config.run import Run as Kept
 from lockstep.core import random
@@ -21,9 +21,6 @@ from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable, printable_line
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
-from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
-from lockstep.device.switches import check_switches
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.ranks.external import alone, membership, refuse
 from lockstep.ranks.failure import failure_of
@@ -36,6 +33,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.ambient import Closing, Observe, here
 from lockstep.run.compared import placed_with
+from lockstep.run.computing import computing_device
 from lockstep.run.own_settings import Settings
 from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, opened, own_paths
@@ -92,11 +90,7 @@ class Member:
                     f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
                     f"torchrun --nproc-per-node={asked}, or lockstep launch"
                 )
-            device = choose_device(placement.device, rendezvous.info, placement.backend)
-            fix_kernels(settings.threads, settings.precision, device)
-            keep_freed_memory()
-            if device.type == "cuda":
-                check_switches(settings.precision)
+            device = computing_device(placement, rendezvous.info, settings.threads, settings.precision)
             held.enter_context(watched(rendezvous, placement, device))
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
