@@ -172,7 +172,10 @@ def test_strategies_know_no_siblings_and_launchers_only_what_they_share() -> Non
         assert not siblings, module
     for module in in_folder("launchers"):
         if not module.endswith("__init__"):
-            assert {each for each in ours(module) if _within(each, "launchers")} <= SHARED_BY_LAUNCHERS, module
+            known = SHARED_BY_LAUNCHERS | (
+                {"launchers/slurm"} if module == "launchers/batch" else set()
+            )  # one's two files
+            assert {each for each in ours(module) if _within(each, "launchers")} <= known, module
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.commands import jobs
 from lockstep.config.load import load, to_yaml
+from lockstep.launchers import batch
 from lockstep.run import submitted
 from lockstep.run.submitted import Submitted
 
@@ -269,7 +269,7 @@ def test_what_slurm_says(folder: Path) -> None:
 def test_a_queue_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_folder(folder, "waits", job=7)
     squeue(folder, "exec /bin/sleep 60")
-    monkeypatch.setattr(jobs, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(batch, "_PATIENCE_S", 0.3)
     began = time.monotonic()
     found = show()
     assert time.monotonic() - began < 5

@@ -12,8 +12,8 @@ from component import require
 
 from lockstep.errors import UsageError
 from lockstep.launchers import slurm
+from lockstep.launchers.batch import Batch, checked, script, states
 from lockstep.launchers.job import Job, Resources
-from lockstep.launchers.slurm import Batch, checked, script
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")
 JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, options=("--partition=gpu", "--comment=it's a b"))
@@ -235,7 +235,7 @@ def test_cores_of_a_task_are_passed_on(tmp_path: Path) -> None:
 
 
 def test_states_in_the_queue() -> None:
-    assert slurm.states("12|RUNNING|None\n13|PENDING|BeginTime\nrubbish\n\n") == {
+    assert states("12|RUNNING|None\n13|PENDING|BeginTime\nrubbish\n\n") == {
         12: ("RUNNING", ""),
         13: ("PENDING", "BeginTime"),
     }

@@ -1,10 +1,11 @@
-"""Several runs at a glance: a table with one line for each, in what their recipes differ, and why some failed."""
+"""Several runs at a glance: a line for each, in what their recipes differ, and why some failed; as JSON too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, TextIO
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -25,7 +26,7 @@ _WIDEST: Final = 24  # of such a column
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, what is known of it, and its number and state in Slurm's queue, in words.
+    """A run folder, what is known of it, and the number of its last job, with its state in Slurm's queue, in words.
 
     `recipe` has the values of its recipe as text, by their dotted keys; it is empty where nobody knows. `failure` is
     why the last start failed, if it did.
@@ -34,7 +35,8 @@ class Run:
     folder: str
     state: State
     status: Status
-    job: str
+    job: int | None = None
+    queued: str = ""
     recipe: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
 
@@ -71,6 +73,34 @@ def differing(runs: Sequence[Run]) -> list[str]:
     return [key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1]
 
 
+def for_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return an object for each run, ready for JSON."""
+    keys = differing(runs)
+    return [
+        {
+            "run": run.folder,
+            "state": run.state,
+            **_figures(run.status),
+            "job": run.job,
+            "slurm": run.queued or None,
+            "failure": run.failure or None,
+            "differs": {key: run.recipe.get(key) for key in keys},
+        }
+        for run in runs
+    ]
+
+
+def _figures(status: Status) -> dict[str, Any]:
+    """Return what an event log holds, the figure of the last evaluation by its name."""
+    figures = asdict(replace(status, figure=None))
+    del figures["figure"]
+    if status.figure is not None:
+        figures[status.figure.name] = status.figure.value
+    if status.loss is not None and not math.isfinite(status.loss):
+        figures["loss"] = str(status.loss)  # as in the log: JSON has no NaN and no infinity
+    return figures
+
+
 def cells(run: Run, now: float) -> tuple[str, ...]:
     """Return the words for one run, in the order of the headings."""
     status = run.status
@@ -85,7 +115,7 @@ def cells(run: Run, now: float) -> tuple[str, ...]:
         "" if status.loss is None else f"{status.loss:.4f}",
         "" if status.figure is None else _figure(status.figure),
         "" if status.time is None else ago(now - status.time),
-        run.job,
+        f"{run.job or ''} {run.queued}".strip(),
     )
 
 

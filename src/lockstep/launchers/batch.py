@@ -1,0 +1,218 @@
+"""Slurm's queue: the batch script of a training, its submission by sbatch, and what squeue has of its job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lockstep.core.rank import SECRET
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launchers.job import Job, Resources, resource_problems
+from lockstep.launchers.slurm import command
+
+_LONGEST_WARNING_S: Final = 65_535  # Slurm's own limit
+_PATIENCE_S: Final = 5.0  # for squeue; a controller that is overloaded lets it wait for minutes
+_TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job for Slurm's queue: `job`, whose options are sbatch's, trains in the run folder `run`.
+
+    Relative names, such as `run` may be, start at `folder`. `time` is as Slurm writes it, or empty for the
+    partition's own limit; `warn_before_s` seconds before it is over the ranks are warned. `on_again` are further words
+    for the case that the folder holds the run already.
+    """
+
+    job: Job
+    name: str
+    folder: str
+    run: str
+    time: str
+    warn_before_s: int
+    on_again: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> str:
+        """Where the job writes, for Slurm, which puts its number for %j; whole, or it looks for % in `folder` too."""
+        folder = self.run if self.run.startswith("/") else f"{self.folder}/{self.run}"
+        return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
+
+
+def checked(batch: Batch) -> Batch:
+    """Return the batch, or raise UsageError where Slurm could not do what it says."""
+    limit = _seconds(batch.time) if batch.time else None
+    problems = []
+    if batch.time and limit is None:
+        problems.append(f"--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got {batch.time}")
+    if not 0 < batch.warn_before_s <= _LONGEST_WARNING_S:
+        problems.append(f"--warn-before: expected 1 to {_LONGEST_WARNING_S} seconds, got {batch.warn_before_s}")
+    elif limit is not None and batch.warn_before_s >= limit:
+        problems.append(
+            f"--warn-before: {batch.warn_before_s} s before the end is before the start with --time {batch.time}"
+        )
+    problems += resource_problems(batch.job)
+    words = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
+    words |= batch.job.resources.named
+    words |= {f"--option {word!r}": word for word in batch.job.options}
+    problems += [
+        f"{name}: a line of a batch script has no place for a line break" for name in words if "\n" in words[name]
+    ]
+    if problems:
+        raise UsageError("\n".join(problems))
+    return batch
+
+
+def script(batch: Batch) -> str:
+    """Return the batch script, for bash; its comments are for whoever reads it in the run folder."""
+    job = batch.job
+    call = shlex.join(command(replace(job, options=(), resources=Resources())))  # a step has what the job has
+    run = shlex.quote(batch.run)
+    time = f"#SBATCH --time={batch.time}\n" if batch.time else ""
+    asked = "".join(f"#SBATCH {shlex.quote(f'{option}={value}')}\n" for option, value in job.resources.named.items())
+    options = f"# --option\n#SBATCH {shlex.join(job.options)}\n" if job.options else ""
+    again = ""
+    if batch.on_again:
+        again = _ON_AGAIN.format(run=run, words=shlex.join(batch.on_again))
+        call += ' "${words[@]}"'
+    return _SCRIPT.format(
+        name=shlex.quote(batch.name),
+        folder=shlex.quote(batch.folder),
+        nodes=job.nodes,
+        each=job.processes_per_node,
+        time=time,
+        asked=asked,
+        secret=SECRET,
+        log=shlex.quote(batch.log),
+        warn=batch.warn_before_s,
+        options=options,
+        again=again,
+        call=call,
+        events=shlex.quote(f"{batch.run}/events.jsonl"),
+    )
+
+
+def submit(file: Path) -> int:
+    """Submit a batch script and return the number of its job."""
+    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        printed = (done.stderr or done.stdout).strip() or "nothing"
+        raise LockstepError(
+            f"sbatch failed with exit code {done.returncode}, and the job is not submitted; it printed:\n{printed}"
+        )
+    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]  # after it, perhaps, the name of a cluster
+    if not number.isdecimal():
+        raise LockstepError(f"sbatch: expected the number of the job, got {done.stdout!r}; look for it in squeue --me")
+    return int(number)
+
+
+def queued(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
+    """Return the state and the reason of those of the jobs that Slurm knows, and a warning, or "".
+
+    Without jobs and without squeue the first is None; where squeue fails too, and the warning has the cause.
+    """
+    if not jobs or shutil.which("squeue") is None:
+        return None, ""
+    # Each number twice: of a single job that it does not know any more squeue makes an error, of several it does not.
+    line = ["squeue", "--noheader", "--format=%i|%T|%r", f"--jobs={','.join(map(str, 2 * sorted(jobs)))}"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return None, f"squeue did not answer within {_PATIENCE_S:.0f} s: what follows from Slurm's queue is left out"
+    if done.returncode:
+        cause = done.stderr.strip() or f"exit code {done.returncode}"
+        return None, f"squeue failed: what follows from Slurm's queue is left out: {cause}"
+    return states(done.stdout), ""
+
+
+def states(text: str) -> dict[int, tuple[str, str]]:
+    """Return the state and the reason of each job from what `squeue --noheader --format=%i|%T|%r` prints."""
+    found = {}
+    for line in text.splitlines():
+        number, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        if number.isdecimal() and state:
+            found[int(number)] = (state, "" if reason == "None" else reason)
+    return found
+
+
+def _seconds(time: str) -> int | None:
+    """Return the length of Slurm's minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    match = _TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, day_hours, day_minutes, day_seconds, hours, minutes, seconds, plain = (
+        int(each or 0) for each in match.groups()
+    )
+    return days * 86_400 + (day_hours + hours) * 3_600 + (day_minutes + minutes + plain) * 60 + day_seconds + seconds
+
+
+_SCRIPT: Final = """\
+#!/bin/bash
+# Written by lockstep submit.
+#SBATCH --job-name={name}
+#SBATCH --chdir={folder}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={each}
+{time}{asked}\
+# What Slurm and the ranks print; a start that goes on adds to it.
+#SBATCH --output={log}
+#SBATCH --open-mode=append
+# The ranks, not this script, are warned before the time is over (up to a minute earlier: Slurm looks that seldom).
+# They finish the step, save and exit with 75.
+#SBATCH --signal=USR1@{warn}
+# Allows Slurm to start the job again: after a node failed, and where the end of this script asks for it.
+#SBATCH --requeue
+{options}\
+
+# srun does not take these over from the job by itself, since Slurm 22.05.
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+# The ranks sign with it what they send each other. Drawn at each start, it is in no file and no command line.
+if [ -z "${{{secret}:-}}" ]; then {secret}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n'); fi
+export {secret}
+{again}\
+
+echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST"
+size=$(stat --format=%s {events} 2> /dev/null)
+# One failed rank ends all. The run folder is named, so that each start goes on in it.
+{call}
+code=$?
+
+# The last event of this start shows whether it was stopped by a signal and is saved. The exit code is 75 then, but for
+# ranks that srun kills while they end, because others have ended. A saved run starts again by itself after the
+# warning, and where another job takes the nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put
+# it back into the queue already: it does not count as running then, but asking for a new start would give it one.
+reason=
+if [ "$code" -ne 0 ] && [ "$(stat --format=%s {events} 2> /dev/null)" != "$size" ]; then
+    reason=$(tail -n 1 {events} | sed -n 's/^{{"event": "stopped",.*"reason": "\\([A-Z0-9]*\\)".*/\\1/p')
+fi
+if [ "$reason" = SIGUSR1 ] || [ "$reason" = SIGTERM ]; then
+    # A Slurm that moves many jobs at once may not answer.
+    for pause in 0 5 10 20 30; do
+        sleep "$pause"
+        state=
+        read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
+        if [ -z "$state" ]; then continue; fi
+        if [ "$state" = RUNNING ] && {{ [ "$reason" = SIGUSR1 ] || [[ $preempted == [0-9]* ]]; }}; then
+            echo "stopped by $reason and saved: back into the queue"
+            scontrol requeue "$SLURM_JOB_ID" || continue
+        fi
+        exit "$code"
+    done
+    echo "stopped by $reason and saved, but Slurm has not put it back into the queue; to go on:"
+    echo "scontrol requeue $SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+_ON_AGAIN: Final = """\
+
+# The checkpoint to begin from was for the first start.
+words=()
+if [ -e {run}/config.yaml ]; then words=({words}); fi
+"""
