@@ -19,7 +19,7 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 TOGETHER: Final[dict[str, str]] = {
     "commands/test_adapters_trained.py": "models: tuned\nrun: adapters",
     "commands/test_bring_your_own.py": "run: optimizing",
-    "commands/test_doctor.py": "run: launch_report",
+    "commands/test_doctor.py": "run: data_report launch_report",
     "commands/test_doctor_gpu.py": "run: gpu_report",
     "commands/test_eval.py": "run: evaluation",
     "commands/test_first_look.py": "run: user_code\nverification: first_look",

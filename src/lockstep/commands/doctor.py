@@ -1,25 +1,19 @@
-"""Say what Lockstep finds here: the launcher that started it, the cards, and which data is damaged."""
+"""Report what Lockstep finds here: the launcher that started it, the cards, and which data is damaged."""
 
 from __future__ import annotations
 
 import json
 import os
-from itertools import chain
-from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.core.text import printable, printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
-from lockstep.platforms import usable_cores
-
-if TYPE_CHECKING:
-    from lockstep.config.recipe import Recipe
 
 
 @click.group("doctor")
 def command() -> None:
-    """Say what Lockstep finds here."""
+    """Report what Lockstep finds here."""
 
 
 @command.command("launch")
@@ -27,14 +21,14 @@ def command() -> None:
 @click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous would say.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="As placement.device.")
 def launch(as_json: bool, rendezvous: str, device: str) -> None:
-    """Say which launcher started this process, and why: its rank, its device, and where rank 0 would listen.
+    """Report which launcher started this process, and why: its rank, its device, and where rank 0 would listen.
 
     Run it as you would run `lockstep train`: srun -N2 -n4 lockstep doctor launch
     """
     from lockstep.run import launch_report
 
     found = launch_report.found_at_launch(os.environ, rendezvous, device)
-    click.echo(json.dumps(found) if as_json else launch_report.told(found))  # at once: ranks share the terminal
+    click.echo(json.dumps(found) if as_json else launch_report.in_words(found))  # at once: ranks share the terminal
     raise SystemExit(EXIT_USAGE if found["problems"] else 0)
 
 
@@ -47,8 +41,15 @@ def data(words: tuple[str, ...]) -> None:
     error: against that only hashes help, taken when the files were known to be good.
     """
     from lockstep.config.load import load, split
+    from lockstep.run.data_report import read_all
 
-    raise SystemExit(_read_all(load(*split(words)).config.recipe))
+    damaged, total = read_all(
+        load(*split(words)).config.recipe,
+        lambda damage: click.echo(printable_line(damage)),
+        lambda progress: click.echo(progress, err=True),
+    )
+    click.echo(f"{damaged:,} of {total:,} samples cannot be read")
+    raise SystemExit(EXIT_FAILED if damaged else EXIT_DONE)
 
 
 @command.command("gpu")
@@ -56,36 +57,15 @@ def data(words: tuple[str, ...]) -> None:
 @click.option("--measure/--no-measure", default=True, help="Measure how fast bytes are copied, for 5 s at most.")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 def gpu(as_json: bool, measure: bool, words: tuple[str, ...]) -> None:
-    """Say which cards and libraries are here, what is wrong with them, and which settings make kernels exact.
+    """Report which cards and libraries are here, what is wrong with them, and which settings make kernels exact.
 
-    With RECIPE it says too what of its model and loss has no exact kernel on CUDA, and ends with exit code 2 where that
-    is anything; it needs no card for that. Where no card can be used it says why, and ends with exit code 4.
+    With RECIPE it also lists what of its model and loss has no exact kernel on CUDA, and ends with exit code 2 where
+    that is anything; it needs no card for that. Where no card can be used it explains why, and ends with exit code 4.
     """
     from lockstep.config.load import load, split
     from lockstep.run import gpu_report
 
     recipe = load(*split(words)).config.recipe if words else None
     found = gpu_report.found(recipe, measure)
-    click.echo(json.dumps(found) if as_json else printable("\n".join(gpu_report.told(found))))
+    click.echo(json.dumps(found) if as_json else printable("\n".join(gpu_report.lines(found))))
     raise SystemExit(EXIT_USAGE if found["refused"] else EXIT_PREFLIGHT if found["problems"] else EXIT_DONE)
-
-
-def _read_all(recipe: Recipe) -> int:
-    """Read both parts, report what is damaged and the progress, and return the exit code."""
-    from lockstep.data.loader import damages
-    from lockstep.run.build import open_recipe_data
-
-    strict = recipe.data.model_copy(update={"on_error": "raise"})
-    found = open_recipe_data(recipe.model_copy(update={"data": strict}))
-    parts = [split for split in (found.train, found.validation) if split is not None]
-    total, workers = sum(map(len, parts)), usable_cores()
-    damaged, reported = 0, 0
-    for number, damage in enumerate(chain(*(damages(split, workers) for split in parts)), 1):
-        if damage:
-            damaged += 1
-            click.echo(printable_line(damage))
-        if number * 10 // total > reported:
-            reported = number * 10 // total
-            click.echo(f"{number:,} of {total:,} samples read", err=True)
-    click.echo(f"{damaged:,} of {total:,} samples cannot be read")
-    return EXIT_FAILED if damaged else EXIT_DONE

@@ -1,4 +1,4 @@
-"""What `lockstep doctor gpu` finds, as JSON says it and as people read it."""
+"""What `lockstep doctor gpu` finds, as JSON has it and as people read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ON: Final = {True: "on", False: "off", None: "-"}
 
 
 def found(recipe: Recipe | None, measure: bool) -> dict[str, Any]:
-    """Return all that there is to say, ready for JSON.
+    """Return all that is found, ready for JSON.
 
     `problems` are why no card can be used, `refused` what of the recipe has no exact kernel, None without a recipe.
     """
@@ -48,7 +48,7 @@ def found(recipe: Recipe | None, measure: bool) -> dict[str, Any]:
     }
 
 
-def told(found: dict[str, Any]) -> Iterator[str]:
+def lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield what is found, line by line, for people to read."""
     yield from _versions(found)
     for number, card in enumerate(found["cards"]):

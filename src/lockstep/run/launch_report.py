@@ -36,7 +36,7 @@ def found_at_launch(env: Mapping[str, str], rendezvous: str, device: str) -> dic
     return found
 
 
-def told(found: dict[str, Any]) -> str:
+def in_words(found: dict[str, Any]) -> str:
     """Return what was found, for people to read."""
     lines = [f"host {found['host']}", "launchers, in the order in which they are asked:"]
     for each in found["launchers"]:
