@@ -619,6 +619,7 @@ def _by_slurm(run: Run, choose: random.Random, stop: str, told: str) -> Seen:
     job = run.start([str(SCRIPTS / "with-slurm"), "bash", "-c", script])
     _begin(run, choose, job)
     starts = _starts(run)
+    run.tell("pace", "0.5")  # Slurm passes a signal on after a second or more; at this pace a minute's work is left
     run.fault()
     run.tell("go", "")
 
@@ -626,6 +627,7 @@ def _by_slurm(run: Run, choose: random.Random, stop: str, told: str) -> Seen:
         return "".join(path.read_text(errors="replace") for path in (run.folder / "run" / "logs").glob("slurm-*.log"))
 
     found = job.until(lambda: re.search(f".*{told}.*", said()), told)
+    run.tell("pace", PACE)
     seen = Seen(stop, run.at, found.group(), time.time() - run.at)
     job.until(lambda: _starts(run) > starts, "another start")
     job.until(lambda: run.position > run.events()[_last_start(run)]["step"] or run.is_done, "a step")
