@@ -70,7 +70,7 @@ ON_CARD: Final = {
     "transformer bf16": ("single", "ddp 4", "zero3 4", "pipeline 4"),
 }
 ON_CPU: Final = {
-    "digits fp32": ("single", "ddp 2", "pipeline 2"),
+    "digits fp32": ("single", "pipeline 2"),
     "transformer bf16": ("single", "zero2 2"),  # convolutions in bf16 take seconds a step on most CPUs
 }
 ON_CARDS: Final = ("ddp", "zero1", "zero3", "pipeline")  # by NCCL, a rank on each card

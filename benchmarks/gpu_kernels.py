@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     """Return for each exact path its times and whether its bits were always the same, and what torch refused."""
     card = device.type == "cuda"
     starts = {name: partial(contestant, name, str(device)) for name in (DEFAULT, RUN, FILLED)}
-    answers, missing = take_turns(starts, 12 if card else 2, _STARTED * limit_s, limit_s)
+    torch.set_num_threads(1)  # forked contestants must not inherit a pool of threads
+    method: Literal["fork", "spawn"] = "spawn" if card else "fork"
+    answers, missing = take_turns(starts, 12 if card else 1, _STARTED * limit_s, limit_s, method)
     ours = answers.get(RUN, [])
     lines = {name: _line(name, answers) for name in EXACT} if ours else {}
     failures = [*(f"{name}: {why}" for name, why in missing.items()), *_failures(lines)]

@@ -35,8 +35,8 @@ _REAL: Final = (
     "test_follow_srun.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
-# Of these, what measures times, or has to be done within one.
-_ALONE: Final = ("benchmarks", "faults")
+# Of these, what has to be done within a time.
+_ALONE: Final = ("faults",)
 _COMMANDS: Final = (
     "commands",
     "run",

@@ -43,10 +43,10 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_sections_share_the_time_and_leave_what_they_do_not_need(planted: Path) -> None:
-    (_, first), (_, second) = gpu.results({"fine": 1, "raises": 3}, "cpu", 80)
-    assert (first["ok"], first["given"], first["x"]) == (True, ["cpu", pytest.approx(0.85 * 20)], "nan")
-    assert (first["limit_s"], first["table"]) == (20, ["given cpu"])
-    assert second["limit_s"] > 61
+    (_, first), (_, second) = gpu.results({"fine": 1, "raises": 3}, "cpu", 240)
+    assert (first["ok"], first["given"], first["x"]) == (True, ["cpu", pytest.approx(0.85 * 60)], "nan")
+    assert (first["limit_s"], first["table"]) == (60, ["given cpu"])
+    assert second["limit_s"] > 181
     assert not second["ok"]
     assert second["failures"][0] == "ValueError: out of spokes"
 
@@ -101,12 +101,12 @@ def test_what_is_not_installed_is_named() -> None:
     assert done.stderr.startswith("not installed: click, numpy, ")
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1860)
 def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
-    """Five minutes on two cores, if they have nothing else to do; a section that takes more of them is too large."""
+    """They take about four minutes of a core; the limit is for a machine that has other things to do."""
     file = tmp_path / "gpu.json"
-    line = [sys.executable, SCRIPT, "--device", "cpu", "--limit", "900", "--json", file]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=940)
+    line = [sys.executable, SCRIPT, "--device", "cpu", "--limit", "1800", "--json", file]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=1840)
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads(file.read_text(encoding="utf-8"))["sections"]
     assert {name: each["ok"] for name, each in sections.items()} == dict.fromkeys(gpu.SECTIONS, True)

@@ -42,7 +42,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("rule", "failure"),
     [
         ("", None),
-        ("departs", "digits fp32: 2 hashes: fp32 of killed on zero3, resumed on ddp, single, ddp 2; fp32other of pipe"),
+        ("departs", "digits fp32: 2 hashes: fp32 of killed on zero3, resumed on ddp, single; fp32other of pipe"),
         ("fails", "digits fp32, pipeline 2: error: out of spokes"),
         ("shares", "digits fp32, pipeline 2: expected [] to share devices, and [[0, 1]] did"),
     ],
@@ -55,7 +55,7 @@ def test_what_departs_or_fails_is_named(rules: Path, rule: str, failure: str | N
         [said] = found["failures"]
         assert said.startswith(failure)
     else:
-        line = "| digits fp32 | killed on zero3, resumed on ddp, single, ddp 2, pipeline 2 | `fp32` |"
+        line = "| digits fp32 | killed on zero3, resumed on ddp, single, pipeline 2 | `fp32` |"
         assert line in gpu_exactness.table(found)
 
 
