@@ -62,7 +62,8 @@ TOGETHER: Final[dict[str, str]] = {
     "ranks/test_strangers.py": "ranks: heartbeat",
     "reporting/test_console.py": "reporting: progress",
     "reporting/test_outside.py": "reporting: mlflow_sink wandb_sink",
-    "run/test_joined.py": "run: ambient membership own_model own_step own_sums placing",
+    "run/test_joined.py": "run: ambient membership placing\n"
+    "run: own_checkpoints own_model own_placed own_plan own_step own_sums",
     "strategies/test_strategies.py": "strategies: ddp hsdp single zero1 zero2 zero3",
     "tasks/test_batches.py": "tasks: base",
     "tasks/test_classification.py": "tasks: own_loss",

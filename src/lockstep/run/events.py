@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
+from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
@@ -21,10 +24,46 @@ from lockstep.training.loop import Progress
 
 
 def started(
-    resolved: Resolved, ready: Setup, world: World, progress: Progress, resumed_from: str | None, last_step: int
+    resolved: Resolved, ready: Setup, world: World, progress: Progress, resumed_from: Path | None, last_step: int
 ) -> Started:
-    """Return the first event; `last_step` is the last that an earlier start has logged. All ranks call it."""
-    recipe, task, data, steps = resolved.recipe, ready.task, ready.data, ready.steps
+    """Return the first event of a run of a recipe. All ranks call it."""
+    recipe, task, data = resolved.recipe, ready.task, ready.data
+    loop = loop_started(
+        world,
+        ready.steps,
+        progress,
+        microbatches=recipe.microbatches,
+        strategy=resolved.strategy_name,
+        parameters=ready.parameters,
+        base_lr=planning.base_rate(recipe),
+        resumed_from=resumed_from,
+        last_step=last_step,
+    )
+    return replace(
+        loop,
+        validation_samples=0 if data.validation is None else len(data.validation),
+        task=ready.said,
+        monitor=task.monitor.name,
+        unit=task.unit,
+        fractions=list(task.fractions),
+        flops_per_sample=ready.flops,
+        peak_flops_per_s=_peak_flops_per_s(world, recipe.precision),
+    )
+
+
+def loop_started(
+    world: World,
+    steps: Steps,
+    progress: Progress,
+    *,
+    microbatches: int,
+    strategy: str,
+    parameters: int,
+    base_lr: float,
+    resumed_from: Path | None,
+    last_step: int,
+) -> Started:
+    """Return the first event of a loop, its steps alone; `last_step` is the last that an earlier start has logged."""
     return Started(
         step=progress.step,
         epoch=progress.epoch,
@@ -32,25 +71,19 @@ def started(
         steps=steps.total,
         epochs=steps.total_samples / steps.samples_per_epoch,
         steps_per_epoch=steps.per_epoch,
-        train_samples=len(data.train),
-        validation_samples=0 if data.validation is None else len(data.validation),
-        batch=recipe.batch,
-        microbatches=recipe.microbatches,
+        train_samples=steps.length,
+        validation_samples=0,
+        batch=steps.batch,
+        microbatches=microbatches,
         processes=world.size,
-        strategy=resolved.strategy_name,
+        strategy=strategy,
         device=str(world.device),
+        parameters=parameters,
+        base_lr=base_lr,
+        resumed_from=str(resumed_from) if resumed_from else None,
+        again=max(0, last_step - progress.step),
         backend=world.backend if world.size > 1 else "",
         sharing=world.sharing,
-        parameters=ready.parameters,
-        base_lr=planning.base_rate(recipe),
-        task=ready.said,
-        monitor=task.monitor.name,
-        unit=task.unit,
-        fractions=list(task.fractions),
-        resumed_from=resumed_from,
-        again=max(0, last_step - progress.step),
-        flops_per_sample=ready.flops,
-        peak_flops_per_s=_peak_flops_per_s(world, recipe.precision),
     )
 
 

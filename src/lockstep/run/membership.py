@@ -137,9 +137,9 @@ class Member:
             code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else 0
             run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
 
-    def again(self, step: int) -> int:
-        """Return how many steps were done after `step` before this start, by the log."""
-        return 0 if self.folder is None else max(0, last_step(self.folder / EVENTS) - step)
+    def last_step(self) -> int:
+        """Return the last step that an earlier start has logged, 0 for none."""
+        return 0 if self.folder is None else last_step(self.folder / EVENTS)
 
     def warn(self, numerics: list[str], source: Mapping[str, str] | None, step: int) -> None:
         """Warn on rank 0 of what has changed since the checkpoint, and may change bits."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -76,6 +77,15 @@ class Look:
                 f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
                 "make it a part of the model that run.place is given",
             )
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put all modules back into training or evaluation, as they were before the block; not where it fails."""
+    modes = {module: module.training for module in model.modules()}
+    yield
+    for module, training in modes.items():
+        module.training = training
 
 
 def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:

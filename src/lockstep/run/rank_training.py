@@ -158,9 +158,8 @@ class RankTraining:
             run_folder.conclude(self.start.folder, {**figures(event, time.time()), "exit_code": code})
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
-        before = str(self.start.checkpoint) if self.start.checkpoint else None
         logged = last_step(self.start.folder / run_folder.EVENTS)
-        start = started(self.resolved, self.ready, self.world, self.progress, before, logged)
+        start = started(self.resolved, self.ready, self.world, self.progress, self.start.checkpoint, logged)
         yield start
         yield from self._warnings()
         self.phase = "training"

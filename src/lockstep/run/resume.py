@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -30,9 +31,10 @@ from lockstep.parallel.engine import State
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.optimizer_step import keep_ratios
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
 from lockstep.run.facts import check_facts
-from lockstep.training.checkpoint import saved_state
+from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key
 from lockstep.training.checkpoint.store import Snapshot
@@ -43,6 +45,14 @@ _SHOWN: Final = 8  # problems of a checkpoint
 def signing_key(run: Run) -> bytes | None:
     """Return the key that the run's checkpoints are signed with, if it names one."""
     return read_key(Path(run.key_file)) if run.key_file is not None else None
+
+
+def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
+    """Read the checkpoint that the run goes on from. All ranks call it."""
+    manifest = store.manifest(path, key)
+    # Where hosts have run folders of their own, another run's may lie at the same place.
+    rendezvous.compare({str(path): asdict(manifest)})
+    return manifest, store.read(path, key)
 
 
 def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.comm.world import open_world
@@ -26,10 +26,9 @@ from lockstep.run.facts import setup_facts
 from lockstep.run.first_weights import opened
 from lockstep.run.rank_training import RankTraining, Resumed, Start, sources
 from lockstep.run.resolved import Resolved
-from lockstep.run.resume import check_at_hand, check_first, signing_key
+from lockstep.run.resume import check_at_hand, check_first, read_alike, signing_key
 from lockstep.run.resume import resumed as checked_state
 from lockstep.run.watching import watched
-from lockstep.training.checkpoint import store
 from lockstep.verification.first_look import first_look
 
 
@@ -78,7 +77,10 @@ def run_rank(
                 print(printable(f"warning: {warning}"), file=sys.stderr)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
             rendezvous.compare(setup_facts(ready) | {"your source files": sources(resolved, ready)})
-        resumed = _read(rendezvous, loaded, ready, agreed.checkpoint) if agreed.checkpoint else None
+        resumed = None
+        if agreed.checkpoint:
+            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(resolved.run))
+            resumed = Resumed(snapshot, checked_state(agreed.checkpoint, snapshot, ready), manifest.weights_sha256)
         if resumed is None:
             check_at_hand(ready)
         looks = info.rank == 0 and resumed is None and resolved.run.probe == "auto"
@@ -89,16 +91,6 @@ def run_rank(
         code = training.run(stop)
         world.close()
     return code
-
-
-def _read(rendezvous: Rendezvous, loaded: Loaded, ready: Setup, path: Path) -> Resumed:
-    """Read the checkpoint that the run goes on from. All ranks call it."""
-    key = signing_key(loaded.config.run)
-    manifest = store.manifest(path, key)
-    # Where hosts have run folders of their own, another run's may lie at the same place.
-    rendezvous.compare({str(path): asdict(manifest)})
-    snapshot = store.read(path, key)
-    return Resumed(snapshot, checked_state(path, snapshot, ready), manifest.weights_sha256)
 
 
 @contextmanager

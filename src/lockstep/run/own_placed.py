@@ -1,0 +1,124 @@
+"""A model of a loop of the user's own, spread over the ranks by a strategy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.comm.world import World
+from lockstep.config.placement import Strategy
+from lockstep.errors import UsageError
+from lockstep.own_code import refused
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.layouts.base import gathered
+from lockstep.parallel.numerics import Numerics
+from lockstep.run.membership import Member
+from lockstep.run.own_model import structure
+from lockstep.run.own_settings import Settings
+from lockstep.run.own_sums import NoTask
+from lockstep.run.placing import check_steps, hyperparameters, over_trained
+from lockstep.run.strategy import check_strategy, find_strategy, recomputed
+from lockstep.strategies.base import CutsModel
+from lockstep.strategies.base import Strategy as Chosen
+from lockstep.tasks.base import Problem
+from lockstep.training.agreement import disagreement
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """The user's model and optimizer, and the engine that trains; `rates` are those of the optimizer's groups."""
+
+    settings: Settings
+    world: World
+    model: nn.Module
+    optimizer: Optimizer
+    name: str  # of the strategy
+    chosen: Chosen
+    numerics: Numerics
+    engine: DataParallelEngine
+    structure: object
+    rate: float  # the optimizer's default
+    rates: tuple[float, ...]
+
+    def decided(self) -> dict[str, Any]:
+        """Return what decides the numbers, as far as it is known once the model is placed."""
+        optimizer = hyperparameters(self.optimizer)
+        return {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": optimizer}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the whole weights by their names. All ranks call it."""
+        return gathered(self.world, self.engine.state().model)
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each of these. All ranks call it."""
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
+        return {
+            name: hashlib.sha256(each.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+            for name, each in plain.items()
+        }
+
+    def check_structure(self) -> None:
+        """Raise UsageError where the model has other parameters or buffers than when it was placed."""
+        if structure(self.model) != self.structure:
+            raise refused(
+                "the model was changed after run.place: it has other parameters or buffers, or others are trained",
+                "change it before run.place",
+            )
+
+    def check_rates(self, step: int) -> None:
+        """Raise UsageError where the loop has changed the rates; `step` is its number, from 1, for the message."""
+        if _rates(self.optimizer) != self.rates:
+            raise refused(
+                f"step {step}: the optimizer's rate was changed, as a scheduler does",
+                "give the rate to step.update(lr=...), as a function of step.samples_seen: so a resumed run knows it",
+            )
+
+
+def spread(member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any]) -> Placed:
+    """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
+    settings, world = member.settings, member.world
+    name, chosen = _strategy(member, asked)
+    check_steps(optimizer, model, name, chosen.traits.cuts_rows)
+    numerics = Numerics(
+        1,
+        settings.seed,
+        settings.precision,
+        offload_activations=settings.placement.offload_activations,
+        recompute=recomputed(settings.placement, chosen),
+    )
+    problem = Problem(NoTask(), lambda: model, f"model {type(model).__name__}")
+    engine = chosen.start(problem, over_trained(optimizer, model), world, numerics)
+    assert isinstance(engine, DataParallelEngine)
+    if (found := disagreement(world, engine.state().model)) is not None:
+        raise UsageError(
+            f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "
+            f"torch's, NumPy's and Python's generators, and from nothing that differs between ranks"
+        )
+    rate, rates = float(optimizer.defaults["lr"]), _rates(optimizer)
+    return Placed(settings, world, model, optimizer, name, chosen, numerics, engine, structure(model), rate, rates)
+
+
+def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
+    """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
+    size = member.world.size
+    given = member.strategy or (asked if isinstance(asked, str) else dict(asked))
+    strategy = Strategy.model_validate({"name": given} if isinstance(given, str) else given)
+    placement = member.settings.placement.model_copy(update={"strategy": strategy})
+    name, chosen = find_strategy(placement, size)
+    if isinstance(chosen, CutsModel):
+        raise refused(
+            f"strategy {name}: it cuts the model, so it needs a task, which says what goes in and what the loss is",
+            "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
+        )
+    check_strategy(name, chosen, size, max(size, 2))
+    return name, chosen
+
+
+def _rates(optimizer: Optimizer) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,0 +1,81 @@
+"""What `run.steps` is asked for: the samples, the steps and micro-batches, and what a batch weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.comm.world import World
+from lockstep.config.recipe import default_microbatches
+from lockstep.core.batch import Batch
+from lockstep.core.order import Steps
+from lockstep.data.items import Items
+from lockstep.data.loader import Weigh
+from lockstep.errors import UsageError
+from lockstep.own_code import OwnCode, refused
+from lockstep.run.build import over_ranks
+from lockstep.training.loop import Every, Plan
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """A loop of the user's own, as it was asked for; `weight` counts a batch on the CPU, None its samples."""
+
+    items: Items
+    steps: Steps
+    microbatches: int
+    weight: Callable[[Batch], int] | None
+
+    @property
+    def largest(self) -> int:
+        """The samples of the largest micro-batch."""
+        return -(-self.steps.batch // self.microbatches)
+
+    def decided(self) -> dict[str, Any]:
+        """Return what decides the numbers; its length does not, so a run may be made longer."""
+        steps = self.steps
+        of_data = {"samples": len(self.items), "drop_last": steps.drop_last, "weighs": self.weight is not None}
+        return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
+
+    def weigh(self, world: World) -> Weigh | None:
+        """Return what weighs the micro-batches of a step on all ranks."""
+        return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
+
+    def followed(self, log_every: int) -> Plan:
+        """Return what the training loop follows: it reports, and saves at the end; the rest is the user's to do."""
+        weighs = self.weight is not None
+        return Plan(self.steps, None, weighs=weighs, log=Every(steps=log_every), evaluate=None, save=Every())
+
+
+def planned(
+    items: Items,
+    batch: int,
+    microbatches: int | None,
+    epochs: int | None,
+    steps: int | None,
+    weight: Callable[[Batch], int] | None,
+    drop_last: bool,
+) -> OwnPlan:
+    """Return the plan; UsageError where it cannot be."""
+    if (epochs is None) == (steps is None):
+        raise refused("run.steps: give either epochs or steps", "give one of the two")
+    if batch < 1 or (drop_last and batch > len(items)):
+        raise refused(f"run.steps: batch is {batch}, of {len(items)} samples", "take 1 or more, and at most those")
+    count = default_microbatches(batch) if microbatches is None else microbatches
+    if not 1 <= count <= batch:
+        raise refused(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
+    return OwnPlan(items, Steps(len(items), batch, drop_last, epochs, steps), count, weight)
+
+
+def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:
+    with OwnCode("weight"):
+        counted = weight(batch)
+        if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
+            counted = int(counted)
+        if type(counted) is not int or counted < 0:
+            raise UsageError(f"weight: it gave {counted!r}; give a whole number from 0")
+    return counted
