@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.commands import _completion
 from lockstep.core.text import printable_line
-from lockstep.follow_parent import die_with_launcher
-from lockstep.launchers import detect, located
+from lockstep.run.launched import launched
 
 if TYPE_CHECKING:
     from lockstep.run.evaluation import Found
@@ -26,10 +24,7 @@ def command(checkpoint: str, overrides: tuple[str, ...], trust: bool) -> None:
     The recipe is the one it was trained by. Overrides are dotted: placement.processes=4 recipe.data.root=/data.
     Code that it names, such as recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
-    info = detect(os.environ)
-    if info is not None:
-        die_with_launcher(info.launcher)  # before the imports, which take seconds
-        info = located(info, os.environ)
+    info = launched()  # before the imports below, which take seconds
 
     from lockstep.run.evaluation import Asked, evaluate_here, opened_as_rank
     from lockstep.run.start import as_launched

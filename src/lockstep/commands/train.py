@@ -5,7 +5,6 @@ The numbers are the recipe's; how many processes share the work, and who started
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import click
@@ -13,9 +12,8 @@ import click
 from lockstep.commands import _completion
 from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE
-from lockstep.follow_parent import die_with_launcher
-from lockstep.launchers import detect, located
 from lockstep.ranks.rank_log import outliving_terminal
+from lockstep.run.launched import launched
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -29,10 +27,7 @@ def command(words: tuple[str, ...]) -> None:
 
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
     """
-    info = detect(os.environ)
-    if info is not None:
-        die_with_launcher(info.launcher)  # before the imports, which take seconds
-        info = located(info, os.environ)
+    info = launched()  # before the imports below, which take seconds
     with outliving_terminal():
         raise SystemExit(_alone(words) if info is None else _there(info, words))
 

@@ -26,8 +26,8 @@ def command(job: Job) -> list[str]:
     if job.restarts:
         line.append(f"--max-restarts={job.restarts}")
     fixed = job.nodes > 1 and job.fewest is None and job.trains
-    told = [f"placement.processes={job.processes}"] if fixed else []
-    return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *told]
+    count = [f"placement.processes={job.processes}"] if fixed else []
+    return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *count]
 
 
 def _rendezvous(job: Job) -> list[str]:

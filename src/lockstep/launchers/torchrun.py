@@ -63,13 +63,13 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the fewest and the most hosts that torchrun was told of."""
-    said = [env.get("PET_NNODES", "")]
+    """Return the fewest and the most hosts that torchrun was given."""
+    given = [env.get("PET_NNODES", "")]
     for word, following in zip(agent, [*agent[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--nnodes":
-            said.append(value or following)
-    fewest, _, most = said[-1].partition(":")
+            given.append(value or following)
+    fewest, _, most = given[-1].partition(":")
     number = int(fewest) if fewest.isdecimal() else 1
     return number, int(most) if most.isdecimal() else number
 

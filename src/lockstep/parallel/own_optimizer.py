@@ -73,24 +73,24 @@ def check_own(path: str, make: Make) -> None:
     It steps over small tensors, by the rates a schedule would set; one goes on from what a checkpoint has of another.
     """
     with OwnCode(f"optimizer {path}"):
-        if not torch.equal(_stepped(make, lr=1.0), _stepped(make, lr=1.0)):
+        if not torch.equal(_after_steps(make, lr=1.0), _after_steps(make, lr=1.0)):
             raise UsageError(
                 f"optimizer {path}: two of them, given the same, step to other bits; let it draw no random numbers, "
                 f"and keep nothing from one to the next ({_CONTRACT})"
             )
-        if torch.equal(_stepped(make, lr=1.0), _stepped(make, lr=0.5)):
+        if torch.equal(_after_steps(make, lr=1.0), _after_steps(make, lr=0.5)):
             raise UsageError(
                 f"optimizer {path}: its step is the same whatever the rate; multiply by group['lr'], which follows "
                 f"the schedule ({_CONTRACT})"
             )
-        if not torch.equal(_stepped(make, lr=1.0), _stepped(make, lr=1.0, resumed=True)):
+        if not torch.equal(_after_steps(make, lr=1.0), _after_steps(make, lr=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: resumed from a checkpoint it steps to other bits: it keeps something outside of "
                 f"self.state[parameter] and the numbers of its param_groups; keep it there ({_CONTRACT})"
             )
 
 
-def _stepped(make: Make, lr: float, resumed: bool = False) -> Tensor:
+def _after_steps(make: Make, lr: float, resumed: bool = False) -> Tensor:
     """Return a tensor after some steps, before the last of which another optimizer may take over."""
     generator = torch.Generator().manual_seed(0)
     parameter = Parameter(torch.randn(5, 3, generator=generator))

@@ -70,7 +70,7 @@ class Setup:
     flops: int | None  # of a sample, forward and backward
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
     source: Mapping[str, str]  # hashes of the user's own source files
-    said: str = ""  # which task it is, and why
+    task_line: str = ""  # which task it is, and why
     first: First | None = None  # the first weights, where the seed does not give them
     taken: Fit | None = None  # what of the model these are
 
@@ -142,7 +142,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     steps = planning.steps(recipe, len(data.train))
     example, evaluation = examples(recipe, data)
     name = f"model {recipe.model.name}"
-    task, said = find_task(wanted(values(recipe), name), data.facts, example)
+    task, task_line = find_task(wanted(values(recipe), name), data.facts, example)
     task = measured(task, recipe.metrics)
     plain = partial(
         build_model,
@@ -201,7 +201,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
         first=first,
         taken=taken,
-        said=said,
+        task_line=task_line,
     )
 
 

@@ -42,7 +42,7 @@ def started(
     return replace(
         loop,
         validation_samples=0 if data.validation is None else len(data.validation),
-        task=ready.said,
+        task=ready.task_line,
         monitor=task.monitor.name,
         unit=task.unit,
         fractions=list(task.fractions),

@@ -34,10 +34,10 @@ from lockstep.run import folder as run_folder
 from lockstep.run.ambient import Closing, Observe, here
 from lockstep.run.compared import placed_with
 from lockstep.run.computing import computing_device
+from lockstep.run.launched import launched
 from lockstep.run.own_settings import Settings
 from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, opened, own_paths
-from lockstep.run.start import launched
 from lockstep.run.user_source import script_digests, source_changes, source_digests
 from lockstep.run.watching import watched
 from lockstep.training.events import Done, Event, Stopped
@@ -167,7 +167,7 @@ class Member:
 
 
 def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
-    """Read what `join` was given; what is wrong with it ends all ranks of a launcher, and is said once."""
+    """Read what `join` was given; what is wrong with it ends all ranks of a launcher, and is reported once."""
     try:
         return read()
     except UsageError as error:

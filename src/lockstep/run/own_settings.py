@@ -1,4 +1,4 @@
-"""What `lockstep.join` is told: checked as the keys of a configuration are, and all of it at once."""
+"""What `lockstep.join` is given: checked as the keys of a configuration are, and all of it at once."""
 
 from __future__ import annotations
 

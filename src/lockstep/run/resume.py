@@ -274,12 +274,12 @@ def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict
 def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of a new optimizer after so many steps: by shapes alone, in memory only where that fails."""
     try:
-        return _stepped(ready, steps, "meta")
+        return _after_steps(ready, steps, "meta")
     except Exception:  # some read values as they step
-        return _stepped(ready, steps, "cpu")
+        return _after_steps(ready, steps, "cpu")
 
 
-def _stepped(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _after_steps(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     trained = [
         (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
         for name, form in ready.trained.items()

@@ -13,14 +13,14 @@ from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.ambient import AMBIENT, Ambient
-from lockstep.run.start import in_workers
+from lockstep.run.start import on_ranks
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     """Run a script in `count` processes of this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
-    return in_workers(partial(_work, path, [path, *arguments]), None, Placement(), count)
+    return on_ranks(partial(_work, path, [path, *arguments]), None, Placement(), count, apart=True)
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:

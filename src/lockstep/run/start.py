@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from functools import partial
@@ -15,8 +14,6 @@ import torch
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
-from lockstep.follow_parent import die_with_launcher
-from lockstep.launchers import detect, located
 from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
@@ -24,15 +21,6 @@ from lockstep.ranks.rendezvous import Rendezvous
 T = TypeVar("T")
 _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
 Work = Callable[[Rendezvous], int]  # returns the exit code
-
-
-def launched() -> RankInfo | None:
-    """Return this process's rank where a launcher started it, and tie its life to that launcher's."""
-    info = detect(os.environ)
-    if info is None:
-        return None
-    die_with_launcher(info.launcher)
-    return located(info, os.environ)
 
 
 def as_launched(info: RankInfo, words: Sequence[str], opened: Callable[[], tuple[Placement, Work]]) -> int:
@@ -55,28 +43,17 @@ def on_ranks(
     count: int,
     logs: Path | None = None,
     failed: Callable[[str], None] | None = None,
+    *,
+    apart: bool = False,
 ) -> int:
-    """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code; one rank is this process.
+    """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code.
 
-    For `ready`, which spawned processes get as None, see `in_workers`; for the rest ranks/local_launcher.py.
+    One rank is this process, unless `apart`; several, of which ranks/local_launcher.py has the rest, are processes of
+    their own. What is `ready` in this process is so in forked ones. To a spawned one, where there is CUDA, it cannot be
+    sent, and it gets None.
     """
-    if count == 1:
+    if count == 1 and not apart:
         return work(ready, alone())
-    return in_workers(work, ready, placement, count, logs, failed)
-
-
-def in_workers(
-    work: Callable[[T | None, Rendezvous], int],
-    ready: T,
-    placement: Placement,
-    count: int,
-    logs: Path | None = None,
-    failed: Callable[[str], None] | None = None,
-) -> int:
-    """Do `work(ready, rendezvous)` in `count` processes of its own and return the exit code.
-
-    What is `ready` in this process is so in forked ones. To a spawned one, where there is CUDA, it cannot be sent.
-    """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     # CUDA does not survive a fork, which is quicker and shares what is in memory.
     method: Literal["fork", "spawn"] = "spawn" if placement.device != "cpu" and torch.cuda.device_count() else "fork"
@@ -87,13 +64,13 @@ def in_workers(
 def in_workers_silently(
     work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int
 ) -> tuple[int, str]:
-    """Do what `in_workers` does; return the exit code, and what it would have printed of a failure.
+    """Do `work` on ranks that are all processes of their own; return the exit code, and the message of a failure.
 
     A signal that ended the workers ends this process, too.
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
-            code = in_workers(work, ready, placement, count)
+            code = on_ranks(work, ready, placement, count, apart=True)
         except SystemExit as end:  # a signal came before there were workers
             code = int(end.code or 0)
     if code > _SIGNALLED:

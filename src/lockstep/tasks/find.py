@@ -62,7 +62,7 @@ class Found(NamedTuple):
     """A task, and one line with its name and the reason for it."""
 
     task: Task
-    said: str
+    line: str
 
 
 def find_task(wanted: Wanted, facts: Facts, example: Batch) -> Found:

@@ -249,18 +249,12 @@ class PipelineEngine:
             case "backward_weight":
                 with self._model_code:
                     stage.backward_weight(index)
-            case "backward":
+            case "backward" | "backward_input":
+                backward = stage.backward if action.kind == "backward" else stage.backward_input
                 gradients = self._gradients_of(action.stage, index, step)
                 lent = self._lent_gradients(action.stage, index)
                 with self._model_code:
-                    back = stage.backward(index, gradients, lent)
-                self._return_gradients(action.stage, index)
-                self._send_back(action.stage, index, back)
-            case "backward_input":
-                gradients = self._gradients_of(action.stage, index, step)
-                lent = self._lent_gradients(action.stage, index)
-                with self._model_code:
-                    back = stage.backward_input(index, gradients, lent)
+                    back = backward(index, gradients, lent)
                 self._return_gradients(action.stage, index)
                 self._send_back(action.stage, index, back)
 
