@@ -4,6 +4,7 @@ As a program it is that server: it takes requests, a line of JSON each, from the
 argument, and ends with it. Each command gets a session of its own, so that what it leaves behind can be found.
 """
 
+import importlib
 import json
 import os
 import select
@@ -145,6 +146,10 @@ class Server:
         pid = self._ask(request)
         return Command(pid, folder, name, f"{MARK}={pid}", lambda: self._ask({"reap": pid}))
 
+    def load(self, *modules: str) -> None:
+        """Import modules that take seconds, once for all commands that start from now on."""
+        self._ask({"load": modules})
+
     def close(self) -> None:
         """End the server."""
         self._answers.close()
@@ -223,6 +228,8 @@ def _serve(connection: socket.socket) -> None:
         request = json.loads(line)
         if "reap" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
+        elif "load" in request:
+            answer = len([importlib.import_module(name) for name in request["load"]])
         elif not (answer := os.fork()):
             connection.close()
             _run(request)

@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import DIGITS
+from forked import Server
 from test_start_from import PLACED, SHORT, a  # noqa: F401 - a fixture
 
 import lockstep
@@ -18,9 +19,10 @@ LORA = 'recipe.model.lora={target_modules: [convolutions.0, "5.convolutions.3"],
 
 
 @pytest.mark.timeout(300)
-def test_one_hash_and_pefts_files(run, a) -> None:  # noqa: F811
+def test_one_hash_and_pefts_files(server: Server, run, a) -> None:  # noqa: F811
     import peft
 
+    server.load("peft")  # each run would import it
     words = ("train", *DIGITS, *SHORT, "recipe.model.weights=a", LORA)
     alone = run(*words, "run.dir=alone", "placement.processes=1")
     for number, (count, strategy) in enumerate(PLACED):

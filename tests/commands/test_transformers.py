@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked import Server
 
 TEXT = {"name": "text", "root": "numbers.txt", "options": {"context": 8}}
 MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has tied weights and dropout
@@ -19,6 +20,11 @@ PLACED = (
     ("placement.strategy=zero3", "placement.processes=2"),
     ("placement.strategy=pipeline", "placement.processes=2"),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded(server: Server) -> None:
+    server.load("transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit")
 
 
 @pytest.fixture
