@@ -1,5 +1,6 @@
 """The strategy is a matter of time and memory: commands give the same run, to the byte, under each of them."""
 
+import shutil
 import signal
 
 import pytest
@@ -57,17 +58,23 @@ def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, befo
     assert (resumed.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
 
 
+@pytest.fixture
+def saved(finished, tmp_path):
+    """Put a finished run into the test's folder, as `run`."""
+    shutil.copytree(undisturbed(finished).folder / "run", tmp_path / "run", symlinks=True)
+
+
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "pipeline"])
 def test_a_saved_run_is_evaluated_under_any_strategy(run, name):
-    run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", "placement.processes=1")
     alone = run("eval", "--trust", "run")
     placed = run("eval", "--trust", "run", *(word for word in PLACED[name] if not word.startswith("run.")))
     assert _said(placed.out) == _said(alone.out)
     assert "evaluated 360 of 360" in alone.out
 
 
+@pytest.mark.usefixtures("saved")
 def test_a_strategy_that_does_not_fit_is_refused_by_eval_too(run):
-    run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", "placement.processes=1")
     refused = run("eval", "--trust", "run", "placement.strategy=zero3", "placement.processes=1", code=2)
     assert "strategy zero3: one process has nobody to share with" in refused.err
     more = run("eval", "--trust", "run", "placement.strategy=zero3", "placement.processes=6")
