@@ -73,8 +73,13 @@ def reference(finished) -> str:
     return finished("recipe.microbatches=4", "placement.processes=1").sha256
 
 
-def test_torchs_older_launcher(launch, finished, port):
-    command = launch(*LAUNCH, f"--master-port={port}")
+@pytest.mark.parametrize(
+    "launcher",
+    [TORCHRUN, (*LAUNCH, "--master-port=PORT")],
+    ids=["torchrun", "launch"],
+)
+def test_launchers_of_torch(launch, finished, port, launcher):
+    command = launch(*(word.replace("PORT", str(port)) for word in launcher))
     assert command.wait() == 0, command.err
     assert command.sha256 == finished('recipe.model={name: "held:linear"}').sha256
     assert "rank 1 of 2  local rank 1  host " in command.out
