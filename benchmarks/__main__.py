@@ -11,7 +11,7 @@ from typing import Final
 
 from benchmarks.report import as_json, machine, show
 
-ALL: Final = ("loop", "input", "end_to_end", "exactness", "strategies", "saving", "audit", "tokens")
+ALL: Final = ("loop", "input", "end_to_end", "exactness", "strategies", "saving", "audit", "tokens", "tensor")
 
 
 def main() -> None:
