@@ -24,6 +24,7 @@ def test_coordinates_count_the_last_axis_first(replicate: int, pipe: int, shard:
     mesh = Mesh(replicate, pipe, shard, tensor)
     found = [mesh.coordinate(rank) for rank in range(mesh.size)]
     assert found == [Mesh(*each) for each in product(*map(range, mesh))]
+    assert [mesh.rank(mesh.coordinate(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
 
 
 @given(SHORT, SHORT, SHORT, SHORT, st.sets(st.sampled_from(get_args(Axis))))

@@ -1,31 +1,45 @@
-"""A slice along any dim has its place in the whole, run by run."""
+"""Rows of a tensor, of itself or rearranged in chunks, have their places in the whole, run by run."""
+
+from math import prod
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.core.shard import Run, Shard, local_tensor, sharded_as, slice_of, unsharded
+from lockstep.core.shard import Chunked, Run, Shard, local_tensor, sharded_as, slice_of, unsharded
 
 
 @st.composite
-def slices(draw: st.DrawFn) -> tuple[Tensor, Shard]:
+def plain_rows(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
-    dim = draw(st.integers(0, len(shape) - 1))
-    first = draw(st.integers(0, shape[dim]))
-    length = draw(st.integers(0, shape[dim] - first))
-    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    return whole, Shard(whole.narrow(dim, first, length), first, whole.shape, dim=dim)
+    first = draw(st.integers(0, shape[0]))
+    length = draw(st.integers(0, shape[0] - first))
+    whole = torch.arange(float(prod(shape))).reshape(shape)
+    return whole, Shard(whole[first : first + length], first, whole.shape)
 
 
-@given(slices())
-def test_runs_put_a_slice_where_it_is_in_the_whole(drawn: tuple[Tensor, Shard]) -> None:
+@st.composite
+def chunked_rows(draw: st.DrawFn) -> tuple[Tensor, Shard]:
+    view = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
+    dim = draw(st.integers(0, len(view) - 2))
+    shape = (prod(view),) if draw(st.booleans()) else (prod(view[:-1]), view[-1])
+    chunked = Chunked(shape, view, dim)
+    whole = torch.arange(float(prod(view))).reshape(shape)
+    rows = chunked.rearranged(whole)
+    first = draw(st.integers(0, len(rows)))
+    length = draw(st.integers(0, len(rows) - first))
+    return whole, Shard(rows[first : first + length], first, whole.shape, chunked=chunked)
+
+
+@given(plain_rows() | chunked_rows())
+def test_runs_put_rows_where_they_are_in_the_whole(drawn: tuple[Tensor, Shard]) -> None:
     whole, shard = drawn
     own = shard.tensor.reshape(-1)
     found = torch.full((whole.numel(),), -1.0)
     taken = 0
     for run in shard.runs():
-        assert run.own == taken  # in the order of the slice
+        assert run.own == taken  # in the order of the rows
         found[run.at : run.at + run.length] = own[run.own : run.own + run.length]
         taken += run.length
     assert taken == own.numel()
@@ -33,18 +47,33 @@ def test_runs_put_a_slice_where_it_is_in_the_whole(drawn: tuple[Tensor, Shard]) 
     assert int((found < 0).sum()) == whole.numel() - taken
 
 
+@given(chunked_rows())
+def test_what_is_rearranged_can_be_restored(drawn: tuple[Tensor, Shard]) -> None:
+    whole, shard = drawn
+    assert shard.chunked is not None
+    assert torch.equal(shard.chunked.restored(shard.chunked.rearranged(whole)), whole)
+
+
 def test_golden_runs() -> None:
     shape = torch.Size((2, 3, 4))
     assert list(Shard(torch.empty(1, 3, 4), 1, shape).runs()) == [Run(12, 0, 12)]
-    assert list(Shard(torch.empty(2, 2, 4), 1, shape, dim=1).runs()) == [Run(4, 0, 8), Run(16, 8, 8)]
     assert list(Shard(torch.empty(0, 3, 4), 2, shape).runs()) == []
     assert list(Shard(torch.empty(()), 0, torch.Size(())).runs()) == [Run(0, 0, 1)]
 
 
-def test_what_is_like_a_shard_is_the_same_slice() -> None:
-    shard = Shard(torch.zeros(2, 1), 3, torch.Size((2, 5)), primary=False, dim=1)
-    other = torch.ones(2, 1)
-    assert sharded_as(other, shard) == Shard(other, 3, torch.Size((2, 5)), False, 1)
+def test_golden_chunks() -> None:
+    """Of 3 x 4 outputs of 2 inputs in 2 chunks: the second has the last two of each of the three."""
+    outputs = Chunked((12, 2), (3, 2, 2, 2), 1)
+    rows = Shard(torch.empty(6, 2), 6, torch.Size((12, 2)), chunked=outputs)
+    assert list(rows.runs()) == [Run(4, 0, 4), Run(12, 4, 4), Run(20, 8, 4)]
+    inputs = Chunked((2, 6), (2, 3, 2), 1)  # of 6 inputs in 3 chunks: each row of the weight is cut
+    assert inputs.rearranged(torch.arange(12.0).reshape(2, 6))[:2].tolist() == [[0.0, 1.0], [6.0, 7.0]]
+
+
+def test_what_is_like_a_shard_is_the_same_rows() -> None:
+    shard = Shard(torch.zeros(2, 5), 1, torch.Size((4, 5)), primary=False)
+    other = torch.ones(2, 5)
+    assert sharded_as(other, shard) == Shard(other, 1, torch.Size((4, 5)), False)
     assert sharded_as(other, torch.zeros(2, 1)) is other
     assert local_tensor(shard) is shard.tensor
     assert unsharded({"cut": shard, "whole": other}) == {"whole": other}

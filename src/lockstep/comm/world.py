@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
 import torch
@@ -76,20 +77,22 @@ class World:
         self._stop = _StopAgreement(groups[0]) if groups else None
         self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
 
-    def canonical(self, mesh: Mesh, *axes: Axis) -> CanonicalSum:
+    def canonical(self, mesh: Mesh, *axes: Axis, beside: bool = True) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
 
-        It may be used by a side stream. All ranks call it alike.
+        With `beside` a side stream may use it, else this thread alone. All ranks call it alike.
         """
-        among = Mesh(**{axis: getattr(mesh, axis) for axis in axes})
+        lengths = {axis: getattr(mesh, axis) for axis in axes}
+        shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; those of other axes have contiguous parts
+        among = Mesh(replicate=prod(lengths.values()), shard=shard)
         [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
         data_ranks = [among.data_rank(number) for number in range(among.size)]
-        carrier = self.carrier(mesh, *axes) if among.size > 1 else None
+        carrier = self.carrier(mesh, *axes, beside=beside) if among.size > 1 else None
         return CanonicalSum(ranks.index(self.rank), data_ranks, carrier)
 
-    def carrier(self, mesh: Mesh, *axes: Axis) -> Carrier:
-        """Return what carries tensors between the ranks that differ along these axes alone, for a side stream."""
-        return self._carry(self._group(_BESIDE, mesh.groups(*axes)))
+    def carrier(self, mesh: Mesh, *axes: Axis, beside: bool = True) -> Carrier:
+        """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""
+        return self._carry(self._group(_BESIDE if beside else _MAIN, mesh.groups(*axes)))
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return the ranks that differ along these axes alone as torch's, for this thread."""

@@ -42,6 +42,13 @@ class Mesh(NamedTuple):
             found.append(along)
         return Mesh(*reversed(found))
 
+    def rank(self, at: Mesh) -> int:
+        """Return which rank is at these coordinates: `coordinate` the other way."""
+        number = 0
+        for length, along in zip(self, at, strict=True):
+            number = number * length + along
+        return number
+
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Return the ranks, group by group, that differ along these axes alone: each rank is in one group."""
         groups: dict[tuple[int, ...], list[int]] = {}

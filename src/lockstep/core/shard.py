@@ -1,44 +1,87 @@
-"""A tensor that is cut over several ranks: each holds a slice of it along one dim."""
+"""A tensor that is cut over several ranks: each holds some of its rows, of the tensor itself or of it rearranged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 class Run(NamedTuple):
-    """Elements that follow each other in a slice and in the whole, both in row-major order."""
+    """Elements that follow each other in a shard and in the whole, both in row-major order."""
 
     at: int  # where they begin in the whole
-    own: int  # and in the slice
+    own: int  # and in the shard
     length: int
+
+
+class Chunked(NamedTuple):
+    """How a tensor is rearranged so that its chunks (parallel/tensor/) are rows that follow each other.
+
+    Seen as a tensor of shape `view`, its dim `dim` comes first, and all dims but the last are rows. A tensor that had
+    one dim stays so, and each element is a row. `shape` is its own.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dim: int
+
+    @property
+    def flat(self) -> bool:
+        """Whether the tensor has one dim."""
+        return len(self.shape) == 1
+
+    def rearranged(self, whole: Tensor) -> Tensor:
+        """Return the tensor with its chunks as rows: a copy, unless it is in this order already."""
+        moved = whole.reshape(self.view).movedim(self.dim, 0)
+        return moved.reshape(-1) if self.flat else moved.reshape(-1, self.view[-1])
+
+    def restored(self, tensor: Tensor) -> Tensor:
+        """Return what `rearranged` was given."""
+        first = self.view[self.dim]
+        others = [length for dim, length in enumerate(self.view) if dim != self.dim]
+        return tensor.reshape(first, *others).movedim(0, self.dim).reshape(self.shape)
+
+    def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return where each of these rows begins in the tensor."""
+        width = 1 if self.flat else self.view[-1]
+        view = self.view if self.flat else self.view[:-1]
+        numbers = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
+        return np.moveaxis(numbers, self.dim, 0).reshape(-1)[rows] * width
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice of a tensor of `shape` along `dim`, from index `first` on; possibly empty. A 0-dim tensor is one slice.
+    """Rows of a tensor of `shape`, from row `first` on; possibly none. A 0-dim tensor is one row.
 
-    Where several ranks hold the same slice, one of them is `primary`: it reports what all would.
+    Rows are the elements of dim 0, of the tensor itself or, where it is `chunked`, of it rearranged. Where several
+    ranks hold the same rows, one of them is `primary`: it reports what all would.
     """
 
     tensor: Tensor
     first: int
     shape: torch.Size
     primary: bool = True
-    dim: int = 0
+    chunked: Chunked | None = None
 
     def runs(self) -> Iterator[Run]:
-        """Yield the runs of the slice: one along dim 0, else one for each index of the dims before."""
-        if not self.tensor.numel():
+        """Yield the runs of the rows, in their order."""
+        elements = self.tensor.numel()
+        if not elements:
             return
-        outer, inner = self.shape[: self.dim].numel(), self.shape[self.dim + 1 :].numel()
-        own = self.tensor.numel() // outer
-        for number in range(outer):
-            yield Run(number * self.shape[self.dim :].numel() + self.first * inner, number * own, own)
+        if self.chunked is None:
+            yield Run(self.first * self.shape[1:].numel(), 0, elements)
+            return
+        starts = self.chunked.starts(slice(self.first, self.first + len(self.tensor)))
+        width = elements // len(self.tensor)
+        breaks = [0, *(np.flatnonzero(np.diff(starts) != width) + 1).tolist(), len(starts)]
+        for begin, end in pairwise(breaks):
+            yield Run(int(starts[begin]), begin * width, (end - begin) * width)
 
 
 MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is whole, on every rank
@@ -50,14 +93,15 @@ def local_tensor(held: MaybeSharded) -> Tensor:
 
 
 def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
-    """Return that slice of `whole` which `like` holds: a view."""
+    """Return those rows of `whole` that `like` holds: a view, unless they are rearranged."""
     if not isinstance(like, Shard) or not like.shape:
         return whole
-    return whole.narrow(like.dim, like.first, like.tensor.shape[like.dim])
+    rows = whole if like.chunked is None else like.chunked.rearranged(whole)
+    return rows[like.first : like.first + len(like.tensor)]
 
 
 def sharded_as(tensor: Tensor, held: MaybeSharded) -> MaybeSharded:
-    """Return `tensor`, which has the shape of what is held, as the same slice of a whole."""
+    """Return `tensor`, which has the shape of what is held, as the same rows of a whole."""
     return replace(held, tensor=tensor) if isinstance(held, Shard) else tensor
 
 

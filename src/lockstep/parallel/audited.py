@@ -132,7 +132,7 @@ class AuditedEngine:
         for name, held in tensors.items():
             (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
         cut = [
-            (name, held.dim, held.first, [*held.tensor.shape])
+            (name, held.chunked, held.first, [*held.tensor.shape])
             for name, held in tensors.items()
             if isinstance(held, Shard)
         ]

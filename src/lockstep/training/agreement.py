@@ -92,4 +92,4 @@ def _digest(held: MaybeSharded) -> bytes:
 
 
 def _rows(held: MaybeSharded) -> list[int]:
-    return [held.dim, held.first, *held.tensor.shape] if isinstance(held, Shard) else []
+    return [held.first, *held.tensor.shape] if isinstance(held, Shard) else []

@@ -101,7 +101,6 @@ class RowNorms:
     """
 
     def __init__(self, world: World, parts: Mapping[Tensor, Shard], device: torch.device) -> None:
-        assert not any(part.dim for part in parts.values())  # a row that is cut would need a sum of its own
         self._world = world
         self._parts = parts
         self._device = device
@@ -176,10 +175,8 @@ def gathered(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str, Ten
     table = torch.zeros(ends[-1], dtype=torch.uint8)
     for start, shard in zip(ends, shards.values(), strict=False):
         if shard.primary and shard.tensor.numel():
-            size, own = (
-                shard.tensor.element_size(),
-                shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8),
-            )
+            size = shard.tensor.element_size()
+            own = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             for run in shard.runs():
                 begin = start + run.at * size
                 table[begin : begin + run.length * size] = own[run.own * size : (run.own + run.length) * size]
