@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from lockstep.models.adapters import Lora, adapt
@@ -54,13 +52,3 @@ def tuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn
     if tuning.frozen:
         freeze(model, tuning.frozen)
     return model
-
-
-def on_meta(build: Build) -> nn.Module:
-    """Build a model on the meta device, or on the CPU where that fails: for its names and shapes."""
-    with warnings.catch_warnings(action="ignore"):  # the real build warns too, and not of values that are not there
-        try:
-            with torch.device("meta"):
-                return build()
-        except Exception:  # a model may read values while it is built; what fails on the CPU too is told
-            return build()

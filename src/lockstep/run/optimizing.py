@@ -13,8 +13,8 @@ from lockstep.config import plan as planning
 from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
 from lockstep.core.rate import scaled
+from lockstep.device.meta import on_meta
 from lockstep.models.layers import layer_scales
-from lockstep.models.tuned import on_meta
 from lockstep.parallel.groups import ParameterGroup, distinct, settings
 from lockstep.parallel.optimize import Settings, make_optimizer
 

@@ -5,18 +5,17 @@ Huang et al. 2019, "GPipe", has the idea and the first schedule; parallel/pipeli
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, final
 
-import torch
 from pydantic import Field
 from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
+from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -96,13 +95,7 @@ class Strategy:
         cut may lie within a block.
         """
         stages = processes // self._pipelines * self._per_rank()
-        with warnings.catch_warnings(action="ignore"):  # the real build warns too, and not of values that are not there
-            try:
-                with torch.device("meta"):
-                    blank = build()
-            except Exception:  # a stranger's model may read values while it is built; what fails on the CPU too is told
-                blank = build()
-        find_cut(blank, stages, example, self.cut, whole_blocks=whole_blocks)
+        find_cut(on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy: all ranks of a pipeline have the same micro-batches."""
@@ -110,7 +103,7 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        pipe = Pipe(self.schedule, self.replicate, self.shard, self._per_rank(), self.cut, self.recompute)
+        pipe = Pipe(self.schedule, self.replicate, self.shard, 1, self._per_rank(), self.cut, self.recompute)
         return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 
     @property

@@ -1,0 +1,34 @@
+"""A model is looked at without memory, and on the CPU only where it must be."""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.device.meta import on_meta
+
+
+class Reads(nn.Linear):
+    """Looks at its weights while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = self.weight.abs().max().item()
+
+
+def _loud() -> nn.Module:
+    warnings.warn("of the build", stacklevel=1)
+    return nn.Linear(1 << 20, 1 << 20)
+
+
+def devices(model: nn.Module) -> set[torch.device]:
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return {each.device for each in tensors}
+
+
+def test_a_model_of_terabytes_needs_no_memory_and_warns_nobody() -> None:
+    assert devices(on_meta(_loud)) == {torch.device("meta")}
+
+
+def test_a_model_that_reads_its_values_is_built_on_the_cpu() -> None:
+    assert devices(on_meta(Reads)) == {torch.device("cpu")}
