@@ -59,7 +59,7 @@ def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_pa
         ),
         (
             ("recipe.compile=true", "placement.strategy={name: pipeline, cut: [3.relu]}", "placement.processes=2"),
-            "no stage can begin within block 3, which recipe.compile compiles as one; cut before a block",
+            "no stage can begin within 3, which recipe.compile or recipe.model.chunks takes as one; cut before it",
         ),
         (("run.dir=held.txt",), "run.dir held.txt: cannot be used: File exists; choose another run.dir"),
     ],

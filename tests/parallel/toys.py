@@ -25,6 +25,8 @@ from lockstep.parallel.layouts.base import gathered, trained_parameters
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
@@ -106,6 +108,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
     groups: tuple[ParameterGroup, ...] = ()
+    chunks: int = 1  # into which what `plan` names is cut
+    plan: tuple[tuple[str, str], ...] = ()
 
     def numerics(self) -> Numerics:
         return Numerics(
@@ -129,6 +133,8 @@ def build(case: Case) -> nn.Module:
         model = case.model().to(case.dtype)
     if case.freeze:
         freeze(model, case.freeze)
+    if case.chunks > 1:
+        cut_into_chunks(model, dict(case.plan), case.chunks)
     return model
 
 
@@ -162,7 +168,12 @@ def engine(world: World, case: Case) -> Engine:
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
     problem = Problem(Classification(topk=(1,)), partial(build, case), example=example)
     started: Any = strategy(world, case).start(problem, optimizer, world, case.numerics())
-    return AuditedEngine(started, world, rota(world, case), partial(fetch, case)) if case.audit_every else started
+    if case.audit_every:
+        started = AuditedEngine(started, world, rota(world, case), partial(fetch, case))
+    if case.chunks > 1:
+        chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
+        return UsualShapes(started, chunked)
+    return started  # type: ignore[no-any-return]
 
 
 def rota(world: World, case: Case) -> Rota:

@@ -29,7 +29,7 @@ def test_hsdp_and_a_folder_take_part_and_a_pipeline_needs_a_task():
     rows = lockstep.verify(partial(loops.training, "kept"), processes=(4,), strategies=(HSDP, "pipeline"), steps=3)
     assert rows[0].line == "hsdp on 4: identical, 3 steps"
     assert rows[1].verdict == "not possible"
-    assert "strategy pipeline: it cuts the model, so it needs a task" in rows[1].reason
+    assert "strategy pipeline: it cuts the model by what a recipe says of it" in rows[1].reason
     assert not Path("kept").exists()
 
 

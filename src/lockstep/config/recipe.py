@@ -66,6 +66,12 @@ class Lora(Section):
     train: Patterns = ()  # parameters that are trained too, such as those of a new head
 
 
+Plan = Annotated[
+    dict[str, str],
+    Field(description="patterns of names of modules, and what is done to them: colwise, rowwise, ..."),
+]
+
+
 class Model(Section):
     """A network by name: ours, timm's, torchvision's or transformers', or `package.module:function`."""
 
@@ -75,7 +81,17 @@ class Model(Section):
     weights: Annotated[Weights | None, BeforeValidator(_path), Field(description="a path, or a mapping of keys")] = None
     lora: Lora | None = None
     freeze: Patterns = ()  # parameters that are not trained, by their names
+    chunks: PositiveInt = 1  # parts into which heads and features are cut, which the strategy `tensor` shares out
+    plan: Plan = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _chunks_of_plain_layers(self) -> Self:
+        if self.plan and self.chunks == 1:
+            raise ValueError("plan: it says what is cut into chunks, and chunks is 1; set chunks, or leave plan out")
+        if self.lora is not None and self.chunks > 1:
+            raise ValueError("chunks: layers that have adapters cannot be cut; leave chunks out, or lora")
+        return self
 
 
 class Augment(Section):

@@ -130,9 +130,12 @@ class Block(nn.Module):
 
     def forward(self, x_ntd: Tensor) -> Tensor:
         x_ntd = x_ntd + self.dropout(self.attention(self.attention_norm(x_ntd)))
-        inner_nte = F.gelu(self.up(self.feed_forward_norm(x_ntd)))
-        added: Tensor = x_ntd + self.dropout(self.down(inner_nte))
+        added: Tensor = x_ntd + self.dropout(self.feed_forward(self.feed_forward_norm(x_ntd)))
         return added
+
+    def feed_forward(self, x_ntd: Tensor) -> Tensor:
+        fed: Tensor = self.down(F.gelu(self.up(x_ntd)))
+        return fed
 
 
 @final

@@ -100,6 +100,7 @@ class DataParallelEngine:
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard")
+        self._primary = mesh.data_rank(world.rank).primary
         self._alone = world.size == 1
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
@@ -249,7 +250,7 @@ class DataParallelEngine:
             outputs = call(self._model, inputs)
         given = self._numerics.given_out(outputs)
         loss = self._task.loss(given, microbatch.batch)
-        if observed is not None and not microbatch.dummy:
+        if observed is not None and self._primary and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
         return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -18,17 +18,19 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, mapped
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
+from lockstep.core.shard import Chunked
 from lockstep.data.asked import asked_by
 from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
 from lockstep.device.compiler import check_compiler
+from lockstep.device.meta import on_meta
 from lockstep.device.precision import computing_dtype
 from lockstep.models.check import Form, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.fitting import Fit
 from lockstep.models.initialise import initialise
-from lockstep.models.tuned import on_meta, tuned
+from lockstep.models.tuned import tuned
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import check_optimizer
@@ -36,6 +38,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
+from lockstep.run.chunking import cut
 from lockstep.run.examples import examples, few_samples, repeated, smallest_microbatch, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
@@ -71,6 +74,7 @@ class Setup:
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
     source: Mapping[str, str]  # hashes of the user's own source files
     task_line: str = ""  # which task it is, and why
+    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe cuts into chunks
     first: First | None = None  # the first weights, where the seed does not give them
     taken: Fit | None = None  # what of the model these are
 
@@ -154,15 +158,19 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     tuning = tuning_of(recipe.model)
-    build = partial(tuned, plain, tuning)
+    uncut = partial(tuned, plain, tuning)
     dtype = computing_dtype(recipe.precision)
-    summary = check_model(
-        build,
+    check = partial(
+        check_model,
         name=recipe.model.name,
         evaluation=task.inputs(repeated(evaluation, 2)),
         training=task.inputs(repeated(example, smallest_microbatch(steps, recipe.microbatches))),
         check=partial(_check_task, task, example),
     )
+    summary = check(uncut)
+    build, chunked = cut(uncut, recipe.model)
+    if chunked:
+        check(build)
     if dtype is not None:
         inputs = task.inputs(repeated(evaluation, 2))
         check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)
@@ -173,8 +181,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     if ":" in recipe.optimizer.name:
         check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
-    taken = None if first is None else first.into(on_meta(build if first.adapted else plain))
-    whole = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first)
+    taken = None if first is None else first.into(on_meta(uncut if first.adapted else plain))
+    whole, _ = cut(partial(tuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first), recipe.model)
     problem = Problem(
         task,
         partial(initialise, whole, recipe.seed),
@@ -202,6 +210,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         first=first,
         taken=taken,
         task_line=task_line,
+        chunked=chunked,
     )
 
 

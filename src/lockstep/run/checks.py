@@ -34,13 +34,18 @@ def check_placement(resolved: Resolved) -> None:
             f"none can repeat another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
         )
     check_compile(resolved)
-    if strategy.traits.cuts_rows:
+    if strategy.traits.cuts_rows or recipe.model.chunks > 1:
         check_rows(optimizer(recipe), resolved.strategy_name)
 
 
 def check_compile(resolved: Resolved) -> None:
     """Raise UsageError where a compiled model would not give the bits of one process."""
     recipe = resolved.recipe
+    if recipe.compile and recipe.model.chunks > 1:
+        raise UsageError(
+            "recipe.compile: layers in chunks are called one chunk after the other, which torch.compile cannot follow; "
+            "set it to false, or leave recipe.model.chunks out"
+        )
     if recipe.compile and recipe.precision == "bf16-compute":
         raise UsageError(
             "recipe.compile: with recipe.precision bf16-compute nothing has shown that a compiled model gives the same "
@@ -56,13 +61,13 @@ def check_compile(resolved: Resolved) -> None:
 def check_cut(resolved: Resolved, ready: Setup) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
     strategy = resolved.strategy
-    if strategy.traits.cuts_rows:
+    if strategy.traits.cuts_rows or ready.chunked:
         for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
             check_rows(make, resolved.strategy_name)
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
-        check_separable(ready.optimizer, ready.dims)
+        check_separable(ready.optimizer, ready.dims, resolved.strategy_name)
 
 
 def refused_on_cuda(ready: Setup) -> list[Refusal]:

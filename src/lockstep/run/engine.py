@@ -12,6 +12,7 @@ from lockstep.data.loader import Loader
 from lockstep.models.initialise import initialise
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine
+from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.run.build import Setup
 from lockstep.run.resolved import Resolved
 from lockstep.run.strategy import recomputed
@@ -31,7 +32,11 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
     if placement.audit_every is None:
-        return engine, ready.loader(world, own, placement.workers)
+        return _usual(engine, ready), ready.loader(world, own, placement.workers)
     rota = Rota(placement.audit_every, mesh, ready.recipe.microbatches)
     loader = ready.loader(world, own, placement.workers, partial(rota.repeated, world.rank))
-    return AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), loader
+    return _usual(AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), ready), loader
+
+
+def _usual(engine: Engine, ready: Setup) -> Engine:
+    return UsualShapes(engine, ready.chunked) if ready.chunked else engine

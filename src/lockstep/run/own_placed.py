@@ -113,7 +113,7 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     name, chosen = find_strategy(placement, size)
     if isinstance(chosen, CutsModel):
         raise refused(
-            f"strategy {name}: it cuts the model, so it needs a task, which says what goes in and what the loss is",
+            f"strategy {name}: it cuts the model by what a recipe says of it: its task, or its chunks",
             "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
         )
     check_strategy(name, chosen, size, max(size, 2))

@@ -1,0 +1,1 @@
+"""Slicing of tensors: products cut into chunks of features, which ranks share."""

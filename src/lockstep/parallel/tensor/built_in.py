@@ -1,0 +1,49 @@
+"""Plans of models that we know: those of timm and our own by their modules, those of transformers by its own plans."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Final
+
+from torch import nn
+
+# By the class of a module: what it is and its layers are, by names relative to it.
+_MODULES: Final = {
+    "timm.layers.attention.Attention": {
+        "": "heads:num_heads,attn_dim",
+        "qkv": "colwise:3",
+        "gate": "colwise",
+        "q_norm": "shared",
+        "k_norm": "shared",
+        "proj": "rowwise",
+    },
+    "timm.layers.mlp.Mlp": {"fc1": "colwise", "fc2": "rowwise"},
+    "lockstep.models.gpt.Attention": {"": "heads:heads", "queries_keys_values": "colwise:3", "out": "rowwise"},
+    "lockstep.models.gpt.Block": {"": "region:feed_forward", "up": "colwise", "down": "rowwise"},
+}
+# The words of transformers that we have a kind for. A group of layers with another one is left whole.
+_KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
+
+
+def known_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan of a model whose layers are known, by the names of its modules; empty for another one."""
+    plan = {}
+    for name, module in model.named_modules():
+        for layer, kind in _MODULES.get(f"{type(module).__module__}.{type(module).__qualname__}", {}).items():
+            if not layer or isinstance(getattr(module, layer), nn.Module):
+                plan[".".join(filter(None, (name, layer)))] = kind
+    return plan | _of_transformers(model)
+
+
+def _of_transformers(model: nn.Module) -> dict[str, str]:
+    """Return the plan that a model of transformers brings along, but for groups of layers with kinds we have not."""
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    before = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""
+    groups: dict[str, dict[str, str]] = {}
+    for name, _ in model.named_modules():
+        kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"{before}{pattern}")), None)
+        if kind is not None:
+            groups.setdefault(name.rpartition(".")[0], {})[name] = kind
+    usable = [group for group in groups.values() if {"colwise", "rowwise"} <= {*group.values()} <= {*_KINDS}]
+    return {name: _KINDS[kind] for group in usable for name, kind in group.items()}

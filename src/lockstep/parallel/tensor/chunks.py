@@ -1,0 +1,143 @@
+"""The chunks of features into which a recipe cuts a part of a model, and how they are computed one by one.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3: a layer whose outputs are cut needs no exchange, one whose inputs are cut
+gives partial sums. What is ours is the unit. The model's code between such a pair of layers, a *region*, is called once
+for each chunk, by whoever computes it: products, activations, attention and dropout have the shape and the random
+numbers of one chunk. The partial sums are added by the tree (core/tree.py), within a rank and then over the ranks of
+the mesh's tensor axis. So the number of these ranks changes no bit.
+
+A region goes like this, for a rank with chunks 2 and 3:
+
+1. The region is called for chunk 2. Its first layers (`ColumnLinear`) compute the outputs of both chunks, and give
+   those of 2. From here on the generators are chunk 2's.
+2. At its last layer (`RowLinear`) the call ends: the layer keeps what it is given.
+3. The region is called for chunk 3, and its first layers give what they have of 3.
+4. Its last layer has all chunks of this rank now. It gives their sum over all ranks, the generators go on from where
+   they were before step 1, and the rest of the region is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.canonical import CanonicalSum, add_
+from lockstep.core import random
+from lockstep.core.mesh import DataRank
+from lockstep.core.order import part
+from lockstep.core.tree import Counter
+
+
+@final
+class Chunks:
+    """The `count` chunks of a region, of which this rank computes `own`: until `share` is called, all."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self.count = count
+        self.own = range(count)
+        self.current = 0  # which of `own` is being computed
+        self._name = name
+        self._across = CanonicalSum(0, [DataRank()], None)
+        self._made: dict[nn.Module, Sequence[Tensor]] = {}  # by the first layers, for all of `own`
+        self._given: list[Tensor] = []  # to the last layer
+        self._draws: _Draws | None = None
+
+    def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
+        """Leave the chunks of other ranks to them: this one is `rank` of `ranks`, over which `across` adds."""
+        self.own = part(self.count, ranks, rank)
+        self._across = across
+
+    def before(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Call a region for all chunks but the last, for which it is called after this."""
+        self._made, self._given, self._draws = {}, [], _Draws()
+        for number in range(len(self.own) - 1):
+            self.current = number
+            try:
+                call(*arguments, **named)
+            except _ChunkDone:
+                self._draws.rewind()
+            else:
+                raise RuntimeError(f"{self._name} was called and its rowwise layer was not: it cannot be cut")
+        self.current = len(self.own) - 1
+
+    def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return what `compute` gave when `layer` was called for the first of this rank's chunks: it is for all."""
+        if self._draws is None:
+            raise RuntimeError(f"a layer of {self._name} was called from elsewhere: it cannot be cut")
+        if layer not in self._made:
+            self._made[layer] = compute()
+        if layer.training:
+            self._draws.for_chunk(self.own[self.current])
+        return self._made[layer]
+
+    def gather(self, given: Tensor) -> list[Tensor]:
+        """Return what the last layer was given for all of this rank's chunks; a call before the last one ends here."""
+        if self._draws is None:
+            raise RuntimeError(f"the rowwise layer of {self._name} was called from elsewhere: it cannot be cut")
+        self._given.append(given)
+        if self.current < len(self.own) - 1:
+            raise _ChunkDone
+        self._draws.go_on()
+        found, self._made, self._given, self._draws, self.current = self._given, {}, [], None, 0
+        return found
+
+    def total(self, partials: Iterable[Tensor]) -> Tensor:
+        """Return the sum over all chunks of tensors of one shape; those of this rank's may be overwritten.
+
+        One is asked for after the other, so that few are there at a time. All ranks that share the chunks call it in
+        the same order.
+        """
+        counter: Counter[Tensor] = Counter(add_)
+        for chunk, partial in zip(self.own, partials, strict=True):
+            counter.push(chunk, partial)
+        pieces = counter.pieces()
+        like = next(iter(pieces.values()))
+        flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
+        return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
+
+
+class _ChunkDone(BaseException):
+    """Ends a call of a region. No Exception: the region's own code may catch those."""
+
+
+@final
+class _Draws:
+    """The random numbers of a region: before its first layers and after its last they are those of the whole."""
+
+    def __init__(self) -> None:
+        self._generators = [torch.default_generator]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._before = self._states()
+        self._after: list[Tensor] = []
+        self._key = 0
+        self._drawing: int | None = None
+
+    def for_chunk(self, chunk: int) -> None:
+        """Give a chunk its own numbers from here on, if it has not had them in this call."""
+        if not self._after:
+            self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
+            self._after = self._states()
+        if chunk != self._drawing:
+            self._drawing = chunk
+            for generator in self._generators:
+                generator.manual_seed(random.torch_seed(random.extended(self._key, chunk)))
+
+    def rewind(self) -> None:
+        """Draw again what was drawn before the first layers."""
+        self._set(self._before)
+
+    def go_on(self) -> None:
+        """Draw on as if the chunks had drawn nothing."""
+        if self._after:
+            self._set(self._after)
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)

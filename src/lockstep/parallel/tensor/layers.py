@@ -1,0 +1,149 @@
+"""The layers of a region: linear layers whose outputs are cut, one whose inputs are, and what all chunks use alike.
+
+Of the six products of a pair, forward and backward, only two add over what is cut: the sum of the last layer, and the
+gradient of the input of a first one. These go chunk by chunk, and so do the others: the same numbers could come from
+one product for all of a rank's chunks, but whether they do is the kernel's business, and would have to be shown for
+each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lockstep.parallel.tensor.chunks import Chunks
+
+
+@final
+class ColumnLinear(nn.Module):
+    """A first layer of a region: its weight has shape [chunks * outputs of a chunk, inputs]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self.chunks = chunks
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of the current chunk."""
+        outputs = self.chunks.begin(self, partial(self._outputs, inputs))
+        return outputs[self.chunks.current].view(*inputs.shape[:-1], -1)
+
+    def _outputs(self, inputs: Tensor) -> Sequence[Tensor]:
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        made: tuple[Tensor, ...] = _Column.apply(self.chunks, *_cast(self.bias, self.weight, flat))
+        return made
+
+
+@final
+class RowLinear(nn.Module):
+    """The last layer of a region: its weight has shape [chunks * outputs, inputs of a chunk].
+
+    The bias is added once, to the sum.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self.chunks = chunks
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs, the same on all ranks that share the chunks."""
+        given = [each.reshape(-1, each.shape[-1]) for each in self.chunks.gather(inputs)]
+        bias, weight, *given = _cast(self.bias, self.weight, *given)
+        outputs: Tensor = _Row.apply(self.chunks, weight, *given)
+        outputs = outputs.view(*inputs.shape[:-1], -1)
+        return outputs if bias is None else outputs + bias
+
+
+def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
+    """Let `layer`, such as a norm of each head, be used by all chunks: its gradients are added over them."""
+    layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance: its names stay
+
+
+def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -> Any:
+    own = layer._parameters
+    given = {name: each for name, each in own.items() if each is not None}
+    made = chunks.begin(layer, partial(_Copies.apply, chunks, *given.values()))
+    copies: Any = made[chunks.current * len(given) : (chunks.current + 1) * len(given)]
+    layer._parameters = own | dict(zip(given, copies, strict=True))
+    try:
+        return forward(*inputs)
+    finally:
+        layer._parameters = own
+
+
+class _Column(torch.autograd.Function):
+    """`inputs` [n, i] times the transpose of each chunk of `weight` [own chunks * o, i]: an [n, o] for each."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.chunks, ctx.biased = chunks, bias is not None
+        ctx.save_for_backward(inputs, weight)
+        if bias is None:
+            return tuple(inputs @ each.t() for each in _by_chunk(weight, chunks))
+        pairs = zip(_by_chunk(bias, chunks), _by_chunk(weight, chunks), strict=True)
+        return tuple(torch.addmm(added, inputs, each.t()) for added, each in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        of_bias = torch.cat([mine.sum(0) for mine in gradients]) if ctx.biased else None
+        of_weight = torch.cat([mine.t() @ inputs for mine in gradients]) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[3]:
+            return None, of_bias, of_weight, None
+        pairs = zip(gradients, _by_chunk(weight, ctx.chunks), strict=True)
+        return None, of_bias, of_weight, ctx.chunks.total(mine @ each for mine, each in pairs)
+
+
+class _Row(torch.autograd.Function):
+    """`given` [n, i] of each chunk times the transpose of its chunk of `weight` [own chunks * o, i], added: [n, o]."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, weight: Tensor, *given: Tensor) -> Tensor:
+        ctx.chunks = chunks
+        ctx.save_for_backward(weight, *given)
+        pairs = zip(given, _by_chunk(weight, chunks), strict=True)
+        return chunks.total(mine @ each.t() for mine, each in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *given = ctx.saved_tensors
+        of_weight = torch.cat([gradient.t() @ mine for mine in given]) if ctx.needs_input_grad[1] else None
+        return None, of_weight, *(gradient @ each for each in _by_chunk(weight, ctx.chunks))
+
+
+class _Copies(torch.autograd.Function):
+    """`parameters`, once for each chunk; their gradients are added over all chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.chunks, ctx.count = chunks, len(parameters)
+        return tuple(each.detach().clone() for _ in chunks.own for each in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_each = [gradients[number :: ctx.count] for number in range(ctx.count)]
+        return None, *(ctx.chunks.total(each.clone() for each in mine) for mine in of_each)
+
+
+def _by_chunk(tensor: Tensor, chunks: Chunks) -> tuple[Tensor, ...]:
+    return tensor.tensor_split(len(chunks.own))
+
+
+def _cast(bias: Tensor | None, weight: Tensor, *given: Tensor) -> tuple[Any, ...]:
+    """Return the tensors in the dtype in which autocast would multiply them, where it is on."""
+    kind = weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return bias, weight, *given
+    dtype = torch.get_autocast_dtype(kind)
+    return None if bias is None else bias.to(dtype), *(each.to(dtype) for each in (weight, *given))

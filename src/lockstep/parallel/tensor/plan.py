@@ -1,0 +1,240 @@
+"""A plan: which layers of a model are cut into chunks, and how.
+
+A plan maps patterns of module names (core/patterns.py) to kinds:
+
+| kind | of a module | what it means |
+|---|---|---|
+| `colwise` | nn.Linear | its outputs are cut; `colwise:3`: they are three things of one size, each of which is cut |
+| `rowwise` | nn.Linear | its inputs are cut; what the chunks give is added |
+| `heads:NAMES` | any | its attributes NAMES count heads, or features of all heads; a chunk's are fewer |
+| `shared` | any | it is used by each chunk by itself, such as a norm of each head |
+| `whole` | any | it is used before the first cut layer of its region or after the last |
+| `region:METHOD` | any | the layers are cut inside this method, which takes no named arguments |
+
+The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that has colwise layers, too, or a
+method of it that is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, NamedTuple, final
+
+from torch import nn
+
+from lockstep.core.names import suggestion
+from lockstep.core.patterns import selected
+from lockstep.core.shard import Chunked
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
+
+Plan = Mapping[str, str]
+KINDS: Final = ("colwise", "rowwise", "heads", "shared", "whole", "region")
+_KEY: Final = "recipe.model.plan"
+
+
+class _Kind(NamedTuple):
+    """What a plan does to a module: `colwise:3` is `colwise`, and `more` is what follows the colon."""
+
+    what: str
+    more: str
+
+
+Kinds = Mapping[str, _Kind]  # by the names of modules
+
+
+class _Region(NamedTuple):
+    """A part of a model that is computed chunk by chunk: a module, or a method of it, and the modules inside."""
+
+    name: str
+    method: str
+    inside: Kinds
+
+    def of(self, what: str) -> list[tuple[str, str]]:
+        """Return the names of a kind, and what follows the colon."""
+        return [(name, kind.more) for name, kind in self.inside.items() if kind.what == what]
+
+
+def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
+    """Cut what a plan names into `count` chunks, in place; return by name how the parameters are rearranged.
+
+    UsageError where that cannot be.
+    """
+    kinds = _kinds(model, plan)
+    regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
+    inside = {name for region in regions for name in region.inside}
+    for name, kind in kinds.items():
+        if kind.what in ("colwise", "shared") and name not in inside:
+            raise UsageError(f"{_KEY}: {name} is {kind.what}, and no rowwise layer is in the same module")
+        if kind.what == "heads":
+            for attribute in kind.more.split(","):
+                _fewer(model.get_submodule(name), name, attribute, count)
+    chunked: dict[str, Chunked] = {}
+    for region in regions:
+        chunked |= _cut(model, region, count)
+    return chunked
+
+
+def region_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the modules that are computed chunk by chunk, or have a method that is."""
+    found = []
+    for name, module in model.named_modules():
+        calls = (*module._forward_pre_hooks.values(), *vars(module).values())
+        if any(isinstance(each, _Hook | _Method) for each in calls):
+            found.append(name)
+    return frozenset(found)
+
+
+def _kinds(model: nn.Module, plan: Plan) -> Kinds:
+    """Return the kinds of those modules that a plan names; of several patterns that fit, the first counts."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern, kind in plan.items():
+        if kind.partition(":")[0] not in KINDS:
+            near = suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
+            raise UsageError(f"{_KEY}: {pattern}: there is no kind {kind!r}{near}")
+        selected(_KEY, [pattern], names, "module")
+    found = {name: next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), "") for name in names}
+    return {name: _Kind(*kind.partition(":")[::2]) for name, kind in found.items() if kind}
+
+
+def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
+    """Return the region that ends with the layer `last`: look for its colwise layers in smaller modules first."""
+    for name in _above(last):
+        before = f"{name}." if name else ""
+        inside = {each: kind for each, kind in kinds.items() if each.startswith(before)}
+        own = kinds.get(name)
+        if own is not None and own.what == "region":
+            # A method calls layers of its own module. Which of the other modules it calls is not known.
+            inside = {each: kind for each, kind in inside.items() if "." not in each.removeprefix(before)}
+            return _Region(name, own.more, inside)
+        if any(kind.what == "colwise" for kind in inside.values()):
+            if sum(kind.what == "rowwise" for kind in inside.values()) > 1:
+                raise UsageError(
+                    f"{_KEY}: {name or 'the model'} has several rowwise layers; put each, with the colwise layers "
+                    f"before it, into a module of its own"
+                )
+            _check_covered(model, name, inside)
+            return _Region(name, "", inside)
+    raise UsageError(f"{_KEY}: {last} is rowwise, and no colwise layer comes before it in a module that has both")
+
+
+def _above(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
+    """Raise UsageError where a parameter of a region is in no module of the plan: who adds its gradients?"""
+    for path, _ in model.get_submodule(name).named_parameters():
+        owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
+        if not any(owner == each or owner.startswith(f"{each}.") for each in inside):
+            raise UsageError(
+                f"{_KEY}: {name or 'the model'} is cut, and has a parameter {path} besides; say of its module whether "
+                f"it is shared (used by each chunk) or whole (used before or after)"
+            )
+
+
+def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
+    chunks = Chunks(count, region.name or "the model")
+    module = model.get_submodule(region.name)
+    chunked: dict[str, Chunked] = {}
+    for name, more in region.of("colwise"):
+        layer = _linear(model, name, "colwise")
+        chunked |= _replaced(model, name, _column(layer, name, int(more or 1), vars(module).get("head_dim", 1), chunks))
+    for name, _ in region.of("rowwise"):
+        chunked |= _replaced(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
+    for name, _ in region.of("shared"):
+        if any(True for _ in model.get_submodule(name).parameters()):
+            share_parameters(model.get_submodule(name), chunks)
+    if region.method:
+        setattr(module, region.method, _Method(getattr(module, region.method), chunks))
+    else:
+        module.register_forward_pre_hook(_Hook(chunks), with_kwargs=True)
+    return chunked
+
+
+@final
+@dataclass(frozen=True)
+class _Hook:
+    """Called before a region's forward."""
+
+    chunks: Chunks
+
+    def __call__(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        self.chunks.before(module.forward, arguments, named)
+
+
+@final
+@dataclass(frozen=True)
+class _Method:
+    """A region that is a method."""
+
+    method: Callable[..., Any]
+    chunks: Chunks
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.chunks.before(self.method, arguments, {})
+        return self.method(*arguments)
+
+
+def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
+    number = vars(module).get(attribute)
+    if not isinstance(number, int):
+        raise UsageError(f"{_KEY}: {name} has no number {attribute!r} among its attributes")
+    if number % count:
+        raise _not_divided(count, f"{name}.{attribute} = {number}", number)
+    setattr(module, attribute, number // count)
+
+
+def _linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
+    module = model.get_submodule(name)
+    if type(module) is not nn.Linear:
+        raise UsageError(f"{_KEY}: {name} is a {type(module).__name__}; {kind} cuts an nn.Linear")
+    return module
+
+
+Cut = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
+
+
+def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Chunks) -> Cut:
+    """Cut a layer's outputs: `parts` things of one size, each of heads of `head` features, which stay whole."""
+    outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
+    length = outputs // parts
+    if outputs % parts or length % (count * head):
+        has = f"{length} outputs" if head == 1 else f"{length // head} heads"
+        raise _not_divided(count, f"{name}, which has {f'{parts} x ' if parts > 1 else ''}{has}", length // head)
+    chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
+    weight, bias = chunked["weight"].rearranged(layer.weight.detach()), None
+    if layer.bias is not None:
+        chunked["bias"] = Chunked((outputs,), (parts, count, length // count), 1)
+        bias = chunked["bias"].rearranged(layer.bias.detach())
+    return ColumnLinear(weight, bias, chunks), chunked
+
+
+def _row(layer: nn.Linear, name: str, chunks: Chunks) -> Cut:
+    outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
+    if inputs % count:
+        raise _not_divided(count, f"{name}, which has {inputs} inputs", inputs)
+    chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
+    bias = None if layer.bias is None else layer.bias.detach()
+    return RowLinear(chunked.rearranged(layer.weight.detach()), bias, chunks), {"weight": chunked}
+
+
+def _replaced(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
+    layer, of_layer = cut
+    old = model.get_submodule(name)
+    layer.train(old.training)
+    for key, parameter in old.named_parameters():
+        getattr(layer, key).requires_grad_(parameter.requires_grad)
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, layer)
+    return {f"{name}.{key}": chunked for key, chunked in of_layer.items()}
+
+
+def _not_divided(count: int, what: str, number: int) -> UsageError:
+    fitting = ", ".join(str(each) for each in range(2, min(number, 64) + 1) if number % each == 0)
+    return UsageError(f"recipe.model.chunks: {count} does not divide {what}; use {fitting}")

@@ -1,0 +1,82 @@
+"""An engine of a model in chunks, whose state has the shapes that the model has without them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from math import prod
+from typing import final
+
+from torch import Size, Tensor
+
+from lockstep.core.order import Step
+from lockstep.core.shard import Chunked, MaybeSharded, Shard
+from lockstep.parallel.engine import Engine, Predict, State, Sums, Update
+from lockstep.tasks.base import MicroBatch
+
+
+@final
+class UsualShapes:
+    """`engine`, with the tensors of `chunked`, and what the optimizer keeps for them, as if nothing were cut."""
+
+    def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:
+        self._engine = engine
+        self._chunked = chunked
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """See Engine."""
+        return self._engine.forward_backward(microbatches, step, observe)
+
+    def gradients(self) -> dict[str, MaybeSharded]:
+        """See Engine."""
+        return self._restored(self._engine.gradients())
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        return self._engine.update(lr, max_norm)
+
+    def evaluation(self) -> AbstractContextManager[Predict]:
+        """See Engine."""
+        return self._engine.evaluation()
+
+    def state(self) -> State:
+        """See Engine."""
+        state = self._engine.state()
+        ema = None if state.ema is None else self._restored(state.ema)
+        return replace(state, model=self._restored(state.model), optimizer=self._restored(state.optimizer), ema=ema)
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        ema = None if state.ema is None else self._rearranged(state.ema)
+        self._engine.load(
+            replace(state, model=self._rearranged(state.model), optimizer=self._rearranged(state.optimizer), ema=ema)
+        )
+
+    def close(self) -> None:
+        """See Engine."""
+        self._engine.close()
+
+    def _restored(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+        found = dict(tensors)
+        for name, held in tensors.items():
+            chunked = self._of(name)
+            if chunked is None or held.shape.numel() != prod(chunked.shape):  # a number of steps, say
+                continue
+            if isinstance(held, Shard):
+                found[name] = replace(held, shape=Size(chunked.shape), chunked=chunked)
+            else:
+                found[name] = chunked.restored(held)
+        return found
+
+    def _rearranged(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+        found = dict(tensors)
+        for name, held in tensors.items():
+            chunked = self._of(name)
+            if chunked is not None and isinstance(held, Tensor) and held.shape == chunked.shape:
+                found[name] = chunked.rearranged(held)
+        return found
+
+    def _of(self, name: str) -> Chunked | None:
+        """Return how a tensor of the model is rearranged, or one that the optimizer keeps: `<parameter>/<slot>`."""
+        return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])

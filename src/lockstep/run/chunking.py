@@ -1,0 +1,45 @@
+"""A recipe's chunks: the model that it names, cut by its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import nn
+
+from lockstep.config.recipe import Model
+from lockstep.core.shard import Chunked
+from lockstep.device.meta import on_meta
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.plan import cut_into_chunks
+
+Build = Callable[[], nn.Module]
+
+
+def cut(build: Build, asked: Model) -> tuple[Build, Mapping[str, Chunked]]:
+    """Return what builds the model in chunks, and by name how what is cut is rearranged; with one chunk, `build`.
+
+    UsageError where the model, or the plan that the recipe has for it, cannot be cut.
+    """
+    if asked.chunks == 1:
+        return build, {}
+    chunked = _cut(on_meta(build), asked)
+    return partial(_built, build, asked), chunked
+
+
+def _built(build: Build, asked: Model) -> nn.Module:
+    model = build()
+    _cut(model, asked)
+    return model
+
+
+def _cut(model: nn.Module, asked: Model) -> dict[str, Chunked]:
+    plan = asked.plan | {name: kind for name, kind in known_plan(model).items() if name not in asked.plan}
+    chunked = cut_into_chunks(model, plan, asked.chunks)
+    if not chunked:
+        raise UsageError(
+            f"recipe.model.chunks: of model {asked.name} no layers are known that could be cut; say in "
+            f"recipe.model.plan which they are (docs/tensor-slicing.md)"
+        )
+    return chunked

@@ -1,0 +1,81 @@
+"""Tensor parallelism: layers cut into chunks of heads and features, which processes share.
+
+Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
+Which layers are cut, and into how many chunks, is the recipe's (`recipe.model.chunks`): so the bits are those of one
+process that computes all chunks (parallel/tensor/chunks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, final
+
+from pydantic import Field
+from torch import nn
+
+from lockstep.comm.world import World
+from lockstep.core.batch import Inputs
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_work
+from lockstep.device.meta import on_meta
+from lockstep.errors import UsageError
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
+from lockstep.strategies.base import Traits
+from lockstep.tasks.base import Problem
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`replicate`: how many replicas share the micro-batches. `bucket_mib`: gradients are exchanged between them in
+    pieces of about this size, while backward goes on.
+    """
+
+    replicate: Annotated[int, Field(ge=1)] = 1
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the heads and features of attention and feed-forward layers; micro-batches with replicate",
+            needs="recipe.model.chunks, which the processes of a replica divide; a model whose layers are known, or "
+            "recipe.model.plan; an optimizer that works element by element",
+            communication="the sum of each cut pair of layers, forward and backward, for each micro-batch; with "
+            "replicate the sum of the gradients once a step",
+            cuts_rows=True,
+            compiles=False,
+        )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
+        if processes % self.replicate:
+            fitting = [str(number) for number in range(1, processes + 1) if processes % number == 0]
+            raise UsageError(
+                f"strategy tensor: replicate={self.replicate} does not divide {processes} processes; "
+                f"use {', '.join(fitting)}"
+            )
+        check_work(self.replicate, microbatches)
+
+    def check_model(
+        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
+        """Raise UsageError where the chunks of the model that `build` builds cannot be shared by so many processes."""
+        check_shared(cut_layers(on_meta(build)), self.mesh(processes).tensor)
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=self.replicate, tensor=processes // self.replicate)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        mesh = self.mesh(world.size)
+        own = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
+        make_layout = sliced(world, mesh, replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20)))
+        return DataParallelEngine(own, make_optimizer, world, numerics, mesh, make_layout)

@@ -1,0 +1,90 @@
+"""A recipe with chunks is one model, however many processes share them: trained, resumed, evaluated and verified."""
+
+import signal
+
+import pytest
+from conftest import DIGITS
+from forked import events
+from test_resume import stop
+
+PLAN = 'recipe.model.plan={"blocks.*.0": whole, "blocks.*.1": colwise, "blocks.*.4": rowwise}'
+NET = ("recipe.model=own_nets:net", "recipe.model.chunks=4", PLAN, "recipe.microbatches=4", "recipe.clip_norm=1.0")
+ON_2 = ("placement.strategy=tensor", "placement.processes=2")
+ON_2_X_2 = ("placement.strategy={name: tensor, replicate: 2}", "placement.processes=4")
+ZERO3 = ("placement.strategy=zero3", "placement.processes=3")
+MESH = ("placement.strategy={name: mesh, pipe: 2, tensor: 2}", "placement.processes=4")
+PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
+MANIFEST = "run/checkpoints/step-00000023/manifest.json"
+
+
+@pytest.mark.parametrize("placed", [pytest.param(ON_2, marks=pytest.mark.quick), ON_2_X_2, MESH, ZERO3, PIPELINE])
+def test_every_file_is_that_of_one_process(run, finished, placed):
+    reference = finished(*NET, "placement.processes=1")
+    trained = run("train", *DIGITS, "run.dir=run", *NET, *placed)
+    assert trained.sha256 == reference.sha256
+    assert (trained.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
+    figures = [[event[key] for key in ("loss", "top1")] for event in events(trained.folder / "run", "step")]
+    assert figures == [[event[key] for key in ("loss", "top1")] for event in events(reference.folder / "run", "step")]
+    assert trained.err == reference.err
+
+
+def test_a_stopped_run_goes_on_on_another_mesh(start, run, finished):
+    stopped = stop(start, *NET, *ON_2, number=signal.SIGTERM)
+    (end,) = events(stopped.folder / "run", "stopped")
+    assert 0 < end["step"] < 23
+    resumed = run("train", *DIGITS, "run.dir=run", *NET, *MESH)
+    assert resumed.sha256 == finished(*NET, "placement.processes=1").sha256
+
+
+def test_chunks_are_the_recipes_and_change_its_bits(run, finished):
+    two = run("train", *DIGITS, "run.dir=run", *NET, "recipe.model.chunks=2", "placement.processes=1")
+    assert two.sha256 != finished(*NET, "placement.processes=1").sha256
+    other = run("train", *DIGITS, "run.dir=run", *NET, "placement.processes=1", code=2)
+    assert "model.chunks: 2 in the run, 4 now" in other.err
+
+
+def test_it_is_evaluated_and_verified_on_several_processes(run):
+    trained = run("train", *DIGITS, "run.dir=run", *NET, *ON_2)
+    again = run("eval", "--trust", "run", *ON_2)
+    evaluated, evaluated_again = (
+        next(line for line in each.out.splitlines() if line.startswith("evaluated")) for each in (trained, again)
+    )
+    assert evaluated.split("  ")[:3] == evaluated_again.split("  ")[:3]
+    verified = run("verify", *DIGITS, *NET, *ON_2)
+    assert (
+        "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed run" in verified.out
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            (*NET, "placement.strategy=tensor", "placement.processes=3"),
+            "3 processes cannot share the 4 chunks of blocks.0.1; use 1, 2, 4",
+        ),
+        (ON_2, "strategy tensor: recipe.model.chunks is 1, so there is nothing to share"),
+        (("recipe.model.chunks=2",), "of model digits_convnet no layers are known that could be cut"),
+        ((*NET[:1], PLAN), "plan: it says what is cut into chunks, and chunks is 1"),
+        (
+            (*NET, "recipe.model.chunks=5"),
+            "5 does not divide blocks.0.1, which has 24 outputs; use 2, 3, 4, 6, 8, 12, 24",
+        ),
+        ((*NET, "recipe.compile=true"), "recipe.compile: layers in chunks are called one chunk after the other"),
+        ((*NET, *ON_2, "placement.audit_every=2"), "strategy tensor has but a part of the model on each rank"),
+        (
+            (*NET, "recipe.optimizer={name: adafactor, lr: 0.01}"),
+            "optimizer Adafactor treats rows of a tensor otherwise",
+        ),
+        (
+            (*NET, "placement.strategy={name: tensor, replicate: 3}", "placement.processes=4"),
+            "replicate=3 does not divide 4",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[-1],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(run, words, problem):
+    refused = run("train", *DIGITS, "run.dir=run", *words, code=2)
+    assert problem in refused.err
+    assert not (refused.folder / "run").exists()

@@ -1,0 +1,130 @@
+"""A model whose chunks are shared by ranks has the bits of one process that computes them all."""
+
+from dataclasses import replace
+from typing import Any
+
+import cut_models
+import pytest
+import toys
+import worlds
+from toys import Case
+
+from lockstep.comm.world import World
+from lockstep.core.shard import Shard
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.slices import check_shared, cut_layers
+
+NET = Case(model=cut_models.Net, chunks=4, plan=cut_models.PLAN)
+CASES = {
+    "sgd": NET,
+    "three micro-batches": replace(NET, microbatches=3),
+    "clipped, averaged": replace(NET, microbatches=6, clip=0.1, ema=True),
+    "adamw, clipped": replace(NET, optimizer="adamw", clip=0.1),
+    "lamb": replace(NET, optimizer="lamb", clip=1.0, ema=True),
+    "lars, in two chunks": replace(NET, optimizer="lars", chunks=2),
+    "bf16": replace(NET, precision="bf16", clip=0.5),
+    "bf16-compute": replace(NET, precision="bf16-compute", clip=0.5, ema=True),
+    "fp16, skipping": replace(NET, precision="fp16", initial_scale=2.0**20, optimizer="adamw"),
+    "recomputed": replace(NET, recompute=1),
+    "frozen in part": replace(NET, freeze=("stem.*", "*.out.*", "*.gate.weight", "*.attention.norm.bias")),
+    "one micro-batch": replace(NET, microbatches=1),
+}
+SLICED = [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))]
+OTHERWISE = [("tensor", 4, ()), ("ddp", 2, ()), ("zero1", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())]
+
+
+def _agree(case: Case, placed: list[Any]) -> None:
+    [alone] = worlds.run(1, toys.whole_trace, case)
+    for strategy, size, options in placed:
+        for rank, trace in enumerate(
+            worlds.run(size, toys.whole_trace, replace(case, strategy=strategy, options=options))
+        ):
+            assert [key for key in alone if trace[key] != alone[key]] == [], f"rank {rank} of {strategy} on {size}"
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_one_process(name: str) -> None:
+    _agree(CASES[name], SLICED if CASES[name].microbatches > 1 else SLICED[:1])
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", ["clipped, averaged", "bf16-compute"])
+def test_other_strategies_train_a_model_in_chunks_too(name: str) -> None:
+    _agree(CASES[name], OTHERWISE)
+
+
+MESHES = [
+    (4, (("shard", 2), ("tensor", 2))),
+    (4, (("pipe", 2), ("tensor", 2))),
+    (4, (("replicate", 2), ("pipe", 2))),
+    (8, (("replicate", 2), ("pipe", 2), ("tensor", 2))),
+    (8, (("shard", 2), ("pipe", 2), ("tensor", 2))),
+    (8, (("replicate", 2), ("shard", 2), ("tensor", 2))),
+]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    "placed", MESHES, ids=lambda placed: " x ".join(f"{name} {length}" for name, length in placed[1])
+)
+@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "bf16-compute", "frozen in part"])
+def test_a_mesh_has_the_bits_of_one_process(name: str, placed: tuple[int, Any]) -> None:
+    size, options = placed
+    _agree(CASES[name], [("mesh", size, options)])
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))],
+        [("tensor", 4, ()), ("zero3", 3, ())],
+        [("ddp", 3, ()), ("tensor", 2, ())],
+        [("mesh", 4, (("pipe", 2), ("tensor", 2))), ("mesh", 4, (("shard", 2), ("tensor", 2)))],
+    ],
+)
+@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "bf16-compute"])
+def test_going_on_elsewhere_gives_the_same_bits(name: str, ways: list[Any]) -> None:
+    whole = replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
+    half = replace(whole, samples=whole.samples[:3])
+    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
+    (first, size, options), (second, other_size, other_options) = ways
+    state, trace = worlds.run(size, toys.states, replace(half, strategy=first, options=options), 0, None)[0]
+    going_on = replace(whole, strategy=second, options=other_options)
+    for _, rest in worlds.run(other_size, toys.states, going_on, 3, state):
+        assert {**trace, **rest} == uninterrupted
+
+
+def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:
+    """Return of each trained tensor how much this rank has, and how much there is."""
+    engine = toys.engine(world, case)
+    held = engine.state().model.items()
+    return {
+        name: (each.tensor.numel() if isinstance(each, Shard) else each.numel(), each.shape.numel())
+        for name, each in held
+    }
+
+
+@pytest.mark.worlds
+def test_a_rank_holds_its_chunks_alone() -> None:
+    for sizes in worlds.run(2, _sizes, replace(NET, strategy="tensor")):
+        assert sizes["blocks.1.attention.queries_keys_values.weight"] == (3 * 12 * 11 // 2, 3 * 12 * 11)
+        assert sizes["blocks.0.attention.queries_keys_values.bias"] == (18, 36)
+        assert sizes["blocks.0.down.weight"] == (110, 220)
+        assert sizes["blocks.0.attention.out.bias"] == (11, 11)
+        assert sizes["stem.weight"][0] == sizes["stem.weight"][1]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "ranks", "problem"),
+    [
+        (4, 3, "3 processes cannot share the 4 chunks of blocks.0.attention.queries_keys_values; use 1, 2, 4"),
+        (1, 2, "recipe.model.chunks is 1, so there is nothing to share; set it to a number that 2 divides"),
+    ],
+)
+def test_ranks_that_cannot_share_are_refused(chunks: int, ranks: int, problem: str) -> None:
+    layers = cut_layers(toys.build(replace(NET, chunks=chunks)))
+    check_shared(layers, 1)
+    with pytest.raises(UsageError, match=problem):
+        check_shared(layers, ranks)

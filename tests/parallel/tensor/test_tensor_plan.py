@@ -1,0 +1,121 @@
+"""A plan is checked before anything is cut, and every mistake is named with what would do."""
+
+import copy
+import re
+
+import cut_models
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.plan import cut_into_chunks, region_names
+
+MLP = {"up": "colwise", "down": "rowwise"}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 6
+        self.norm = nn.LayerNorm(5)
+        self.up = nn.Linear(5, 12)
+        self.act = nn.GELU()
+        self.down = nn.Linear(12, 5)
+
+
+class Headed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+        self.other = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Conv2d(4, 4, 1)})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "count", "problem"),
+    [
+        (Mlp, {"up": "columnwise"}, 2, "up: there is no kind 'columnwise'; did you mean 'colwise'?"),
+        (Mlp, {"upp": "colwise"}, 2, "'upp' matches no module; did you mean 'up'?"),
+        (
+            Mlp,
+            MLP,
+            2,
+            "the model is cut, and has a parameter norm.weight besides; say of its module whether it is shared",
+        ),
+        (Mlp, {**MLP, "norm": "whole"}, 5, "chunks: 5 does not divide up, which has 12 outputs; use 2, 3, 4, 6, 12"),
+        (
+            Mlp,
+            {**MLP, "up": "colwise:3", "norm": "whole"},
+            8,
+            "8 does not divide up, which has 3 x 4 outputs; use 2, 4",
+        ),
+        (
+            Mlp,
+            {"down": "colwise", "up": "rowwise", "norm": "whole"},
+            2,
+            "2 does not divide down, which has 5 outputs; use 5",
+        ),
+        (Mlp, {"up": "colwise"}, 2, "up is colwise, and no rowwise layer is in the same module"),
+        (Mlp, {"norm": "shared"}, 2, "norm is shared, and no rowwise layer is in the same module"),
+        (
+            Mlp,
+            {"down": "rowwise"},
+            2,
+            "down is rowwise, and no colwise layer comes before it in a module that has both",
+        ),
+        (Mlp, {**MLP, "norm": "whole", "act": "heads:heads"}, 2, "act has no number 'heads' among its attributes"),
+        (Headed, {**MLP, "norm": "whole"}, 2, "2 does not divide up, which has 3 heads; use 3"),
+        (Two, {"*.up": "colwise", "*.down": "rowwise"}, 2, "other.down is a Conv2d; rowwise cuts an nn.Linear"),
+        (
+            Two,
+            {"one.down": "rowwise", "other.down": "rowwise", "other.up": "colwise", "one.up": "whole"},
+            2,
+            "the model has several rowwise layers; put each, with the colwise layers before it, into a module of its",
+        ),
+    ],
+)
+def test_mistakes_are_named(model: type[nn.Module], plan: dict[str, str], count: int, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        cut_into_chunks(model(), plan, count)
+
+
+def test_heads_that_are_not_divided_are_named() -> None:
+    with pytest.raises(UsageError, match=r"3 does not divide blocks.0.attention.heads = 4; use 2, 4"):
+        cut_into_chunks(cut_models.made(), dict(cut_models.PLAN), 3)
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    model = cut_models.made()
+    chunked = cut_into_chunks(
+        model, {"blocks.0.*": "whole", "blocks.0": "whole", "tail.*": "whole"} | dict(cut_models.PLAN), 2
+    )
+    assert {name.split(".")[1] for name in chunked} == {"1"}
+    assert region_names(model) == {"blocks.1", "blocks.1.attention"}
+
+
+def test_weights_are_those_of_the_model_rearranged() -> None:
+    uncut, cut = cut_models.made(), cut_models.made()
+    chunked = cut_into_chunks(cut, dict(cut_models.PLAN), 4)
+    whole = dict(uncut.named_parameters())
+    for name, parameter in cut.named_parameters():
+        back = chunked[name].restored(parameter) if name in chunked else parameter
+        assert torch.equal(back, whole[name]), name
+    assert "blocks.0.attention.out.bias" not in chunked  # it is added once
+
+
+def test_a_copy_of_a_model_in_chunks_is_one_of_its_own() -> None:
+    model = cut_models.made().eval()
+    cut_into_chunks(model, dict(cut_models.PLAN), 2)
+    twin = copy.deepcopy(model)
+    images = torch.randn(2, 3, 5, 5)
+    expected = model(images)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(images), expected)
