@@ -28,13 +28,13 @@ def made(trained: Sequence[Named], norms: Norms, name: str, options: Mapping[str
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "lamb", "lars", "nadamw", "rprop", "adan", "lambc"])
 def test_optimizers_that_work_on_one_parameter_at_a_time_are_taken(name: str) -> None:
     options = {"max_grad_norm": None} if name == "lambc" else {}
-    check_separable(partial(made, name=name, options=options), (0, 1, 2, 4))
+    check_separable(partial(made, name=name, options=options), (0, 1, 2, 4), "pipeline")
 
 
 @pytest.mark.parametrize("dims", [(1,), (2, 4)])
 def test_an_optimizer_that_clips_is_refused(dims: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="optimizer Lamb: what it does to one parameter depends on the others"):
-        check_separable(partial(made, name="lambc", options={}), dims)
+        check_separable(partial(made, name="lambc", options={}), dims, "pipeline")
 
 
 class Averaging(torch.optim.SGD):
@@ -50,7 +50,7 @@ class Averaging(torch.optim.SGD):
 
 def test_an_optimizer_that_averages_is_refused() -> None:
     with pytest.raises(UsageError, match="optimizer Averaging"):
-        check_separable(lambda trained, norms: Averaging([tensor for _, tensor in trained]), (2,))
+        check_separable(lambda trained, norms: Averaging([tensor for _, tensor in trained]), (2,), "pipeline")
 
 
 def parameters(names: str) -> list[Named]:

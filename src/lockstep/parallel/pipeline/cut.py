@@ -24,6 +24,7 @@ from lockstep.parallel.pipeline.partition import balanced
 from lockstep.parallel.pipeline.replay import Part
 from lockstep.parallel.pipeline.trace import Line, TracedLine, UntraceableError, place_of, tensors_of
 from lockstep.parallel.pipeline.watch import WatchedLine
+from lockstep.parallel.tensor.plan import region_names
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered without a gain, once there is a cut
@@ -45,13 +46,20 @@ def find_cut(
 ) -> Cut:
     """Return a cut of `model` into so many stages, by cost or before the modules `names`.
 
-    With `whole_blocks` none lies within a block (parallel/blocks.py). Operations are counted on the inputs `example`;
+    With `whole_blocks` none lies within a block (parallel/blocks.py), and none ever within a region that is computed
+    chunk by chunk (parallel/tensor/chunks.py). Operations are counted on the inputs `example`;
     with None parameters alone are. `model`, which may lie on the meta device, is left as it is. A model that cannot be
     cut so raises UsageError that says why.
     """
     blank, runs = _blank(model, example)
     blocks = _blocks(blank) if whole_blocks else frozenset()
-    start = Cut(kept=blocks, example=example)
+    regions = region_names(blank)
+    if "" in regions:
+        raise UsageError(
+            "strategy pipeline: recipe.model.chunks cuts layers of the model itself, which is then computed as one; "
+            "put them into a module of their own, or use another strategy"
+        )
+    start = Cut(kept=blocks | regions, example=example)
     if names:
         return _by_hand(blank, stages, names, start, runs)
     return _by_cost(blank, stages, start, runs)
@@ -201,8 +209,8 @@ def _named(model: nn.Module, stages: int, names: Sequence[str], start: Cut, runs
     above = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     for block in sorted(above & start.kept):
         raise UsageError(
-            f"strategy pipeline: cut: no stage can begin within block {block}, which recipe.compile compiles as one; "
-            f"cut before a block, or set recipe.compile to false"
+            f"strategy pipeline: cut: no stage can begin within {block}, which recipe.compile or recipe.model.chunks "
+            f"takes as one; cut before it, or leave that key out"
         )
     cut = replace(start, begins=tuple(names), entered=frozenset(above))
     line = line_of(model, cut, training=True)

@@ -50,6 +50,7 @@ from lockstep.parallel.pipeline.replay import Replay
 from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
+from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
 from lockstep.parallel.weights import widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
@@ -62,13 +63,15 @@ StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 class Pipe:
     """How a model is distributed: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
 
-    There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `cut` names the
-    modules that begin the stages but the first; without, the stages are cut by cost.
+    There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `slices` are the ranks
+    next to each other that share the chunks of each stage. `cut` names the modules that begin the stages but the
+    first; without, the stages are cut by cost.
     """
 
     schedule: Schedule = "1f1b"
     replicas: int = 1
     sharers: int = 1
+    slices: int = 1
     stages_per_rank: int = 1
     cut: tuple[str, ...] = ()
     recompute: bool = False
@@ -95,8 +98,10 @@ class PipelineEngine:
         self._world = world
         self._pipe = pipe
         self._pipelines = pipe.replicas * pipe.sharers
-        self._ranks = world.size // self._pipelines  # of one pipeline
-        self._pipeline, self._rank = divmod(world.rank, self._ranks)
+        self._ranks = world.size // (self._pipelines * pipe.slices)  # of one pipeline
+        self._mesh = Mesh(replicate=self._pipelines, pipe=self._ranks, tensor=pipe.slices)
+        self._at = self._mesh.coordinate(world.rank)
+        self._pipeline, self._rank = self._at.replicate, self._at.pipe
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = problem.build_model().train()
         cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
@@ -107,11 +112,14 @@ class PipelineEngine:
         self._model.train()  # a line has put it into its own mode
         trained = trained_parameters(self._model)
         if self._last:
-            check_separable(make_optimizer, (parameter.ndim for _, parameter in trained))
+            check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
         self._names = OptimizerNames(trained, make_optimizer(trained, whole_norms))
         own = {name for name, stage in owner.items() if stage % self._ranks == self._rank}
         memory_format = torch.channels_last if numerics.channels_last else torch.preserve_format
         borrowed = {name for name, stage in borrower.items() if stage % self._ranks == self._rank}
+        if pipe.slices > 1:
+            keep_own_chunks(self._model, world, self._mesh)  # now that all has been followed that runs without ranks
+        place = Slice(self._model, world, self._mesh)
         keep_only(self._model, own | borrowed, world.device, memory_format)
         self._part = part_of(self._model, own)
         numbers = range(self._rank, self._last + 1, self._ranks)
@@ -138,8 +146,7 @@ class PipelineEngine:
             self._evaluating = {number: replay.stage(parts[False][number]) for number in numbers}
             self._training = {number: replay.stage(parts[True][number]) for number in numbers}
         self._model.train()
-        mesh = Mesh(replicate=self._pipelines, pipe=self._ranks)
-        self._across = world.canonical(mesh, "replicate")  # over the ranks that have the same stages as this one
+        self._across = world.canonical(self._mesh, "replicate")  # over the ranks that have the same stages as this one
         self._replica = self._pipeline // pipe.sharers
         self._layout = StageLayout(
             world,
@@ -149,6 +156,8 @@ class PipelineEngine:
             self._pipeline,
             self._replica,
             numerics.dtype,
+            place,
+            world.among(self._mesh.groups("replicate", "tensor")) if pipe.slices > 1 else None,
         )
         if numerics.dtype is not None:
             self._loans.convert(self._stages, numerics.dtype)
@@ -211,7 +220,11 @@ class PipelineEngine:
     def state(self) -> State:
         """See Engine. All ranks call it."""
         tensors, scalars = self._names.state(
-            self._world, self._layout.trained, self._updates.optimizer, self._slots, self._replica == 0
+            self._world,
+            self._layout.trained,
+            self._updates.optimizer,
+            self._slots,
+            self._replica == 0 and self._at.tensor == 0,
         )
         return State(
             model=self._layout.state(),
@@ -277,7 +290,7 @@ class PipelineEngine:
                     return outputs
                 given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
                 loss = self._task.loss(given, microbatch.batch)
-                if self._observed is not None and not microbatch.dummy:
+                if self._observed is not None and not self._at.tensor and not microbatch.dummy:
                     with torch.no_grad():
                         self._observed.add(index, self._task.sums(given, microbatch.batch))
                 return [loss]
@@ -359,7 +372,7 @@ class PipelineEngine:
         return {self._rank_of(stage) for stage in beside if 0 <= stage <= self._last} - {self._world.rank}
 
     def _rank_of(self, stage: int) -> int:
-        return self._pipeline * self._ranks + stage % self._ranks
+        return self._mesh.rank(self._at._replace(pipe=stage % self._ranks))
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
@@ -381,18 +394,13 @@ class PipelineEngine:
 
     def _groups_of_sharers(self) -> list[list[int]]:
         """Return, group by group, the ranks which share the optimizer's work for the same stages."""
-        sharers = self._pipe.sharers
-        firsts = range(0, self._pipelines, sharers)
-        return [
-            [(first + number) * self._ranks + rank for number in range(sharers)]
-            for first in firsts
-            for rank in range(self._ranks)
-        ]
+        mesh = Mesh(self._pipe.replicas, self._pipe.sharers, self._ranks, self._pipe.slices)  # in this order
+        return mesh.groups("pipe")
 
     @property
     def _primary(self) -> bool:
         """Whether this rank's pipeline reports what all of them know."""
-        return self._pipeline == 0
+        return self._pipeline == 0 and self._at.tensor == 0
 
     def _total_loss(self, leaves: int) -> Tensor:
         """Return the sum of all losses, which the last stages have, on every rank."""
@@ -416,9 +424,9 @@ class PipelineEngine:
                 self._send(outputs, number + 1, number + 1, 0)
         line = self._back(self._last)
         if self._last not in self._stages:  # the last stage is on the last rank; from there they go from rank to rank
-            outputs = self._post.receive(self._world.rank + 1, line)
+            outputs = self._post.receive(self._rank_of(self._rank + 1), line)
         if self._rank:
-            self._post.send(outputs, self._world.rank - 1, line)
+            self._post.send(outputs, self._rank_of(self._rank - 1), line)
         self._post.finish()
         return self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
 

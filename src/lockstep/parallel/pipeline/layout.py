@@ -20,6 +20,7 @@ from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
+from lockstep.parallel.tensor.slices import Slice
 from lockstep.parallel.weights import Weights
 
 
@@ -29,6 +30,8 @@ class StageLayout:
 
     `sharers` are the ranks that share this one's stages by rows. `pipeline` and `replica` are the numbers of this
     rank's pipeline and of its group of sharers among their like: the first of each reports what all of them know.
+    `place` is the slice of the stages that this rank has, and `beside` are the ranks with some slice of the same
+    stages, where there are several.
     """
 
     def __init__(
@@ -40,12 +43,15 @@ class StageLayout:
         pipeline: int,
         replica: int,
         dtype: torch.dtype | None,
+        place: Slice,
+        beside: World | None,
     ) -> None:
         self._world = world
+        self._place = place
         self._model = model
         self._all = trained_parameters(model)
         # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
-        self._absent = {name: absent(tensor) for name, tensor in model.state_dict().items()}
+        self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
         whole = sharers.size == 1
         self._own: Layout = (
             ReplicatedLayout(Weights(part, dtype)) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
@@ -53,24 +59,27 @@ class StageLayout:
         self._whole_primary, self._rows_primary = pipeline == 0, replica == 0
         self.trained = self._own.trained
         own = dict(self.trained)
-        self._parts = [self.held(name, own[name]) if name in own else absent(p) for name, p in self._all]
+        self._parts = [self.held(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
         self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
         self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
+        of_stages: dict[Tensor, Shard] = {each: self.held(name, each) for name, each in self.trained}
+        self._norms_beside = None if beside is None else RowNorms(beside, of_stages, world.device)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         own = self._own.state()
         return {
-            name: self._reported(own[name]) if name in own else elsewhere for name, elsewhere in self._absent.items()
+            name: self._reported(name, own[name]) if name in own else elsewhere
+            for name, elsewhere in self._absent.items()
         }
 
     def own_state(self) -> dict[str, MaybeSharded]:
         """Return what of the state is on this rank."""
-        return self._own.state()
+        return {name: self._place.placed(name, held) for name, held in self._own.state().items()}
 
     def held(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._reported(self._own.held(name, tensor.detach()))
+        return self._reported(name, self._own.held(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
@@ -85,7 +94,8 @@ class StageLayout:
 
     def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
         """See Layout."""
-        return self._own.norms(tensors)
+        beside = self._norms_beside
+        return self._own.norms(tensors) if beside is None else beside.of_tensors(tensors)
 
     def agree_(self, flags: Sequence[Tensor]) -> None:
         """See Layout."""
@@ -103,7 +113,9 @@ class StageLayout:
         """See Layout."""
         self._own.reload()
 
-    def _reported(self, held: MaybeSharded) -> Shard:
+    def _reported(self, name: str, held: MaybeSharded) -> Shard:
         if isinstance(held, Shard):
-            return replace(held, primary=held.primary and self._rows_primary)
-        return Shard(held, 0, held.shape, self._whole_primary)
+            part = replace(held, primary=held.primary and self._rows_primary)
+        else:
+            part = Shard(held, 0, held.shape, self._whole_primary)
+        return self._place.part(name, part)

@@ -22,7 +22,7 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optim
 _GROUP: Final = "group "  # as optimizer_state.py names a tensor that belongs to a parameter group
 
 
-def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int]) -> None:
+def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
     """Raise UsageError where what the optimizer does to a parameter depends on the others, which are on other ranks.
 
     It moves tiny parameters of so many `dims` together and one by one, by gradients that any clipping would cut.
@@ -36,7 +36,7 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int]) -> None:
         optimizer.step()
     if not all(torch.equal(one, other) for one, other in zip(together, one_by_one, strict=True)):
         raise UsageError(
-            f"strategy pipeline: optimizer {type(whole).__name__}: what it does to one parameter depends on the "
+            f"strategy {strategy}: optimizer {type(whole).__name__}: what it does to one parameter depends on the "
             f"others, as where it clips their gradients together; leave that to recipe.clip_norm, or use another"
         )
 

@@ -1,0 +1,110 @@
+"""Any product of the others: replicas, pipelines, sharding and tensor slicing at once.
+
+Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combines three
+of them. Ranks that share the chunks of a layer are next to each other, then the members that share parameters, then
+the stages of a pipeline: what talks most is nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Annotated, final
+
+from pydantic import Field
+from torch import nn
+
+from lockstep.comm.world import World
+from lockstep.core.batch import Inputs
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_work
+from lockstep.device.meta import on_meta
+from lockstep.errors import UsageError
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.layouts.sharded import sharded
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.pipeline.cut import find_cut
+from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
+from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
+from lockstep.strategies.base import Traits
+from lockstep.tasks.base import Problem
+
+Length = Annotated[int, Field(ge=1)]
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """The lengths of the mesh: `replicate`, how many replicas share the micro-batches; `pipe`, how many stages a
+    pipeline has; `shard`, how many members share parameters, gradients and optimizer state by rows, in pipelines the
+    optimizer state alone; `tensor`, how many processes share the chunks of each layer. `cut`: the modules that begin
+    the stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`, gradients are
+    exchanged in pieces of about this size, while backward goes on.
+    """
+
+    replicate: Length = 1
+    pipe: Length = 1
+    shard: Length = 1
+    tensor: Length = 1
+    cut: tuple[str, ...] = ()
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="with replicate the micro-batches of a step, with pipe the model into stages, with shard parameters, "
+            "gradients and optimizer state by rows, with tensor heads and features",
+            needs="as many processes as the lengths give, multiplied; what pipeline, hsdp and tensor need of a model",
+            communication="as pipeline, hsdp and tensor, each between the ranks along its axis",
+            cuts_rows=self.shard > 1 or self.tensor > 1,
+            compiles=self.tensor == 1,
+        )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where the lengths do not give so many processes, or some would never have work."""
+        lengths = {"replicate": self.replicate, "pipe": self.pipe, "shard": self.shard, "tensor": self.tensor}
+        if prod(lengths.values()) != processes:
+            asked = " x ".join(f"{name}={length}" for name, length in lengths.items() if length > 1) or "all lengths 1"
+            raise UsageError(f"strategy mesh: {asked} gives {prod(lengths.values())} processes, not {processes}")
+        if self.cut and len(self.cut) != self.pipe - 1:
+            raise UsageError(
+                f"strategy mesh: cut names {len(self.cut)} modules, but there are {self.pipe} stages; name "
+                f"{self.pipe - 1}, or leave cut out"
+            )
+        check_work(self.replicate * self.shard, microbatches)
+
+    def check_model(
+        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
+        """Raise UsageError where the model that `build` builds cannot be cut into these stages or chunks."""
+        blank = on_meta(build)
+        check_shared(cut_layers(blank), self.tensor)
+        if self.pipe > 1:
+            find_cut(blank, self.pipe, example, self.cut, whole_blocks=whole_blocks)
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
+        if self.pipe > 1:
+            return Mesh(replicate=self.replicate * self.shard, pipe=self.pipe, tensor=self.tensor)
+        return Mesh(replicate=self.replicate, shard=self.shard, tensor=self.tensor)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        mesh = self.mesh(world.size)
+        if self.pipe > 1:
+            pipe = Pipe(replicas=self.replicate, sharers=self.shard, slices=self.tensor, cut=self.cut)
+            return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
+        make_layout = (
+            sharded(world, mesh, keep_gathered=False, offload=False)
+            if self.shard > 1
+            else replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20))
+        )
+        if self.tensor > 1:
+            problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
+            make_layout = sliced(world, mesh, make_layout)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

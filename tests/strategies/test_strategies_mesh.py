@@ -1,0 +1,71 @@
+"""The lengths of a mesh give its processes, and what does not fit is refused."""
+
+import re
+from functools import partial
+
+import pytest
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.models.gpt import gpt
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.strategies.mesh import Strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "microbatches", "problem"),
+    [
+        (Strategy(pipe=2, tensor=2), 8, 4, "strategy mesh: pipe=2 x tensor=2 gives 4 processes, not 8"),
+        (Strategy(), 2, 4, "strategy mesh: all lengths 1 gives 1 processes, not 2"),
+        (Strategy(replicate=2, shard=3), 6, 4, "6 processes but only 4 micro-batches"),
+        (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(
+    strategy: Strategy, processes: int, microbatches: int, problem: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        strategy.check(processes, microbatches)
+
+
+MESHES = [
+    Strategy(replicate=2, pipe=2, shard=2, tensor=2),
+    Strategy(shard=2, tensor=2),
+    Strategy(replicate=3, tensor=2),
+    Strategy(pipe=4),
+    Strategy(),
+]
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+@pytest.mark.parametrize("leaves", [1, 3, 8])
+def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy, leaves: int) -> None:
+    processes = strategy.replicate * strategy.pipe * strategy.shard * strategy.tensor
+    strategy.check(processes, 8)
+    mesh = strategy.mesh(processes)
+    for pipe in range(strategy.pipe):
+        for tensor in range(strategy.tensor):
+            ranks = [rank for rank in range(processes) if mesh.coordinate(rank)[1::2] == (pipe, tensor)]
+            dealt = [index for rank in ranks for index, dummy in mesh.data_rank(rank).indices(leaves) if not dummy]
+            assert sorted(dealt) == list(range(leaves))
+
+
+def test_slices_are_next_to_each_other() -> None:
+    mesh = Strategy(replicate=2, pipe=2, tensor=2).mesh(8)
+    assert mesh.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def _gpt(chunks: int) -> nn.Module:
+    model = gpt(vocabulary=20, context=8, layers=2, heads=4, width=16)
+    if chunks > 1:
+        cut_into_chunks(model, known_plan(model), chunks)
+    return model
+
+
+def test_a_model_is_cut_both_ways_before_anything_starts() -> None:
+    Strategy(pipe=2, tensor=2).check_model(partial(_gpt, 4), None, 4)
+    with pytest.raises(UsageError, match="3 processes cannot share the 4 chunks"):
+        Strategy(tensor=3).check_model(partial(_gpt, 4), None, 3)
+    with pytest.raises(UsageError, match="strategy pipeline: "):
+        Strategy(pipe=40).check_model(partial(_gpt, 1), None, 40)
