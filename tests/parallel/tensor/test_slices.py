@@ -96,6 +96,23 @@ def test_going_on_elsewhere_gives_the_same_bits(name: str, ways: list[Any]) -> N
         assert {**trace, **rest} == uninterrupted
 
 
+def _observed(world: World, case: Case) -> dict[str, list[float]]:
+    engine = toys.engine(world, case)
+    step, *_ = next(toys.steps(case))
+    sums = engine.forward_backward(toys.share(world, case, step), step, observe=True).of_task
+    engine.close()
+    return {name: each.tolist() for name, each in sums.items()}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("placed", [("tensor", 2, ()), *(("mesh", *each) for each in MESHES[:2])])
+def test_what_all_slices_know_is_counted_once(placed: tuple[str, int, Any]) -> None:
+    strategy, size, options = placed
+    [alone] = worlds.run(1, _observed, NET)
+    assert alone["counted"] == 12
+    assert worlds.run(size, _observed, replace(NET, strategy=strategy, options=options)) == [alone] * size
+
+
 def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:
     """Return of each trained tensor how much this rank has, and how much there is."""
     engine = toys.engine(world, case)
