@@ -16,8 +16,18 @@ from lockstep.strategies.mesh import Strategy
 @pytest.mark.parametrize(
     ("strategy", "processes", "microbatches", "problem"),
     [
-        (Strategy(pipe=2, tensor=2), 8, 4, "strategy mesh: pipe=2 x tensor=2 gives 4 processes, not 8"),
-        (Strategy(), 2, 4, "strategy mesh: all lengths 1 gives 1 processes, not 2"),
+        (
+            Strategy(pipe=2, tensor=2),
+            6,
+            4,
+            "there are 6; change a length, or leave replicate out and use a multiple of 4",
+        ),
+        (
+            Strategy(replicate=1, tensor=2),
+            4,
+            4,
+            "strategy mesh: replicate=1 x tensor=2 is 2 processes, and there are 4",
+        ),
         (Strategy(replicate=2, shard=3), 6, 4, "6 processes but only 4 micro-batches"),
         (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
     ],
@@ -41,7 +51,7 @@ MESHES = [
 @pytest.mark.parametrize("strategy", MESHES)
 @pytest.mark.parametrize("leaves", [1, 3, 8])
 def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy, leaves: int) -> None:
-    processes = strategy.replicate * strategy.pipe * strategy.shard * strategy.tensor
+    processes = (strategy.replicate or 1) * strategy.pipe * strategy.shard * strategy.tensor
     strategy.check(processes, 8)
     mesh = strategy.mesh(processes)
     for pipe in range(strategy.pipe):
@@ -49,6 +59,11 @@ def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy,
             ranks = [rank for rank in range(processes) if mesh.coordinate(rank)[1::2] == (pipe, tensor)]
             dealt = [index for rank in ranks for index, dummy in mesh.data_rank(rank).indices(leaves) if not dummy]
             assert sorted(dealt) == list(range(leaves))
+
+
+def test_replicas_are_what_the_other_lengths_leave() -> None:
+    assert Strategy(pipe=2, tensor=2).mesh(8) == (2, 2, 1, 2)
+    assert Strategy().mesh(3) == (3, 1, 1, 1)
 
 
 def test_slices_are_next_to_each_other() -> None:

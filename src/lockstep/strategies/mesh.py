@@ -39,14 +39,14 @@ Length = Annotated[int, Field(ge=1)]
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """The lengths of the mesh: `replicate`, how many replicas share the micro-batches; `pipe`, how many stages a
-    pipeline has; `shard`, how many members share parameters, gradients and optimizer state by rows, in pipelines the
-    optimizer state alone; `tensor`, how many processes share the chunks of each layer. `cut`: the modules that begin
-    the stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`, gradients are
-    exchanged in pieces of about this size, while backward goes on.
+    """The lengths of the mesh: `replicate`, how many replicas share the micro-batches, by default as many as the other
+    lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
+    optimizer state by rows, in pipelines the optimizer state alone; `tensor`, how many processes share the chunks of
+    each layer. `cut`: the modules that begin the stages but the first; left out, stages are cut by cost. `bucket_mib`:
+    without `shard` and `pipe`, gradients are exchanged in pieces of about this size, while backward goes on.
     """
 
-    replicate: Length = 1
+    replicate: Length | None = None
     pipe: Length = 1
     shard: Length = 1
     tensor: Length = 1
@@ -68,15 +68,24 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the lengths do not give so many processes, or some would never have work."""
         lengths = {"replicate": self.replicate, "pipe": self.pipe, "shard": self.shard, "tensor": self.tensor}
-        if prod(lengths.values()) != processes:
-            asked = " x ".join(f"{name}={length}" for name, length in lengths.items() if length > 1) or "all lengths 1"
-            raise UsageError(f"strategy mesh: {asked} gives {prod(lengths.values())} processes, not {processes}")
+        given = {
+            name: length
+            for name, length in lengths.items()
+            if length is not None and (length > 1 or name == "replicate")
+        }
+        product = prod(given.values())
+        if processes % product or (self.replicate is not None and product != processes):
+            asked = " x ".join(f"{name}={length}" for name, length in given.items())
+            raise UsageError(
+                f"strategy mesh: {asked} is {product} processes, and there are {processes}; change a length, or leave "
+                f"replicate out and use a multiple of {product // (self.replicate or 1)}"
+            )
         if self.cut and len(self.cut) != self.pipe - 1:
             raise UsageError(
                 f"strategy mesh: cut names {len(self.cut)} modules, but there are {self.pipe} stages; name "
                 f"{self.pipe - 1}, or leave cut out"
             )
-        check_work(self.replicate * self.shard, microbatches)
+        check_work(self._replicas(processes) * self.shard, microbatches)
 
     def check_model(
         self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
@@ -90,14 +99,14 @@ class Strategy:
     def mesh(self, processes: int) -> Mesh:
         """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
         if self.pipe > 1:
-            return Mesh(replicate=self.replicate * self.shard, pipe=self.pipe, tensor=self.tensor)
-        return Mesh(replicate=self.replicate, shard=self.shard, tensor=self.tensor)
+            return Mesh(replicate=self._replicas(processes) * self.shard, pipe=self.pipe, tensor=self.tensor)
+        return Mesh(replicate=self._replicas(processes), shard=self.shard, tensor=self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         mesh = self.mesh(world.size)
         if self.pipe > 1:
-            pipe = Pipe(replicas=self.replicate, sharers=self.shard, slices=self.tensor, cut=self.cut)
+            pipe = Pipe(replicas=self._replicas(world.size), sharers=self.shard, slices=self.tensor, cut=self.cut)
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
         make_layout = (
             sharded(world, mesh, keep_gathered=False, offload=False)
@@ -108,3 +117,6 @@ class Strategy:
             problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
             make_layout = sliced(world, mesh, make_layout)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+
+    def _replicas(self, processes: int) -> int:
+        return self.replicate or processes // (self.pipe * self.shard * self.tensor)
