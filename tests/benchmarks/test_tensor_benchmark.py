@@ -58,7 +58,7 @@ def test_chunks_compute_the_gradients_of_the_whole() -> None:
 
 @pytest.mark.worlds
 def test_all_figures_are_measured() -> None:
-    found = tensor.results(quick=True)
+    found = list(tensor.results(quick=True))
     assert [each.name for each in found] == [
         "tensor-price-forward-and-backward-32",
         "tensor-price-a-whole-step-32",
@@ -68,8 +68,8 @@ def test_all_figures_are_measured() -> None:
     ]
     figures = json.loads(json.dumps(as_json(found, load_before=0.0, quick=True)))["results"]
     medians = [{row["name"]: row["median"] for row in each["rows"]} for each in figures]
-    assert [list(each) for each in medians[:2]] == [["1 chunk", "2 chunks", "4 chunks", "8 chunks"]] * 2
-    assert all(seconds > 0 for each in medians for seconds in each.values())
+    assert [list(each) for each in medians[:2]] == [["1 chunk", "8 chunks"]] * 2
+    assert all(figure > 0 for each in (*medians[:2], *medians[3:]) for figure in each.values())
     assert list(medians[3]) == ["torch's parallelize_module", *(f"lockstep tensor, {each} chunks" for each in (2, 8))]
     assert list(medians[4]) == [*medians[3], "lockstep ddp"]
     assert [len(each["verdicts"]) for each in figures] == [1, 1, 0, 2, 2]
