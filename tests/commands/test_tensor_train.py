@@ -17,7 +17,7 @@ PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 
 
-@pytest.mark.parametrize("placed", [pytest.param(ON_2, marks=pytest.mark.quick), ON_2_X_2, MESH, ZERO3, PIPELINE])
+@pytest.mark.parametrize("placed", [ON_2, ON_2_X_2, MESH, ZERO3, PIPELINE])
 def test_every_file_is_that_of_one_process(run, finished, placed):
     reference = finished(*NET, "placement.processes=1")
     trained = run("train", *DIGITS, "run.dir=run", *NET, *placed)
@@ -56,7 +56,6 @@ def test_it_is_evaluated_and_verified_on_several_processes(run):
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

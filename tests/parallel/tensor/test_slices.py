@@ -43,7 +43,9 @@ def _agree(case: Case, placed: list[Any]) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("sgd", marks=pytest.mark.quick), *(name for name in CASES if name != "sgd")]
+)
 def test_the_bits_are_those_of_one_process(name: str) -> None:
     _agree(CASES[name], SLICED if CASES[name].microbatches > 1 else SLICED[:1])
 
