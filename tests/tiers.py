@@ -35,8 +35,8 @@ _REAL: Final = (
     "test_follow_srun.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
-# Of these, what has to be done within a time.
-_ALONE: Final = ("faults",)
+# Of these, what has to be done within a time, and what keeps more processes at work than the machine has cores.
+_ALONE: Final = ("benchmarks", "faults")
 _COMMANDS: Final = (
     "commands",
     "run",

@@ -26,6 +26,12 @@ NOISY = 'recipe.model={{name: "planted:noisy", options: {{source: {}}}}}'
 LOOKING = (*DIGITS, 'recipe.loss={name: "cross_entropy"}', "run.probe=auto", "run.dir=run")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a look as long as it takes beside other tests; as a user waits for it, 10 s were too short there."""
+    monkeypatch.setattr(looking, "_PATIENCE_S", 60.0)
+
+
 def ready(*overrides: str) -> Setup:
     return setup(load("digits", ["recipe.batch=16", *overrides]).config.recipe)
 
@@ -103,7 +109,6 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
         os.kill(os.getpid(), 9)
 
     chosen = ready('recipe.model={name: "planted:linear"}')
-    monkeypatch.setattr(looking, "_PATIENCE_S", 0.1)
     for what, reason in ((slow, "more than 0 s"), (fail, "ValueError: no such layer"), (die, "was killed")):
         monkeypatch.setattr(looking, "quick_facts_of", what)
         monkeypatch.setattr(looking, "_PATIENCE_S", 0.1 if what is slow else 60.0)
