@@ -30,6 +30,14 @@ class Headed(Mlp):
         self.head_dim = 4
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.ModuleDict(
+            {"up": nn.Linear(4, 4), "norms": nn.Sequential(nn.LayerNorm(2)), "down": nn.Linear(4, 4)}
+        )
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()

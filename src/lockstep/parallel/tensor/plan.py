@@ -65,9 +65,9 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     """
     kinds = _kinds(model, plan)
     regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
-    inside = {name for region in regions for name in region.inside}
+    inside = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
-        if kind.what in ("colwise", "shared") and name not in inside:
+        if kind.what != "whole" and name not in inside:
             raise UsageError(f"{_KEY}: {name} is {kind.what}, and no rowwise layer is in the same module")
         if kind.what == "heads":
             for attribute in kind.more.split(","):
@@ -109,7 +109,11 @@ def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
         if own is not None and own.what == "region":
             # A method calls layers of its own module. Which of the other modules it calls is not known.
             inside = {each: kind for each, kind in inside.items() if "." not in each.removeprefix(before)}
-            return _Region(name, own.more, inside)
+            if not callable(getattr(model.get_submodule(name), own.more, None)):
+                raise UsageError(f"{_KEY}: {name} is region:{own.more}, and has no such method")
+            if any(kind.what == "colwise" for kind in inside.values()):
+                return _Region(name, own.more, inside)
+            continue
         if any(kind.what == "colwise" for kind in inside.values()):
             if sum(kind.what == "rowwise" for kind in inside.values()) > 1:
                 raise UsageError(
@@ -143,13 +147,12 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
     module = model.get_submodule(region.name)
     chunked: dict[str, Chunked] = {}
     for name, more in region.of("colwise"):
-        layer = _linear(model, name, "colwise")
-        chunked |= _replaced(model, name, _column(layer, name, int(more or 1), vars(module).get("head_dim", 1), chunks))
+        layer, head = _linear(model, name, "colwise"), vars(module).get("head_dim", 1)
+        chunked |= _replaced(model, name, _column(layer, name, _parts(name, more), head, chunks))
     for name, _ in region.of("rowwise"):
         chunked |= _replaced(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
     for name, _ in region.of("shared"):
-        if any(True for _ in model.get_submodule(name).parameters()):
-            share_parameters(model.get_submodule(name), chunks)
+        _share(model.get_submodule(name), name, chunks)
     if region.method:
         setattr(module, region.method, _Method(getattr(module, region.method), chunks))
     else:
@@ -179,6 +182,22 @@ class _Method:
     def __call__(self, *arguments: Any) -> Any:
         self.chunks.before(self.method, arguments, {})
         return self.method(*arguments)
+
+
+def _parts(name: str, more: str) -> int:
+    if more and not (more.isdecimal() and int(more)):
+        raise UsageError(
+            f"{_KEY}: {name} is colwise:{more}; give the number of things that its outputs are, as in colwise:3"
+        )
+    return int(more or 1)
+
+
+def _share(module: nn.Module, name: str, chunks: Chunks) -> None:
+    own, every = list(module.parameters(recurse=False)), list(module.parameters())
+    if len(own) < len(every):
+        raise UsageError(f"{_KEY}: {name} is shared, and has modules with parameters; name these instead")
+    if own:
+        share_parameters(module, chunks)
 
 
 def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
