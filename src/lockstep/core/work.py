@@ -14,6 +14,18 @@ def check_work(processes: int, microbatches: int) -> None:
         raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
 
 
+def check_divides(asked: str, number: int, processes: int) -> None:
+    """Raise UsageError, which begins with `asked`, where such a number does not divide the processes."""
+    if processes % number:
+        fitting = ", ".join(map(str, divisors(processes)))
+        raise UsageError(f"{asked} does not divide {processes} processes; use {fitting}")
+
+
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, from 1 on."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 def check_several(processes: int, strategy: str) -> None:
     """Raise UsageError for one process under a strategy that shares the model out."""
     if processes == 1:

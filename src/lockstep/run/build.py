@@ -38,7 +38,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
-from lockstep.run.chunking import cut
+from lockstep.run.chunking import in_chunks, rearranged
 from lockstep.run.examples import examples, few_samples, repeated, smallest_microbatch, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
@@ -168,7 +168,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         check=partial(_check_task, task, example),
     )
     summary = check(uncut)
-    build, chunked = cut(uncut, recipe.model)
+    chunked = rearranged(uncut, recipe.model)
+    build = in_chunks(uncut, recipe.model)
     if chunked:
         check(build)
     if dtype is not None:
@@ -182,7 +183,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
     taken = None if first is None else first.into(on_meta(uncut if first.adapted else plain))
-    whole, _ = cut(partial(tuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first), recipe.model)
+    pretrained = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first)
+    whole = in_chunks(pretrained, recipe.model)
     problem = Problem(
         task,
         partial(initialise, whole, recipe.seed),

@@ -17,15 +17,17 @@ from lockstep.parallel.tensor.plan import cut_into_chunks
 Build = Callable[[], nn.Module]
 
 
-def cut(build: Build, asked: Model) -> tuple[Build, Mapping[str, Chunked]]:
-    """Return what builds the model in chunks, and by name how what is cut is rearranged; with one chunk, `build`.
+def rearranged(build: Build, asked: Model) -> Mapping[str, Chunked]:
+    """Return by name how what is cut of the model is rearranged; nothing is with one chunk.
 
     UsageError where the model, or the plan that the recipe has for it, cannot be cut.
     """
-    if asked.chunks == 1:
-        return build, {}
-    chunked = _cut(on_meta(build), asked)
-    return partial(_built, build, asked), chunked
+    return {} if asked.chunks == 1 else _cut(on_meta(build), asked)
+
+
+def in_chunks(build: Build, asked: Model) -> Build:
+    """Return what builds the model in chunks; with one chunk, `build`."""
+    return build if asked.chunks == 1 else partial(_built, build, asked)
 
 
 def _built(build: Build, asked: Model) -> nn.Module:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.core.work import check_work
+from lockstep.core.work import check_divides, check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
@@ -45,12 +45,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the processes cannot be divided, or some would never have work."""
-        if processes % self.replicate:
-            fitting = [str(number) for number in range(1, processes + 1) if processes % number == 0]
-            raise UsageError(
-                f"strategy hsdp: replicate={self.replicate} does not divide {processes} processes; "
-                f"use {', '.join(fitting)}"
-            )
+        check_divides(f"strategy hsdp: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
         if processes == self.replicate:
             raise UsageError(

@@ -15,6 +15,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_divides
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.engine import Engine
@@ -70,11 +71,7 @@ class Strategy:
         asked = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
         )
-        if processes % pipelines:
-            raise UsageError(
-                f"strategy pipeline: {asked} does not divide {processes} processes; use "
-                f"{', '.join(str(each) for each in range(1, processes + 1) if processes % each == 0)}"
-            )
+        check_divides(f"strategy pipeline: {asked}", pipelines, processes)
         if pipelines > microbatches:
             raise UsageError(
                 f"strategy pipeline: {asked} but only {microbatches} micro-batches; use at most {microbatches}"

@@ -18,9 +18,8 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
-from lockstep.core.work import check_work
+from lockstep.core.work import check_divides, check_work
 from lockstep.device.meta import on_meta
-from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import replicated
@@ -55,12 +54,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
-        if processes % self.replicate:
-            fitting = [str(number) for number in range(1, processes + 1) if processes % number == 0]
-            raise UsageError(
-                f"strategy tensor: replicate={self.replicate} does not divide {processes} processes; "
-                f"use {', '.join(fitting)}"
-            )
+        check_divides(f"strategy tensor: replicate={self.replicate}", self.replicate, processes)
         check_work(self.replicate, microbatches)
 
     def check_model(

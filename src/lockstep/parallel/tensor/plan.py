@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.core.names import suggestion
 from lockstep.core.patterns import selected
 from lockstep.core.shard import Chunked
+from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Chunks
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
@@ -34,6 +35,7 @@ from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_param
 Plan = Mapping[str, str]
 KINDS: Final = ("colwise", "rowwise", "heads", "shared", "whole", "region")
 _KEY: Final = "recipe.model.plan"
+_SHOWN: Final = 64  # the largest number of chunks in a message
 
 
 class _Kind(NamedTuple):
@@ -255,5 +257,5 @@ def _replaced(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
 
 
 def _not_divided(count: int, what: str, number: int) -> UsageError:
-    fitting = ", ".join(str(each) for each in range(2, min(number, 64) + 1) if number % each == 0)
+    fitting = ", ".join(str(each) for each in divisors(number) if 1 < each <= _SHOWN)
     return UsageError(f"recipe.model.chunks: {count} does not divide {what}; use {fitting}")

@@ -13,6 +13,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.shard import MaybeSharded, Shard
+from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -33,7 +34,7 @@ def check_shared(layers: Mapping[str, ColumnLinear | RowLinear], ranks: int) -> 
     for name, layer in layers.items():
         count = layer.chunks.count
         if count % ranks:
-            fitting = ", ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+            fitting = ", ".join(map(str, divisors(count)))
             raise UsageError(
                 f"strategy tensor: {ranks} processes cannot share the {count} chunks of {name}; use {fitting}"
             )
