@@ -10,7 +10,7 @@ import worlds
 
 from lockstep.comm.world import World
 from lockstep.core.order import part
-from lockstep.core.shard import Shard
+from lockstep.core.shard import Chunked, Shard
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, shards, store
 from lockstep.training.checkpoint.store import Snapshot
@@ -30,17 +30,20 @@ def whole() -> Snapshot:
 
 
 def cut(world: World, tensors: dict[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor | Shard]:
-    """Cut what has rows over the ranks, or over each half of them; what is half as precise, along its last dim."""
+    """Cut what has rows over the ranks, or over each half of them; what is half as precise, by its columns."""
     members = world.size // copies
     found: dict[str, torch.Tensor | Shard] = {}
     for name, tensor in tensors.items():
         if not tensor.ndim:
             found[name] = tensor
             continue
-        dim = tensor.ndim - 1 if tensor.dtype == torch.bfloat16 else 0
-        own = part(tensor.shape[dim], members, world.rank % members)
-        piece = tensor.narrow(dim, own.start, len(own))
-        found[name] = Shard(piece, own.start, tensor.shape, world.rank < members, dim)
+        rows, chunked = tensor, None
+        if tensor.dtype == torch.bfloat16:
+            chunked = Chunked(tuple(tensor.shape), (*tensor.shape, 1), tensor.ndim - 1)
+            rows = chunked.rearranged(tensor)
+        own = part(len(rows), members, world.rank % members)
+        piece = rows[own.start : own.stop]
+        found[name] = Shard(piece, own.start, tensor.shape, world.rank < members, chunked)
     return found
 
 
