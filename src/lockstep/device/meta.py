@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -17,3 +18,8 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
                 return build()
         except Exception:  # a model may read values while it is built; what fails on the CPU too is told
             return build()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has more than a shape."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -170,7 +170,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     summary = check(uncut)
     chunked = rearranged(uncut, recipe.model)
     build = in_chunks(uncut, recipe.model)
-    if chunked:
+    if recipe.model.chunks > 1:
         check(build)
     if dtype is not None:
         inputs = task.inputs(repeated(evaluation, 2))

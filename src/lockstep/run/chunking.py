@@ -13,6 +13,7 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.built_in import known_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.slices import cut_layers
 
 Build = Callable[[], nn.Module]
 
@@ -39,7 +40,7 @@ def _built(build: Build, asked: Model) -> nn.Module:
 def _cut(model: nn.Module, asked: Model) -> dict[str, Chunked]:
     plan = asked.plan | {name: kind for name, kind in known_plan(model).items() if name not in asked.plan}
     chunked = cut_into_chunks(model, plan, asked.chunks)
-    if not chunked:
+    if not cut_layers(model):
         raise UsageError(
             f"recipe.model.chunks: of model {asked.name} no layers are known that could be cut; say in "
             f"recipe.model.plan which they are (docs/tensor-slicing.md)"

@@ -16,6 +16,7 @@ PLAN = (
     ("*.down", "rowwise"),
     ("tail.first", "colwise"),
     ("tail.last", "rowwise"),
+    ("*.experts", "experts:count"),
     ("tail.before", "whole"),
     ("tail.after", "whole"),
 )
@@ -41,6 +42,43 @@ class Attention(nn.Module):
         looked = F.dropout(weights, self.dropout, self.training) @ values
         attended: Tensor = self.out(looked.transpose(1, 2).reshape(n, t, -1))
         return F.dropout(attended, self.dropout, self.training)  # after the last layer, as if nothing were cut
+
+
+class Experts(nn.Module):
+    """Eight experts, rows of its parameters, with dropout inside."""
+
+    dropout = 0.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 8
+        self.up = nn.Parameter(torch.randn(8, 5, 11) / 3)
+        self.up_bias = nn.Parameter(torch.randn(8, 5) / 3)
+        self.down = nn.Parameter(torch.randn(8, 11, 5) / 3)
+        self.register_parameter("down_bias", None)
+
+    def forward(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        given = torch.zeros_like(tokens)
+        for expert in range(self.count):
+            places, slots = (numbers == expert).nonzero(as_tuple=True)
+            fed = F.linear(tokens[places], self.up[expert], self.up_bias[expert]).relu()
+            fed = F.linear(F.dropout(fed, self.dropout, self.training), self.down[expert])
+            given = given.index_add(0, places, fed * weights[places, slots, None])
+        return given
+
+
+class Mixture(nn.Module):
+    """For each token the two best of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(11, 8, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, numbers = self.router(x).float().softmax(-1).topk(2)
+        mixed: Tensor = self.experts(x, numbers, weights.to(x.dtype))
+        return mixed
 
 
 class Block(nn.Module):
@@ -91,6 +129,7 @@ class Net(nn.Module):
         self.stem = nn.Conv2d(3, 11, 3)
         self.norm = nn.BatchNorm2d(11)
         self.blocks = nn.ModuleList([Block(), Block()])
+        self.mixture = Mixture()
         self.tail = Tail()
         self.head = nn.Linear(11, toys.CLASSES)
 
@@ -98,6 +137,7 @@ class Net(nn.Module):
         x = self.norm(self.stem(images)).flatten(2).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
+        x = x + self.mixture(x.flatten(0, 1)).view_as(x)
         head: Tensor = self.head(self.tail(x).mean(1))
         return head
 
@@ -108,7 +148,7 @@ class Still(Net):
     def __init__(self) -> None:
         super().__init__()
         for module in self.modules():
-            if isinstance(module, Attention | Block | Tail):
+            if isinstance(module, Attention | Block | Tail | Experts):
                 module.dropout = 0.0
 
 

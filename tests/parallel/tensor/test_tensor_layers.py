@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import known_plan
-from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
+from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, by_chunk
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
 
@@ -58,6 +59,15 @@ def test_layers_have_the_names_and_the_mode_of_those_they_replace() -> None:
     assert not any(each.training for each in cut.modules())
     kinds = [type(each) for each in cut.modules()]
     assert (kinds.count(ColumnLinear), kinds.count(RowLinear)) == (7, 5)
+
+
+def test_a_chunk_has_the_bits_that_it_has_by_itself() -> None:
+    """Of a product with a single row, on a CPU: there the address of a matrix matters."""
+    chunks, inputs = Chunks(4, ""), torch.randn(64, 1, 11)
+    weight = torch.randn(4 * 5, 11)  # chunks of 220 bytes
+    for chunk, own in zip(by_chunk(weight, chunks), weight.tensor_split(4), strict=True):
+        for each in inputs:
+            assert torch.equal(each @ chunk.t(), each @ own.clone().t())
 
 
 def test_autocast_multiplies_in_its_dtype() -> None:

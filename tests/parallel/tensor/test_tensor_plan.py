@@ -2,6 +2,8 @@
 
 import copy
 import re
+from collections.abc import Callable
+from functools import partial
 
 import cut_models
 import pytest
@@ -43,6 +45,12 @@ class Two(nn.Module):
         super().__init__()
         self.one = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
         self.other = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Conv2d(4, 4, 1)})
+
+
+def with_more(name: str, more: nn.Module | nn.Parameter) -> nn.Module:
+    mixture = cut_models.Mixture()
+    setattr(mixture.experts, name, more)
+    return mixture
 
 
 @pytest.mark.parametrize(
@@ -98,13 +106,31 @@ def test_heads_that_are_not_divided_are_named() -> None:
         cut_into_chunks(cut_models.made(), dict(cut_models.PLAN), 3)
 
 
+@pytest.mark.parametrize(
+    ("model", "count", "problem"),
+    [
+        (cut_models.Mixture, 3, "3 does not divide experts.count = 8; use 2, 4, 8"),
+        (Mlp, 2, "up is experts; its forward has to take rows [n, d], numbers of experts [n, k] and weights [n, k]"),
+        (
+            partial(with_more, "bias", nn.Parameter(torch.zeros(3))),
+            2,
+            "has a parameter bias of shape [3]; dim 0 has to",
+        ),
+        (partial(with_more, "norm", nn.LayerNorm(3)), 2, "experts is experts, and has modules with parameters"),
+    ],
+)
+def test_what_are_no_experts_is_refused(model: Callable[[], nn.Module], count: int, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        cut_into_chunks(model(), {"up" if model is Mlp else "experts": "experts:count"}, count)
+
+
 def test_the_first_pattern_that_fits_counts() -> None:
     model = cut_models.made()
     chunked = cut_into_chunks(
         model, {"blocks.0.*": "whole", "blocks.0": "whole", "tail.*": "whole"} | dict(cut_models.PLAN), 2
     )
     assert {name.split(".")[1] for name in chunked} == {"1"}
-    assert region_names(model) == {"blocks.1", "blocks.1.attention"}
+    assert region_names(model) == {"blocks.1", "blocks.1.attention", "mixture.experts"}
 
 
 def test_weights_are_those_of_the_model_rearranged() -> None:

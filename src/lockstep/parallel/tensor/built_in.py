@@ -7,6 +7,8 @@ from typing import Final
 
 from torch import nn
 
+from lockstep.parallel.tensor.experts import takes_pairs
+
 # By the class of a module: what it is and its layers are, by names relative to it.
 _MODULES: Final = {
     "timm.layers.attention.Attention": {
@@ -45,5 +47,10 @@ def _of_transformers(model: nn.Module) -> dict[str, str]:
         kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"{before}{pattern}")), None)
         if kind is not None:
             groups.setdefault(name.rpartition(".")[0], {})[name] = kind
+    experts = {name: "experts" for group in groups.values() for name in group if _are_experts(model, name, group[name])}
     usable = [group for group in groups.values() if {"colwise", "rowwise"} <= {*group.values()} <= {*_KINDS}]
-    return {name: _KINDS[kind] for group in usable for name, kind in group.items()}
+    return experts | {name: _KINDS[kind] for group in usable for name, kind in group.items()}
+
+
+def _are_experts(model: nn.Module, name: str, kind: str) -> bool:
+    return kind == "moe_tp_experts" and takes_pairs(model.get_submodule(name))

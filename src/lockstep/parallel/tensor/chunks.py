@@ -18,7 +18,7 @@ A region goes like this, for a rank with chunks 2 and 3:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -83,6 +83,15 @@ class Chunks:
         self._draws.go_on()
         found, self._made, self._given, self._draws, self.current = self._given, {}, [], None, 0
         return found
+
+    def each(self, training: bool) -> Iterator[tuple[int, int]]:
+        """Yield place and number of each chunk of this rank, which draws numbers of its own in training."""
+        draws = _Draws()
+        for at, chunk in enumerate(self.own):
+            if training:
+                draws.for_chunk(chunk)
+            yield at, chunk
+        draws.go_on()
 
     def total(self, partials: Iterable[Tensor]) -> Tensor:
         """Return the sum over all chunks of tensors of one shape; those of this rank's may be overwritten.

@@ -8,15 +8,18 @@ each shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.parallel.tensor.chunks import Chunks
+
+_ALIGNED: Final = 16  # bytes
 
 
 @final
@@ -70,13 +73,21 @@ def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
 def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -> Any:
     own = layer._parameters
     given = {name: each for name, each in own.items() if each is not None}
-    made = chunks.begin(layer, partial(_Copies.apply, chunks, *given.values()))
+    made = chunks.begin(layer, partial(Copies.apply, chunks, *given.values()))
     copies: Any = made[chunks.current * len(given) : (chunks.current + 1) * len(given)]
-    layer._parameters = own | dict(zip(given, copies, strict=True))
-    try:
+    with calling_with(layer, own | dict(zip(given, copies, strict=True))):
         return forward(*inputs)
+
+
+@contextmanager
+def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
+    """Let the module's own code find these tensors in place of its parameters."""
+    own = module._parameters
+    module._parameters = parameters
+    try:
+        yield
     finally:
-        layer._parameters = own
+        module._parameters = own
 
 
 class _Column(torch.autograd.Function):
@@ -87,8 +98,8 @@ class _Column(torch.autograd.Function):
         ctx.chunks, ctx.biased = chunks, bias is not None
         ctx.save_for_backward(inputs, weight)
         if bias is None:
-            return tuple(inputs @ each.t() for each in _by_chunk(weight, chunks))
-        pairs = zip(_by_chunk(bias, chunks), _by_chunk(weight, chunks), strict=True)
+            return tuple(inputs @ each.t() for each in by_chunk(weight, chunks))
+        pairs = zip(by_chunk(bias, chunks), by_chunk(weight, chunks), strict=True)
         return tuple(torch.addmm(added, inputs, each.t()) for added, each in pairs)
 
     @staticmethod
@@ -99,7 +110,7 @@ class _Column(torch.autograd.Function):
         of_weight = torch.cat([mine.t() @ inputs for mine in gradients]) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[3]:
             return None, of_bias, of_weight, None
-        pairs = zip(gradients, _by_chunk(weight, ctx.chunks), strict=True)
+        pairs = zip(gradients, by_chunk(weight, ctx.chunks), strict=True)
         return None, of_bias, of_weight, ctx.chunks.total(mine @ each for mine, each in pairs)
 
 
@@ -110,7 +121,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, chunks: Chunks, weight: Tensor, *given: Tensor) -> Tensor:
         ctx.chunks = chunks
         ctx.save_for_backward(weight, *given)
-        pairs = zip(given, _by_chunk(weight, chunks), strict=True)
+        pairs = zip(given, by_chunk(weight, chunks), strict=True)
         return chunks.total(mine @ each.t() for mine, each in pairs)
 
     @staticmethod
@@ -118,16 +129,16 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *given = ctx.saved_tensors
         of_weight = torch.cat([gradient.t() @ mine for mine in given]) if ctx.needs_input_grad[1] else None
-        return None, of_weight, *(gradient @ each for each in _by_chunk(weight, ctx.chunks))
+        return None, of_weight, *(gradient @ each for each in by_chunk(weight, ctx.chunks))
 
 
-class _Copies(torch.autograd.Function):
-    """`parameters`, once for each chunk; their gradients are added over all chunks."""
+class Copies(torch.autograd.Function):
+    """`tensors`, once for each chunk of this rank; their gradients are added over all chunks."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.chunks, ctx.count = chunks, len(parameters)
-        return tuple(each.detach().clone() for _ in chunks.own for each in parameters)
+    def forward(ctx: Any, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.chunks, ctx.count = chunks, len(tensors)
+        return tuple(each.detach() for _ in chunks.own for each in tensors)
 
     @staticmethod
     @once_differentiable
@@ -136,8 +147,14 @@ class _Copies(torch.autograd.Function):
         return None, *(ctx.chunks.total(each.clone() for each in mine) for mine in of_each)
 
 
-def _by_chunk(tensor: Tensor, chunks: Chunks) -> tuple[Tensor, ...]:
-    return tensor.tensor_split(len(chunks.own))
+def by_chunk(tensor: Tensor, chunks: Chunks) -> tuple[Tensor, ...]:
+    """Return what this rank has of a parameter, chunk by chunk.
+
+    Kernels choose by the address: on a CPU a product with one row has other bits where a matrix begins at no multiple
+    of 16 bytes. A chunk may, behind others; on a rank of its own it does not. So it is copied then.
+    """
+    parts = tensor.tensor_split(len(chunks.own))
+    return tuple(each.clone() if each.storage_offset() * each.itemsize % _ALIGNED else each for each in parts)
 
 
 def _cast(bias: Tensor | None, weight: Tensor, *given: Tensor) -> tuple[Any, ...]:

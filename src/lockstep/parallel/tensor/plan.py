@@ -9,6 +9,7 @@ A plan maps patterns of module names (core/patterns.py) to kinds:
 | `heads:NAMES` | any | its attributes NAMES count heads, or features of all heads; a chunk's are fewer |
 | `shared` | any | it is used by each chunk by itself, such as a norm of each head |
 | `whole` | any | it is used before the first cut layer of its region or after the last |
+| `experts` | any | its parameters have a row for each of its `num_experts`, or of what `experts:NAME` names |
 | `region:METHOD` | any | the layers are cut inside this method, which takes no named arguments |
 
 The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that has colwise layers, too, or a
@@ -30,10 +31,11 @@ from lockstep.core.shard import Chunked
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.experts import Experts, takes_pairs
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
 
 Plan = Mapping[str, str]
-KINDS: Final = ("colwise", "rowwise", "heads", "shared", "whole", "region")
+KINDS: Final = ("colwise", "rowwise", "heads", "shared", "experts", "whole", "region")
 _KEY: Final = "recipe.model.plan"
 _SHOWN: Final = 64  # the largest number of chunks in a message
 
@@ -69,7 +71,7 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
     inside = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
-        if kind.what != "whole" and name not in inside:
+        if kind.what not in ("experts", "whole") and name not in inside:
             raise UsageError(f"{_KEY}: {name} is {kind.what}, and no rowwise layer is in the same module")
         if kind.what == "heads":
             for attribute in kind.more.split(","):
@@ -77,6 +79,9 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     chunked: dict[str, Chunked] = {}
     for region in regions:
         chunked |= _cut(model, region, count)
+    for name, kind in kinds.items():
+        if kind.what == "experts":
+            _group(model.get_submodule(name), name, kind.more or "num_experts", count)
     return chunked
 
 
@@ -85,7 +90,7 @@ def region_names(model: nn.Module) -> frozenset[str]:
     found = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
-        if any(isinstance(each, _Hook | _Method) for each in calls):
+        if any(isinstance(each, _Hook | _Method | Experts) for each in calls):
             found.append(name)
     return frozenset(found)
 
@@ -184,6 +189,29 @@ class _Method:
     def __call__(self, *arguments: Any) -> Any:
         self.chunks.before(self.method, arguments, {})
         return self.method(*arguments)
+
+
+def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
+    """Cut experts into groups: they stay in their order, so nothing is rearranged."""
+    if not takes_pairs(module):
+        raise UsageError(
+            f"{_KEY}: {name} is experts; its forward has to take rows [n, d], numbers of experts [n, k] and weights "
+            f"[n, k], and nothing else"
+        )
+    if any(path.count(".") for path, _ in module.named_parameters()):
+        raise UsageError(
+            f"{_KEY}: {name} is experts, and has modules with parameters; experts are cut where they are rows of the "
+            f"module's own parameters"
+        )
+    _fewer(module, name, attribute, count)
+    of_group: int = vars(module)[attribute]
+    for key, parameter in module.named_parameters():
+        if not parameter.ndim or parameter.shape[0] != of_group * count:
+            raise UsageError(
+                f"{_KEY}: {name} is experts, {of_group * count} by its {attribute}, and has a parameter {key} of shape "
+                f"{[*parameter.shape]}; dim 0 has to have a row for each expert"
+            )
+    module.forward = Experts(module, Chunks(count, name), of_group)  # on the instance: its names stay
 
 
 def _parts(name: str, more: str) -> int:

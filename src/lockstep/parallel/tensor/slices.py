@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,35 @@ from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_
+from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
 
 
-def cut_layers(model: nn.Module) -> dict[str, ColumnLinear | RowLinear]:
+class CutLayer(NamedTuple):
+    """A layer that is cut into chunks, and which of its parameters are."""
+
+    module: nn.Module
+    chunks: Chunks
+    parameters: tuple[str, ...]
+
+
+def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
     """Return the layers that are cut into chunks, by name."""
-    return {name: each for name, each in model.named_modules() if isinstance(each, ColumnLinear | RowLinear)}
+    found = {}
+    for name, module in model.named_modules():
+        own = tuple(key for key, _ in module.named_parameters(recurse=False))
+        replaced = vars(module).get("forward")
+        if isinstance(module, ColumnLinear):
+            found[name] = CutLayer(module, module.chunks, own)
+        elif isinstance(module, RowLinear):
+            found[name] = CutLayer(module, module.chunks, ("weight",))
+        elif isinstance(replaced, Experts):
+            found[name] = CutLayer(module, replaced.chunks, own)
+    return found
 
 
-def check_shared(layers: Mapping[str, ColumnLinear | RowLinear], ranks: int) -> None:
+def check_shared(layers: Mapping[str, CutLayer], ranks: int) -> None:
     """Raise UsageError where so many ranks cannot share the chunks of these layers, each as many as the next."""
     if not layers and ranks > 1:
         raise UsageError(
@@ -47,10 +67,10 @@ def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
     layers = cut_layers(model)
     check_shared(layers, mesh.tensor)
     for layer in layers.values():
-        for key in _cut_parameters(layer):
-            whole = getattr(layer, key)
+        for key in layer.parameters:
+            whole = getattr(layer.module, key)
             own = whole.detach().tensor_split(mesh.tensor)[rank].clone()
-            setattr(layer, key, nn.Parameter(own, requires_grad=whole.requires_grad))
+            setattr(layer.module, key, nn.Parameter(own, requires_grad=whole.requires_grad))
     for chunks in {id(layer.chunks): layer.chunks for layer in layers.values()}.values():
         chunks.share(rank, mesh.tensor, across)
     return model
@@ -72,10 +92,6 @@ def sliced(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
     return make_sliced
 
 
-def _cut_parameters(layer: ColumnLinear | RowLinear) -> list[str]:
-    return ["weight", "bias"] if isinstance(layer, ColumnLinear) and layer.bias is not None else ["weight"]
-
-
 @final
 class Slice:
     """Which part of a model in chunks a rank has: of what is cut some rows, and of the rest what all have alike."""
@@ -87,9 +103,9 @@ class Slice:
         self.primary = not at.replicate  # and whether what its replicas have alike
         self._rank, self._ranks = at.tensor, mesh.tensor
         self._cut = {
-            f"{name}.{key}": getattr(layer, key).shape
+            f"{name}.{key}": getattr(layer.module, key).shape
             for name, layer in cut_layers(model).items()
-            for key in _cut_parameters(layer)
+            for key in layer.parameters
         }
 
     def placed(self, name: str, held: MaybeSharded) -> MaybeSharded:
