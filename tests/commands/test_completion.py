@@ -56,7 +56,7 @@ def test_keys(words: tuple[str, ...]) -> None:
         ("recipe.schedule", "co", ["cosine", "constant"]),
         ("recipe.compile", "t", ["true"]),
         ("recipe.optimizer.nesterov", "", ["true", "false"]),
-        ("recipe.precision", "", ["fp32", "tf32", "bf16", "bf16-compute", "fp16"]),
+        ("recipe.precision", "", ["fp32", "tf32", "bf16", "bf16-compute", "fp16", "fp16-compute", "fp16-true"]),
         ("placement.strategy", "zero", ["zero1", "zero2", "zero3"]),
         ("recipe.data.name", "cifar", ["cifar10", "cifar100"]),
         ("run.dir", "ru", ["runs/"]),

@@ -15,6 +15,7 @@ from lockstep.training.checkpoint import store
 # Without convolutions, which take seconds a step in bf16 and fp16 on processors that lack them.
 LINEAR = 'recipe.model={name: "held:linear"}'
 BF16 = ("recipe.precision=bf16", LINEAR)
+O3 = ("recipe.precision=O3", LINEAR)
 FP16 = ("recipe.precision=fp16", LINEAR, "recipe.loss_scale.initial=1e9")
 LAST = "run/checkpoints/step-00000023"
 # Of a digit: 2 for each weight at each place, forward and for both gradients; nobody wants that of the first inputs.
@@ -79,9 +80,10 @@ def test_another_number_of_microbatches_is_another_recipe(finished):
     [
         BF16,
         FP16,
+        O3,
         ("recipe.mix={mixup: 0.2, cutmix: 1.0}", "recipe.ema.decay=0.9", "recipe.optimizer={name: lamb, lr: 0.01}"),
     ],
-    ids=["bf16", "fp16", "mixup, cutmix, ema, lamb"],
+    ids=["bf16", "fp16", "O3", "mixup, cutmix, ema, lamb"],
 )
 def test_the_same_holds_for_other_arithmetic(finished, overrides):
     alone = finished(*overrides, "placement.processes=1")

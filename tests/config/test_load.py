@@ -28,6 +28,8 @@ recipe:
   optimizer: {lr: 1}
 """
 
+PRECISIONS = "fp32, tf32, bf16, bf16-compute, fp16, fp16-compute, fp16-true"
+
 
 def test_an_override_may_be_longer_than_a_file_name():
     word = f"recipe.model.options={{x: {'y' * 300}}}"
@@ -240,9 +242,17 @@ recipe:
         ("recipe.data.augment.resized_crop_scale=[1, 2, 3]", None),
         (
             "recipe.precision=fp61",
-            "recipe.precision: expected one of fp32, tf32, bf16, bf16-compute, fp16; got 'fp61'; did you mean 'fp16'?",
+            f"recipe.precision: expected one of {PRECISIONS}; got 'fp61'; did you mean 'fp16'?",
         ),
-        ("recipe.precision=16", "recipe.precision: expected one of fp32, tf32, bf16, bf16-compute, fp16; got 16"),
+        ("recipe.precision=16", f"recipe.precision: expected one of {PRECISIONS}; got 16"),
+        (
+            "recipe.loss_scale={static: 8, initial: 2}",
+            "recipe.loss_scale.static: it does not move, so initial and growth_interval mean nothing; leave them out",
+        ),
+        (
+            "recipe.loss_scale=static",
+            "recipe.loss_scale: expected a number, `dynamic`, or a mapping of keys; got 'static'",
+        ),
         ("placement.offload_activations=yes", "placement.offload_activations: expected true or false; got 'yes'"),
         (
             "placement.rendezvous=tcp:/host",
@@ -284,6 +294,24 @@ def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
         assert "resized_crop_scale: expected at " in found[0]
     else:
         assert found == [text]
+
+
+@pytest.mark.parametrize(
+    ("asked", "static"),
+    [
+        ("O1", None),
+        ("O3", 1.0),
+        ("O3 recipe.loss_scale=128", 128.0),
+        ("O3 recipe.loss_scale=dynamic", None),
+        ("O3 recipe.loss_scale.initial=4.0", None),
+        ("O2 recipe.loss_scale={static: 64}", 64.0),
+    ],
+)
+def test_a_loss_scale_is_static_where_it_is_said_or_weights_are_in_fp16(asked, static, tmp_path):
+    loaded = load("digits", [f"recipe.precision={asked.split(' ')[0]}", *asked.split(" ", 1)[1:]])
+    assert loaded.config.recipe.precision in ("fp16", "fp16-compute", "fp16-true")
+    assert loaded.config.recipe.loss_scale.static == static
+    assert reloaded(to_yaml(loaded), tmp_path) == loaded.config
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):

@@ -11,6 +11,7 @@ from lockstep.core.precision import named_elsewhere
     [
         ("bf16-mixed", "bf16-mixed is called bf16 here"),
         ("16-mixed", "16-mixed is called fp16 here"),
+        ("16-true", "16-true is called fp16-true here"),
         ("fp8", "fp8 is not offered: .* capability 8.9 .*; use bf16-compute"),
         ("fp8-e4m3", "fp8-e4m3 is not offered"),
         ("bf16-true", "bf16-true is not offered: .* never decay: .*; use bf16-compute"),
@@ -24,6 +25,15 @@ def test_other_names(name: str, said: str) -> None:
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16-compute", "fp61", 16])
 def test_what_is_not_known_elsewhere_is_left_alone(name: object) -> None:
     assert named_elsewhere(name) == name
+
+
+def test_levels_of_apex_are_precisions_of_ours() -> None:
+    assert [named_elsewhere(level) for level in ("O0", "O1", "O2", "O3")] == [
+        "fp32",
+        "fp16",
+        "fp16-compute",
+        "fp16-true",
+    ]
 
 
 def test_a_second_moment_of_bf16_never_decays() -> None:

@@ -15,7 +15,7 @@ import torch
 import lockstep
 from lockstep.comm import world
 from lockstep.core.precision import Precision
-from lockstep.device.precision import autocast, check_precision, fix_kernels, fix_workspace, loss_scaler
+from lockstep.device.precision import autocast, check_precision, fix_kernels, fix_workspace, loss_scaler, unscale_
 from lockstep.errors import PreflightError, UsageError
 
 CPU = torch.device("cpu")
@@ -34,7 +34,15 @@ def test_a_product_has_the_precision_asked_for_each_time(precision: Precision, d
 
 @pytest.mark.parametrize(
     ("precision", "enabled"),
-    [("fp32", False), ("tf32", False), ("bf16", False), ("bf16-compute", False), ("fp16", True)],
+    [
+        ("fp32", False),
+        ("tf32", False),
+        ("bf16", False),
+        ("bf16-compute", False),
+        ("fp16", True),
+        ("fp16-compute", True),
+        ("fp16-true", True),
+    ],
 )
 def test_only_fp16_is_scaled(precision: Precision, enabled: bool) -> None:
     scaler = loss_scaler(precision, CPU, 8.0, 2)
@@ -53,6 +61,20 @@ def test_a_scaler_is_ready_before_it_has_scaled_a_loss() -> None:
     scaler.update()
     assert parameter.item() == 0.5
     assert scaler.get_scale() == 16.0  # grows after an interval of 1
+
+
+@pytest.mark.parametrize("gradient", [24.0, torch.inf])
+def test_gradients_of_any_dtype_are_unscaled_by_a_scale_that_stays(gradient: float) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float16, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, gradient)
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scaler = loss_scaler("fp16-true", CPU, 65536.0, 1, static=8.0)
+    unscale_(scaler, optimizer)
+    assert [parameter.grad.item() for parameter in parameters if parameter.grad is not None] == [gradient / 8] * 2
+    assert [bool(each) for each in scaler._found_inf_per_device(optimizer).values()] == [gradient == torch.inf]
+    scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
 
 
 _PRECISIONS = ["", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv"]

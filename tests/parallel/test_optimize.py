@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lockstep.errors import UsageError
-from lockstep.parallel.optimize import bare_step, check_optimizer, check_rows, make_optimizer
+from lockstep.parallel.optimize import bare_step, check_optimizer, check_rows, check_stored, make_optimizer
 
 
 def _parameters() -> list[tuple[str, Parameter]]:
@@ -196,6 +196,33 @@ def test_what_works_element_by_element_may_be_cut(name: str) -> None:
 def test_what_looks_at_whole_tensors_may_not(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"strategy zero1: optimizer .* use strategy ddp"):
         check_rows(partial(make_optimizer, name=name, lr=0.1, options=options), "zero1")
+
+
+def _options(asked: dict[str, Any]) -> partial[torch.optim.Optimizer]:
+    return partial(make_optimizer, lr=0.1, **asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"name": "sgd", "momentum": 0.9}, {"name": "lars"}, {"name": "lion"}, {"name": "adamw", "options": {"eps": 0.01}}],
+)
+def test_what_steps_over_any_gradient_in_fp16_may_have_its_weights_there(asked: dict[str, Any]) -> None:
+    check_stored(_options(asked), torch.float16)
+    check_rows(_options(asked), "zero1", torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"name": "adamw"}, "AdamW: .* a gradient of 0.005 is nan; use an eps of 0.01 or more .*1e-08.* fp16-compute"),
+        ({"name": "adam", "options": {"eps": 1e-4}}, "Adam: .* is 50 times the longest in float32; use an eps"),
+        ({"name": "lamb"}, "Lamb: .* times the longest in float32"),
+    ],
+)
+def test_what_divides_by_what_fp16_rounds_to_zero_may_not(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_stored(_options(asked), torch.float16)
+    check_stored(_options(asked), torch.float32)
 
 
 def test_what_cannot_step_at_all_is_told_so_first() -> None:

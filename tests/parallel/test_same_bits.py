@@ -32,6 +32,8 @@ CASES = {
     "bf16": Case(precision="bf16", clip=0.5),
     "bf16-compute": Case(precision="bf16-compute", clip=0.5, ema=True),
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20, optimizer="adamw"),
+    "fp16-compute, skipping": Case(precision="fp16-compute", initial_scale=2.0**20, optimizer="adamw", clip=0.5),
+    "fp16-true": Case(precision="fp16-true", static_scale=1.0, clip=0.5, ema=True),
     "not finite, skipped": Case(poisoned=1, skip_nonfinite=True, clip=1.0, ema=True),
     "channels last": Case(channels_last=True, clip=0.5),
     "groups by name": Case(optimizer="adamw", clip=0.5, groups=GROUPS),
@@ -99,7 +101,17 @@ def test_real_models_keep_their_bits(model: str) -> None:
         [("zero3", 3, (("offload", 1),)), ("zero1", 2, (("offload", 1),))],
     ],
 )
-@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "six micro-batches, clipped, averaged", "bf16-compute"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lamb",
+        "fp16, skipping",
+        "six micro-batches, clipped, averaged",
+        "bf16-compute",
+        "fp16-compute, skipping",
+        "fp16-true",
+    ],
+)
 def test_going_on_under_another_strategy_gives_the_same_bits(name: str, ways: list[Any]) -> None:
     whole = replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
     half = replace(whole, samples=whole.samples[:3])

@@ -14,7 +14,9 @@ from toys import Case
 
 from lockstep.comm.world import World
 from lockstep.core.order import cut
+from lockstep.core.precision import Precision
 from lockstep.core.rank import ALONE
+from lockstep.core.shard import local_tensor
 from lockstep.parallel.weights import Weights, computing_in
 
 BF16 = torch.bfloat16
@@ -125,6 +127,29 @@ def test_a_batchnorm_of_any_class_takes_narrow_parameters() -> None:
     layer: Any = model[1]
     assert layer.weight.dtype == layer.weight.grad.dtype == BF16
     assert layer.running_mean.dtype == torch.float32
+
+
+def test_batchnorm_has_no_copies_in_fp16_nor_a_buffer_another_dtype() -> None:
+    model = computing_in(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.float16)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float16} == {"0.weight", "0.bias"}
+    model(torch.randn(5, 3, dtype=torch.float16)).sum().backward()
+    assert model[1].weight.grad.dtype == torch.float32  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("fp16-compute", torch.float32), ("fp16-true", torch.float16)])
+def test_weights_and_state_are_in_fp32_or_all_in_fp16(precision: Precision, kept: torch.dtype) -> None:
+    case = Case(precision=precision, ema=True, initial_scale=1.0)
+    engine, _ = toys.trained(World(ALONE, torch.device("cpu")), case)
+    state = engine.state()
+    parameters = {name for name, _ in toys.build(case).named_parameters()}
+    assert {local_tensor(state.model[name]).dtype for name in parameters} == {kept}
+    assert {local_tensor(each).dtype for each in state.optimizer.values()} == {kept}
+    assert {local_tensor(each).dtype for each in (state.ema or {}).values()} == {torch.float32, torch.int64}
+    wide, _ = toys.trained(World(ALONE, torch.device("cpu")), replace(case, precision="fp32"))
+    for name in parameters:
+        one, other = local_tensor(state.model[name]).float(), local_tensor(wide.state().model[name])
+        assert torch.allclose(one, other, atol=1e-2), name
 
 
 def test_frozen_weights_are_kept_and_shared_ones_stay_shared() -> None:

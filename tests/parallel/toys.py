@@ -93,6 +93,7 @@ class Case:
     ema: bool = False
     channels_last: bool = False
     initial_scale: float = 1024.0
+    static_scale: float | None = None
     skip_nonfinite: bool = False
     side: int = 6  # of the images, in pixels
     recompute: int = 0  # every so many blocks
@@ -117,6 +118,7 @@ class Case:
             seed=7,
             precision=self.precision,
             initial_scale=self.initial_scale,
+            static_scale=self.static_scale,
             skip_nonfinite=self.skip_nonfinite,
             ema_decay=0.9 if self.ema else None,
             channels_last=self.channels_last,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, final
 
@@ -23,12 +24,20 @@ from lockstep.errors import UsageError
 Receive = Callable[[int, Tensor, Tensor], None]
 
 
+@dataclass(frozen=True)
+class Narrow:
+    """The dtype that parameters are gathered in, but for some that are gathered as they are."""
+
+    dtype: torch.dtype
+    wide: frozenset[nn.Parameter] = frozenset()
+
+
 @final
 class Sharded:
     """A model whose tensors are cut by rows over the members of `mesh`, unit by unit; what is in no unit is the last.
 
     A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
-    both; in `dtype`, where one is given. Its gradients are in the dtype of the shards.
+    both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards.
     """
 
     def __init__(
@@ -39,7 +48,7 @@ class Sharded:
         receive: Receive,
         keep_gathered: bool,
         offload: bool,
-        dtype: torch.dtype | None = None,
+        narrow: Narrow | None = None,
     ) -> None:
         self._model = model
         self._mesh = mesh
@@ -51,7 +60,7 @@ class Sharded:
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # What goes into a unit is not converted: in one process there are no units.
-        precision = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+        precision = _policy(narrow)
         for number, unit in enumerate((*units, model)):
             fully_shard(
                 unit,
@@ -133,6 +142,17 @@ class Sharded:
         height = -(-tensor.shape[0] // self._mesh.size())
         own = tensor._local_tensor.detach()
         return Shard(own, min(self._mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
+
+
+def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
+    if narrow is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        narrow.dtype,
+        torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=(lambda each: each.dtype if each in narrow.wide else None) if narrow.wide else None,
+    )
 
 
 def own_gradient(parameter: DTensor) -> Tensor:

@@ -28,7 +28,7 @@ from lockstep.config.base import (
 )
 from lockstep.core.names import suggestion
 from lockstep.core.order_name import OrderName
-from lockstep.core.precision import Precision, named_elsewhere
+from lockstep.core.precision import Precision, default_static_scale, named_elsewhere
 from lockstep.core.rate import Curve
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
@@ -243,11 +243,29 @@ class Ema(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
 
 
+def _scale(value: Any) -> Any:
+    if value == "dynamic":
+        return {}
+    return {"static": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 class LossScale(Section):
-    """Dynamic loss scaling for fp16."""
+    """The scale of the loss in fp16: `dynamic`, or a number for one that is `static`."""
 
     initial: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
+    static: PositiveFloat | None = None  # in place of one that moves
+
+    @model_validator(mode="after")
+    def _static_or_dynamic(self) -> Self:
+        if self.static is not None and (self.initial, self.growth_interval) != (65536.0, 2000):
+            raise ValueError("static: it does not move, so initial and growth_interval mean nothing; leave them out")
+        return self
+
+
+def default_loss_scale(precision: object) -> LossScale:
+    """Return the loss scale of a recipe that gives none."""
+    return LossScale(static=default_static_scale(precision))
 
 
 class Start(Section):
@@ -289,7 +307,9 @@ class Recipe(Section):
     ema: Ema | None = None
     clip_norm: PositiveFloat | None = None
     precision: Annotated[Precision, BeforeValidator(named_elsewhere)] = "fp32"
-    loss_scale: LossScale = LossScale()
+    loss_scale: Annotated[
+        LossScale, BeforeValidator(_scale), Field(description="a number, `dynamic`, or a mapping of keys")
+    ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
     nonfinite: Literal["stop", "skip"] = "stop"

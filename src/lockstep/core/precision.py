@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
-Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16", "fp16-compute", "fp16-true"]
+
+# Whose losses are scaled, since their gradients are in fp16 somewhere on their way.
+SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-true"})
+
+# NVIDIA apex's levels of optimization, which many recipes name.
+APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
 # Names of other frameworks for what is meant here by another, or is not there.
 _ELSEWHERE: Final = {
     "32-true": "fp32",
     "bf16-mixed": "bf16",
     "16-mixed": "fp16",
+    "16-true": "fp16-true",
 }
 
 
@@ -27,11 +35,21 @@ _REFUSED: Final = {
 
 
 def named_elsewhere(name: object) -> object:
-    """Return what a recipe names; ValueError where it is the name of another framework, or cannot be had here."""
+    """Return what a recipe names: of one of apex's levels the precision that it is.
+
+    ValueError where it is the name of another framework, or cannot be had here.
+    """
     text = str(name)
+    if text in APEX:
+        return APEX[text]
     for refused, why in _REFUSED.items():
         if text.startswith(refused):
             raise ValueError(f"{text} is not offered: {why}")
     if text in _ELSEWHERE:
         raise ValueError(f"{text} is called {_ELSEWHERE[text]} here")
     return name
+
+
+def default_static_scale(precision: object) -> float | None:
+    """Return the loss scale that a precision has where a recipe gives none; None where it then is dynamic."""
+    return 1.0 if precision == "fp16-true" else None

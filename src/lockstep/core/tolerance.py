@@ -13,7 +13,16 @@ import math
 from typing import Final
 
 # With the hidden one, of a recipe's precision: of what is rounded most.
-SIGNIFICAND_BITS: Final = {"fp64": 53, "fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8, "bf16-compute": 8}
+SIGNIFICAND_BITS: Final = {
+    "fp64": 53,
+    "fp32": 24,
+    "tf32": 11,
+    "fp16": 11,
+    "fp16-compute": 11,
+    "fp16-true": 11,
+    "bf16": 8,
+    "bf16-compute": 8,
+}
 
 # The bound of a sum of n terms then fails with a probability of at most 2 n exp(-LAMBDA**2 / 2): for 10**9 terms that
 # is 3e-5.

@@ -9,11 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
+from torch.optim import Optimizer
 
-from lockstep.core.precision import Precision
+from lockstep.core.precision import SCALED, Precision
 from lockstep.errors import PreflightError, UsageError
 
 _AUTOCAST: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTING: Final[Mapping[Precision, torch.dtype]] = {
+    "bf16-compute": torch.bfloat16,
+    "fp16-compute": torch.float16,
+    "fp16-true": torch.float16,
+}
 _TF32_CAPABILITY: Final = (8, 0)
 
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
@@ -27,20 +33,39 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def computing_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype of the copies that a model computes with, None where it does with its weights themselves."""
-    return torch.bfloat16 if precision == "bf16-compute" else None
+    """Return the dtype that all of a model computes in, None where it is that of its weights or autocast's choice."""
+    return _COMPUTING.get(precision)
+
+
+def stored_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype that weights are trained in, None where they stay in that which the model has."""
+    return torch.float16 if precision == "fp16-true" else None
 
 
 def loss_scaler(
-    precision: Precision, device: torch.device, initial: float, growth_interval: int
+    precision: Precision, device: torch.device, initial: float, growth_interval: int, static: float | None = None
 ) -> torch.amp.GradScaler:
-    """Return the dynamic loss scaler; for all but fp16 it is disabled and does nothing."""
+    """Return the loss scaler, of a dynamic scale or for one that is `static`; for all but fp16 it does nothing."""
     scaler = torch.amp.GradScaler(
-        device.type, init_scale=initial, growth_interval=growth_interval, enabled=precision == "fp16"
+        device.type,
+        init_scale=initial if static is None else static,
+        growth_interval=growth_interval,
+        enabled=precision in SCALED,
     )
     # It makes its tensors when it first scales; a rank without work in its first step would have none to update.
     scaler.scale(torch.zeros((), device=device))
     return scaler
+
+
+def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Divide an optimizer's gradients by the loss scale, and let the scaler note which are not finite.
+
+    It is what the scaler's own `unscale_` does, which refuses gradients in fp16: those of weights in fp16.
+    """
+    assert scaler._scale is not None
+    inverse = scaler._scale.double().reciprocal().float()
+    found = scaler._unscale_grads_(optimizer, inverse, torch.zeros_like(inverse), True)
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
 
 
 def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:

@@ -33,6 +33,10 @@ class Form(NamedTuple):
         wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, wide)
 
+    def stored(self, dtype: torch.dtype | None) -> Form:
+        """Return the form of a parameter that is trained in `dtype`, where one is given (parallel/weights.py)."""
+        return self if dtype is None else Form(self.shape, dtype)
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
 

@@ -46,7 +46,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.weights import widen_batchnorm
+from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -85,13 +85,15 @@ class DataParallelEngine:
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         if numerics.dtype is not None:
             widen_batchnorm(self._model)
+        if numerics.stored is not None:
+            store_in(self._model, numerics.stored)
         if numerics.compile:
             compile_blocks(self._model, world.device)
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())
         self._stream = world.stream()
-        self._layout, self._gradients = make_layout(self._model, self._stream, numerics.dtype)
+        self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)

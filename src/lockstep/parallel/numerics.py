@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.core.batch import Inputs, mapped
 from lockstep.core.precision import Precision
-from lockstep.device.precision import computing_dtype
+from lockstep.device.precision import computing_dtype, stored_dtype
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
 
@@ -29,6 +29,7 @@ class Numerics:
     precision: Precision = "fp32"
     initial_scale: float = 65536.0
     growth_interval: int = 2000
+    static_scale: float | None = None  # of the loss, in place of one that moves
     skip_nonfinite: bool = False
     ema_decay: float | None = None
     channels_last: bool = False
@@ -38,8 +39,18 @@ class Numerics:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the copies of its weights that the model computes with, None where there are none."""
+        """The dtype that all of the model computes in, None where no single one was asked for."""
         return computing_dtype(self.precision)
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        """The dtype that weights are trained in, None where it is that which the model has."""
+        return stored_dtype(self.precision)
+
+    @property
+    def copied(self) -> torch.dtype | None:
+        """The dtype of the copies of its weights that the model computes with, None where there are none."""
+        return self.dtype if self.stored is None else None
 
     def laid_out(self, inputs: Inputs) -> Inputs:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from types import MethodType
 from typing import Any, Final, cast
@@ -18,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.own_code import own_error
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
+from lockstep.parallel.narrow_steps import AlikeInRows
 from lockstep.parallel.own_optimizer import accepted, find_own, made_by
 
 Named = tuple[str, Parameter]
@@ -30,6 +33,10 @@ _GIVEN: Final = ("params", "lr", "norms")  # what an optimizer takes that is non
 
 # To be cut: most neither fill whole vectors of a CPU nor have parts that do; some are large enough to be factored.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
+
+
+_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # of gradients, to be tried in 16 bits
+_STEPS: Final = 3
 
 
 def make_optimizer(
@@ -98,22 +105,45 @@ def check_optimizer(make: Callable[[Iterable[Named]], Optimizer], dims: Iterable
             )
 
 
-def check_rows(make: Callable[[Iterable[Named]], Optimizer], strategy: str) -> None:
+def check_rows(make: Callable[[Iterable[Named]], Optimizer], strategy: str, dtype: torch.dtype | None = None) -> None:
     """Raise UsageError where check_optimizer does, or an optimizer does not do to rows what it does to a whole tensor.
 
-    It is tried on some shapes, cut unevenly. Those of parallel/layerwise.py are told the norms of the whole, so they
-    pass. Fused forms do not: where their vectors end decides bits, but not for all numbers, so no trial would be sure.
+    It is tried on some shapes, cut unevenly, in `dtype` where weights are trained in that. Those of
+    parallel/layerwise.py are told the norms of the whole, so they pass. Fused forms do not: where their vectors end
+    decides bits, but not for all numbers, so no trial would be sure.
     """
     check_optimizer(make, dims=(2,))
     optimizer = make([("parameter", _tiny(2))])
     if type(optimizer) in _OURS.values():
         return
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    if fused or not all(_alike_in_rows(make, shape) for shape in _SHAPES):
+    if fused or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} treats rows of a tensor otherwise than the "
             f"whole tensor, so it cannot be cut; use strategy ddp, or an optimizer such as sgd, adamw, lars or lamb "
             f"without fused=true"
+        )
+
+
+def check_stored(make: Callable[[Iterable[Named]], Optimizer], dtype: torch.dtype) -> None:
+    """Raise UsageError where an optimizer whose weights and state are in `dtype` steps otherwise than in float32.
+
+    It steps over gradients of all sizes, from 1 down to 0. What is asked of each of its steps is little: that it be
+    finite, and at most twice as long as the longest in float32. Adam's are not: what is added to the root of its second
+    moment, so that nothing is divided by zero, is zero in float16.
+    """
+    optimizer = make([("parameter", _tiny(2))])
+    wide, narrow = (_longest_steps(make, each) for each in (torch.float32, dtype))
+    for size, longest in zip(_SIZES, narrow.tolist(), strict=True):
+        if math.isfinite(longest) and longest <= 2 * float(wide.max()):
+            continue
+        name = str(dtype).removeprefix("torch.")
+        much = f"{longest / float(wide.max()):.3g} times the longest in float32" if math.isfinite(longest) else longest
+        eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
+        larger = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__}: with weights and state in {name} its step over a gradient of "
+            f"{size:.1g} is {much}; use {larger}sgd, or recipe.precision fp16-compute, which keeps both in float32"
         )
 
 
@@ -129,16 +159,38 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return MethodType(cast(Any, step).__wrapped__, optimizer)
 
 
-def _alike_in_rows(make: Callable[[Iterable[Named]], Optimizer], shape: tuple[int, ...]) -> bool:
+def _longest_steps(make: Callable[[Iterable[Named]], Optimizer], dtype: torch.dtype) -> Tensor:
+    """Return how far a weight moves at most in one of some steps, for a constant gradient of each of the sizes."""
+    parameter = Parameter(torch.zeros(len(_SIZES), 1, dtype=dtype))
+    optimizer = make([("parameter", parameter)])
+    longest = torch.zeros(len(_SIZES))
+    for _ in range(_STEPS):
+        before = parameter.detach().float().clone()
+        parameter.grad = torch.tensor(_SIZES).to(dtype).unsqueeze(1)
+        cast(Callable[[], object], optimizer.step)()
+        moved = (parameter.detach().float() - before).abs().squeeze(1) / float(optimizer.defaults["lr"])
+        longest = torch.where(moved.isnan(), moved, torch.maximum(longest, moved))
+    return longest
+
+
+def _alike_in_rows(
+    make: Callable[[Iterable[Named]], Optimizer], shape: tuple[int, ...], dtype: torch.dtype | None
+) -> bool:
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
-    whole = _tried(make, shape, [height])
-    return all(torch.equal(_tried(make, shape, heights), whole) for heights in cuts)
+    with AlikeInRows() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
+        whole = _tried(make, shape, [height], dtype)
+        return all(torch.equal(_tried(make, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _tried(make: Callable[[Iterable[Named]], Optimizer], shape: tuple[int, ...], heights: Sequence[int]) -> Tensor:
+def _tried(
+    make: Callable[[Iterable[Named]], Optimizer],
+    shape: tuple[int, ...],
+    heights: Sequence[int],
+    dtype: torch.dtype | None,
+) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    start, gradients = (torch.randn(*several, *shape, generator=generator) for several in ((), (5,)))
+    start, gradients = (torch.randn(*several, *shape, generator=generator).to(dtype) for several in ((), (5,)))
     parts = [Parameter(part.clone()) for part in torch.split(start, list(heights))]
     optimizer = make([(f"part{number}", part) for number, part in enumerate(parts)])
     for gradient in gradients:

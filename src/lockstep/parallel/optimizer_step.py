@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.core.norm import clip_, norm_of_rows
-from lockstep.device.precision import loss_scaler
+from lockstep.device.precision import loss_scaler, unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Trained
+from lockstep.parallel.narrow_steps import AlikeInRows
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
 
@@ -28,9 +30,13 @@ class Updates:
         keep_ratios(self.optimizer)
         self._bare_step = bare_step(self.optimizer)
         self._layout = layout
+        self._narrow = numerics.stored is not None
         self._trained = [tensor for _, tensor in layout.trained]
         self._skip_nonfinite = numerics.skip_nonfinite
-        self._scaler = loss_scaler(numerics.precision, device, numerics.initial_scale, numerics.growth_interval)
+        self._scaler = loss_scaler(
+            numerics.precision, device, numerics.initial_scale, numerics.growth_interval, numerics.static_scale
+        )
+        self._static_scale = numerics.static_scale
         self._scales = self._scaler.is_enabled()
 
     def scaled(self, seed: Tensor) -> Tensor:
@@ -44,7 +50,7 @@ class Updates:
             return Update(None, applied=False)
         scale = None
         if self._scales:
-            self._scaler.unscale_(self.optimizer)
+            unscale_(self._scaler, self.optimizer)
             self._layout.agree_(self._infinities())
             # Before the update, which it would wait for too. With fp16 a step waits for its gradient, and only for it.
             scale = self._scaler.get_scale()
@@ -58,7 +64,7 @@ class Updates:
             applied = self._step(lr)
             self._layout.publish()
         if self._scales:
-            self._scaler.update()
+            self._scaler.update(self._static_scale)
         self._forget()
         return Update(norm, applied, scale)
 
@@ -77,7 +83,8 @@ class Updates:
         # What the scaler's own step does, which asks again for each of these and does not say whether it stepped.
         if self._scales and any(bool(infinity) for infinity in self._infinities()):
             return False
-        self._bare_step()
+        with AlikeInRows() if self._narrow else nullcontext():  # type: ignore[no-untyped-call]
+            self._bare_step()
         return True
 
     def _forget(self) -> None:

@@ -20,12 +20,16 @@ from lockstep.parallel.optimizer_state import Named
 class Weights:
     """A model's parameters, or with `dtype` what they were before this made copies of that dtype of them.
 
-    The model then computes with the copies; gradients come out of a backward in `dtype`, and are added in fp32.
+    The model then computes with the copies; gradients come out of a backward in `dtype`, and are added in fp32. Those
+    of `kept_wide` have no copies.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._model = model
-        self._copies = {copy: _made_copy(copy, dtype) for copy in model.parameters()} if dtype is not None else {}
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        if dtype is not None:
+            wide = kept_wide(model, dtype)
+            self._copies = {each: _made_copy(each, dtype) for each in model.parameters() if each not in wide}
 
     def of(self, copy: nn.Parameter) -> nn.Parameter:
         """Return the weight that a parameter of the model is a copy of: itself where there are no copies."""
@@ -66,6 +70,23 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         widen_batchnorm(model)
         Weights(model, dtype)
     return model
+
+
+def kept_wide(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
+    """Return the parameters that a model which computes in `dtype` has no copies of: with fp16 those of BatchNorm.
+
+    So it is in apex's O2. In bf16, whose range is that of fp32, they are rounded like all others.
+    """
+    if dtype != torch.float16:
+        return frozenset()
+    layers = (each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+    return frozenset(each for layer in layers for each in layer.parameters(recurse=False))
+
+
+def store_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let a model's parameters be in `dtype` themselves; its buffers stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def widen_batchnorm(model: nn.Module) -> None:

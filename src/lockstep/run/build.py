@@ -25,7 +25,7 @@ from lockstep.data.loader import Loader, Weigh
 from lockstep.data.sources import open_data
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import on_meta
-from lockstep.device.precision import computing_dtype
+from lockstep.device.precision import computing_dtype, stored_dtype
 from lockstep.models.check import Form, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.fitting import Fit
@@ -33,7 +33,7 @@ from lockstep.models.initialise import initialise
 from lockstep.models.tuned import tuned
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimize import check_optimizer
+from lockstep.parallel.optimize import check_optimizer, check_stored
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.weights import computing_in
@@ -96,6 +96,7 @@ class Setup:
             precision=recipe.precision,
             initial_scale=recipe.loss_scale.initial,
             growth_interval=recipe.loss_scale.growth_interval,
+            static_scale=recipe.loss_scale.static,
             skip_nonfinite=recipe.nonfinite == "skip",
             ema_decay=recipe.ema.decay if recipe.ema else None,
             channels_last=recipe.memory_format == "channels_last",
@@ -159,7 +160,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         check_pretrained(recipe.model.name, recipe.model.source)
     tuning = tuning_of(recipe.model)
     uncut = partial(tuned, plain, tuning)
-    dtype = computing_dtype(recipe.precision)
+    dtype, stored = computing_dtype(recipe.precision), stored_dtype(recipe.precision)
     check = partial(
         check_model,
         name=recipe.model.name,
@@ -179,6 +180,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     special = special_settings(recipe, [*summary.trained], build)
     for make in with_each(recipe, special):
         check_optimizer(make, dims)
+        if stored is not None:
+            check_stored(make, stored)
     if ":" in recipe.optimizer.name:
         check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
@@ -202,8 +205,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         parameters=summary.parameters,
         dims=tuple(dims),
         special=special,
-        tensors=summary.tensors,
-        trained=summary.trained,
+        tensors={key: each if key in summary.buffers else each.stored(stored) for key, each in summary.tensors.items()},
+        trained={key: each.stored(stored) for key, each in summary.trained.items()},
         blank=build,
         buffers=summary.buffers,
         flops=summary.flops,

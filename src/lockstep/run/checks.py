@@ -6,7 +6,7 @@ import torch
 
 from lockstep.config.placement import Placement
 from lockstep.core.devices import resolved_backend
-from lockstep.device.precision import check_precision
+from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
 from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
 from lockstep.models.operations import Refusal, refused_operations
@@ -35,7 +35,7 @@ def check_placement(resolved: Resolved) -> None:
         )
     check_compile(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
-        check_rows(optimizer(recipe), resolved.strategy_name)
+        check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
 
 
 def check_compile(resolved: Resolved) -> None:
@@ -46,10 +46,10 @@ def check_compile(resolved: Resolved) -> None:
             "recipe.compile: layers in chunks are called one chunk after the other, which torch.compile cannot follow; "
             "set it to false, or leave recipe.model.chunks out"
         )
-    if recipe.compile and recipe.precision == "bf16-compute":
+    if recipe.compile and computing_dtype(recipe.precision) is not None:
         raise UsageError(
-            "recipe.compile: with recipe.precision bf16-compute nothing has shown that a compiled model gives the same "
-            "bits everywhere; use precision bf16, or set recipe.compile to false"
+            f"recipe.compile: with recipe.precision {recipe.precision} nothing has shown that a compiled model gives "
+            f"the same bits everywhere; use precision bf16 or fp16, or set recipe.compile to false"
         )
     if recipe.compile and not resolved.strategy.traits.compiles:
         raise UsageError(
@@ -63,7 +63,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
     strategy = resolved.strategy
     if strategy.traits.cuts_rows or ready.chunked:
         for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
-            check_rows(make, resolved.strategy_name)
+            check_rows(make, resolved.strategy_name, stored_dtype(ready.recipe.precision))
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.config.placement import Strategy
+from lockstep.core.precision import default_static_scale
+from lockstep.device.precision import stored_dtype
 from lockstep.errors import UsageError
 from lockstep.own_code import refused
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -84,11 +86,12 @@ def spread(member: Member, model: nn.Module, optimizer: Optimizer, asked: str | 
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.world
     name, chosen = _strategy(member, asked)
-    check_steps(optimizer, model, name, chosen.traits.cuts_rows)
+    check_steps(optimizer, model, name, chosen.traits.cuts_rows, stored_dtype(settings.precision))
     numerics = Numerics(
         1,
         settings.seed,
         settings.precision,
+        static_scale=default_static_scale(settings.precision),
         offload_activations=settings.placement.offload_activations,
         recompute=recomputed(settings.placement, chosen),
     )

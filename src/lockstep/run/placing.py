@@ -8,13 +8,14 @@ from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.own_code import refused
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import MakeOptimizer
-from lockstep.parallel.optimize import check_optimizer, check_rows
+from lockstep.parallel.optimize import check_optimizer, check_rows, check_stored
 from lockstep.parallel.optimizer_state import Named
 
 
@@ -50,13 +51,21 @@ def check_pair(model: Any, optimizer: Any) -> None:
         )
 
 
-def check_steps(optimizer: Optimizer, model: nn.Module, strategy: str, cuts_rows: bool) -> None:
-    """Raise UsageError where the optimizer cannot take a plain step, or, with `cuts_rows`, not of rows of a tensor."""
+def check_steps(
+    optimizer: Optimizer, model: nn.Module, strategy: str, cuts_rows: bool, stored: torch.dtype | None
+) -> None:
+    """Raise UsageError where the optimizer cannot take a plain step, or, with `cuts_rows`, not of rows of a tensor.
+
+    `stored` is the dtype that weights are trained in, where it is another than the model has.
+    """
     dims = {parameter.ndim for parameter in model.parameters() if parameter.requires_grad}
     for group in optimizer.param_groups:
-        check_optimizer(partial(_tried, optimizer, group), dims)
+        tried = partial(_tried, optimizer, group)
+        check_optimizer(tried, dims)
+        if stored is not None:
+            check_stored(tried, stored)
         if cuts_rows:
-            check_rows(partial(_tried, optimizer, group), strategy)
+            check_rows(tried, strategy, stored)
 
 
 def over_trained(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:

@@ -23,6 +23,7 @@ from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import Run
+from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import loss_scaler
 from lockstep.errors import UsageError
@@ -99,7 +100,7 @@ def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
     state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
     check_facts(ready, state.facts, path)
-    may_skip = recipe.nonfinite == "skip" or recipe.precision == "fp16" or not ready.task.counts_samples
+    may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [
         *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
         *_forms_problems("model", _forms(snapshot.model), ready.tensors),
@@ -149,14 +150,16 @@ def carried_on(ready: Setup, now: State) -> State:
         {name: own.get(name, value) if not _same(value, last.get(name)) else value for name, value in before.items()}
         for own, before, last in zip(state.groups, fresh["groups"], moved["groups"], strict=True)
     ]
-    scale = state.loss_scale if state.loss_scale.keys() == now.scalars["loss_scale"].keys() else None
+    own = now.scalars["loss_scale"]
+    moves = ready.recipe.loss_scale.static is None
+    scale = state.loss_scale if moves and state.loss_scale.keys() == own.keys() else own
     return State(
         model=dict(snapshot.model),
         optimizer=dict(snapshot.optimizer),
         ema=None if snapshot.ema is None or now.ema is None else dict(snapshot.ema),
         scalars={
             "optimizer": {"slots": dict(state.slots), "groups": groups},
-            "loss_scale": now.scalars["loss_scale"] if scale is None else dict(scale),
+            "loss_scale": dict(scale),
         },
     )
 
@@ -236,7 +239,8 @@ def _count_problems(
 def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
     recipe, found = ready.recipe, state.loss_scale
     scale = recipe.loss_scale
-    expected = loss_scaler(recipe.precision, torch.device("cpu"), scale.initial, scale.growth_interval).state_dict()
+    of_recipe = (scale.initial, scale.growth_interval, scale.static)
+    expected = loss_scaler(recipe.precision, torch.device("cpu"), *of_recipe).state_dict()
     yield from _differing("loss scale", {*found}, {*expected})
     if found.keys() != expected.keys() or not expected:
         return
@@ -244,6 +248,10 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
     for name in fixed:
         if found[name] != expected[name]:
             yield f"loss scale: {name} is {found[name]}, in this run {expected[name]}"
+    if scale.static is not None:
+        if (found["scale"], found["_growth_tracker"]) != (scale.static, 0):
+            yield f"loss scale: {found['scale']}, in this run {scale.static} at each step"
+        return
     ratio = found["scale"] / scale.initial
     if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # doubled and halved, nothing else
         yield f"loss scale: {found['scale']} is not {scale.initial} times a power of two"

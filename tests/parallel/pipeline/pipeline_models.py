@@ -123,6 +123,7 @@ class Case:
     channels_last: bool = False
     offload_activations: bool = False
     initial_scale: float = 1024.0
+    static_scale: float | None = None
     skip_nonfinite: bool = False
     poisoned: int | None = None
     size: int = 6
@@ -166,6 +167,7 @@ def engine(world: World, case: Case, options: dict[str, Any] | None) -> Engine:
         seed=7,
         precision=case.precision,
         initial_scale=case.initial_scale,
+        static_scale=case.static_scale,
         skip_nonfinite=case.skip_nonfinite,
         ema_decay=0.9 if case.ema else None,
         channels_last=case.channels_last,

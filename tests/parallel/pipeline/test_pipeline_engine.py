@@ -40,6 +40,8 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "bf16-compute": (Case("mlp", precision="bf16-compute", clip=0.5, ema=True), 3, {}),
     "bf16-compute, split": (Case(precision="bf16-compute", ema=True), 2, {"schedule": "zero_bubble"}),
     "bf16-compute, recomputed": (Case("vit", precision="bf16-compute", optimizer="adamw"), 2, {"recompute": True}),
+    "fp16-compute": (Case(precision="fp16-compute", clip=0.5, ema=True), 3, {}),
+    "fp16-true": (Case(precision="fp16-true", static_scale=1.0, clip=0.5, optimizer="lars"), 2, {}),
     "fp16, skipping": (Case(precision="fp16", initial_scale=2.0**20, ema=True), 2, {"schedule": "gpipe"}),
     "fp16, too large on one rank": (Case("mlp", precision="fp16", initial_scale=2.0**19), 2, {}),
     "not finite, skipped": (Case(poisoned=1, skip_nonfinite=True, ema=True, clip=0.1), 3, {}),
@@ -112,6 +114,7 @@ SHARED: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "groups": (Case(optimizer="nadamw", by_hand=GROUPS), 4, {"shard": 2, "schedule": "interleaved"}),
     "fp16, skipping": (Case(precision="fp16", initial_scale=2.0**20), 4, {"shard": 2}),
     "bf16-compute": (Case(precision="bf16-compute", clip=0.1, ema=True), 4, {"shard": 2}),
+    "fp16-compute": (Case(precision="fp16-compute", clip=0.1, ema=True), 4, {"shard": 2}),
     "replicas too": (Case(clip=0.1, optimizer="lamb"), 4, {"replicate": 2, "shard": 2}),
     "of all kinds": (Case("mlp", optimizer="adamw", microbatches=8), 8, {"replicate": 2, "shard": 2}),
 }

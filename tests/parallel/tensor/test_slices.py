@@ -25,6 +25,8 @@ CASES = {
     "bf16": replace(NET, precision="bf16", clip=0.5),
     "bf16-compute": replace(NET, precision="bf16-compute", clip=0.5, ema=True),
     "fp16, skipping": replace(NET, precision="fp16", initial_scale=2.0**20, optimizer="adamw"),
+    "fp16-compute": replace(NET, precision="fp16-compute", optimizer="adamw", clip=0.5),
+    "fp16-true": replace(NET, precision="fp16-true", static_scale=1.0, clip=0.5, ema=True),
     "recomputed": replace(NET, recompute=1),
     "frozen in part": replace(NET, freeze=("stem.*", "*.out.*", "*.gate.weight", "*.attention.norm.bias")),
     "one micro-batch": replace(NET, microbatches=1),
@@ -70,7 +72,7 @@ MESHES = [
 @pytest.mark.parametrize(
     "placed", MESHES, ids=lambda placed: " x ".join(f"{name} {length}" for name, length in placed[1])
 )
-@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "bf16-compute", "frozen in part"])
+@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "bf16-compute", "fp16-true", "frozen in part"])
 def test_a_mesh_has_the_bits_of_one_process(name: str, placed: tuple[int, Any]) -> None:
     size, options = placed
     _agree(CASES[name], [("mesh", size, options)])

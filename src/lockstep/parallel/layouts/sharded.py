@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import AllToAllRows, CanonicalSum, add_
-from lockstep.comm.fsdp import Sharded, own_gradient
+from lockstep.comm.fsdp import Narrow, Sharded, own_gradient
 from lockstep.comm.stream import CommStream, InlineStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
@@ -28,6 +28,7 @@ from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_
+from lockstep.parallel.weights import kept_wide
 from lockstep.tasks.base import MicroBatch, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
@@ -82,8 +83,9 @@ class ShardedLayout:
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
+        narrow = None if dtype is None else Narrow(dtype, kept_wide(model, dtype))
         self._sharded = Sharded(
-            model, units, world.device_mesh(mesh, "shard"), dealt.receive, keep_gathered, offload, dtype
+            model, units, world.device_mesh(mesh, "shard"), dealt.receive, keep_gathered, offload, narrow
         )
         parts = self._sharded.trained(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}

@@ -51,7 +51,7 @@ from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
-from lockstep.parallel.weights import widen_batchnorm
+from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
 # Given what enters a stage, of the first one the tensors of the inputs, and the inputs; returns what leaves it, or the
@@ -134,6 +134,8 @@ class PipelineEngine:
         self._loans = Loans(self._model, owner, borrower)
         if numerics.dtype is not None:
             widen_batchnorm(self._model)
+        if numerics.stored is not None:
+            store_in(self._model, numerics.stored)
         if numerics.compile:
             compile_blocks(self._model, world.device)
         self._evaluating: dict[int, StageForward]
@@ -155,12 +157,12 @@ class PipelineEngine:
             world.among(self._groups_of_sharers()),
             self._pipeline,
             self._replica,
-            numerics.dtype,
+            numerics.copied,
             place,
             world.among(self._mesh.groups("replicate", "tensor")) if pipe.slices > 1 else None,
         )
-        if numerics.dtype is not None:
-            self._loans.convert(self._stages, numerics.dtype)
+        if numerics.copied is not None:
+            self._loans.convert(self._stages, numerics.copied)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)

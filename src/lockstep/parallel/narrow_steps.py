@@ -1,0 +1,45 @@
+"""Updates of weights in 16 bits on the CPU, alike for each element wherever it is in a tensor.
+
+torch's kernel for a + alpha b multiplies and adds in one rounding where elements fill a vector, and in two for those
+that are left over at the end (2.15, of fp16 and bf16 alone). Rows of a tensor have another end than the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN: Final = torch.ops.aten
+_ADDS: Final = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor})
+_ADDS_OF_LISTS: Final = frozenset({_ATEN._foreach_add.List, _ATEN._foreach_add_.List})
+_IN_PLACE: Final = frozenset({_ATEN.add_.Tensor, _ATEN._foreach_add_.List})
+
+
+@final
+class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, a multiple is added to a tensor of 16 bits on the CPU in float32, and rounded once."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        alpha = (kwargs or {}).get("alpha", 1)
+        if alpha == 1 or func not in _ADDS | _ADDS_OF_LISTS:
+            return func(*args, **(kwargs or {}))
+        left, right = (args[0], args[1]) if func in _ADDS_OF_LISTS else ([args[0]], [args[1]])
+        if not all(_narrow(each) for each in left):
+            return func(*args, **kwargs)
+        sums = [_sum(*pair, alpha) for pair in zip(left, right, strict=True)]
+        if func in _IN_PLACE:
+            for each, total in zip(left, sums, strict=True):
+                each.copy_(total)
+            return None if func in _ADDS_OF_LISTS else args[0]
+        return sums if func in _ADDS_OF_LISTS else sums[0]
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _sum(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+    return left.float().add_(right.float(), alpha=alpha).to(left.dtype)
