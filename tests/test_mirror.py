@@ -58,6 +58,7 @@ TOGETHER: Final[dict[str, str]] = {
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine numerics\n"
     "parallel/layouts: base replicated sharded",
     "parallel/test_operations_used.py": "device: kernels",
+    "parallel/tensor/test_dispatch.py": "parallel/layouts: dispatched\nstrategies: expert",
     "ranks/test_external.py": "ranks: member",
     "ranks/test_stall.py": "ranks: status",
     "ranks/test_strangers.py": "ranks: heartbeat",

@@ -82,6 +82,27 @@ def test_members_go_through_as_many_rounds_as_each_other(replicas: int, members:
             assert [index for index, dummy in held if not dummy] == list(range(first, first + holders))
 
 
+@given(SIZES, SIZES, LEAVES)
+def test_replicas_in_step_have_as_many_rounds_as_each_other(replicas: int, in_step: int, leaves: int) -> None:
+    places = [Mesh(replicate=replicas, expert=in_step).data_rank(rank) for rank in range(replicas * in_step)]
+    dealt = [place.indices(leaves) for place in places]
+    assert sorted(index for own in dealt for index, dummy in own if not dummy) == list(range(leaves))
+    turns = [place.turns(leaves) for place in places]
+    assert sorted(number for own in turns for number in own if number is not None) == list(range(leaves))
+    for first in range(0, len(places), in_step):
+        assert len({len(own) for own in dealt[first : first + in_step]}) == 1
+        assert len({len(own) for own in turns[first : first + in_step]}) == 1
+        assert in_step == 1 or dealt[first]
+
+
+def test_golden_rounds_in_step() -> None:
+    assert [Mesh(expert=3).data_rank(rank).indices(5) for rank in range(3)] == [
+        [(0, False), (1, False)],
+        [(2, False), (3, False)],
+        [(4, False), (4, True)],
+    ]
+
+
 def test_alone_nothing_is_a_dummy() -> None:
     assert DataRank().indices(3) == [(0, False), (1, False), (2, False)]
     assert DataRank(3, 4).indices(2) == []  # a replica of one rank has nobody to keep company

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from torch import nn
 
+from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import known_plan
@@ -48,6 +49,10 @@ MESHES = [
 ]
 
 
+def _at(coordinate: Mesh) -> tuple[int, int]:
+    return coordinate.pipe, coordinate.tensor
+
+
 @pytest.mark.parametrize("strategy", MESHES)
 @pytest.mark.parametrize("leaves", [1, 3, 8])
 def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy, leaves: int) -> None:
@@ -56,14 +61,14 @@ def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy,
     mesh = strategy.mesh(processes)
     for pipe in range(strategy.pipe):
         for tensor in range(strategy.tensor):
-            ranks = [rank for rank in range(processes) if mesh.coordinate(rank)[1::2] == (pipe, tensor)]
+            ranks = [rank for rank in range(processes) if _at(mesh.coordinate(rank)) == (pipe, tensor)]
             dealt = [index for rank in ranks for index, dummy in mesh.data_rank(rank).indices(leaves) if not dummy]
             assert sorted(dealt) == list(range(leaves))
 
 
 def test_replicas_are_what_the_other_lengths_leave() -> None:
-    assert Strategy(pipe=2, tensor=2).mesh(8) == (2, 2, 1, 2)
-    assert Strategy().mesh(3) == (3, 1, 1, 1)
+    assert Strategy(pipe=2, tensor=2).mesh(8) == Mesh(replicate=2, pipe=2, tensor=2)
+    assert Strategy().mesh(3) == Mesh(replicate=3)
 
 
 def test_slices_are_next_to_each_other() -> None:

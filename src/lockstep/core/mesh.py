@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from lockstep.core.order import part
 from lockstep.core.tree import Block, blocks
 
-Axis = Literal["replicate", "pipe", "shard", "tensor"]
+Axis = Literal["replicate", "pipe", "shard", "expert", "tensor"]
 
 
 class Mesh(NamedTuple):
@@ -21,12 +21,15 @@ class Mesh(NamedTuple):
     `pipe`: ranks that pass the same micro-batches on to each other, each with other stages of the model.
     `shard`: the members of a replica, which gather what they compute with from each other, and so go through its
     micro-batches together, in rounds of one for each.
+    `expert`: ranks with other experts of a mixture each, which send each other what is for these. Each has a contiguous
+    part of the micro-batches, as a replica has, and goes through it in step with the others, in rounds of one each.
     `tensor`: ranks that compute a part of each product, for the same micro-batches.
     """
 
     replicate: int = 1
     pipe: int = 1
     shard: int = 1
+    expert: int = 1
     tensor: int = 1
 
     @property
@@ -60,7 +63,8 @@ class Mesh(NamedTuple):
     def data_rank(self, rank: int) -> DataRank:
         """Return which data a rank computes."""
         at = self.coordinate(rank)
-        return DataRank(at.replicate, self.replicate, at.shard, self.shard, primary=not (at.pipe or at.tensor))
+        replica, replicas = at.replicate * self.expert + at.expert, self.replicate * self.expert
+        return DataRank(replica, replicas, at.shard, self.shard, not (at.pipe or at.tensor), self.expert)
 
 
 class DataRank(NamedTuple):
@@ -68,7 +72,8 @@ class DataRank(NamedTuple):
 
     Replicas have contiguous parts of a step's micro-batches, so that each can add its own part first. The members of
     one take turns in its part: in round k they have k * members, k * members + 1, ..., which they add across before the
-    next round. Of several ranks with the same data one is `primary`: it reports what all of them know.
+    next round. Of several ranks with the same data one is `primary`: it reports what all of them know. So many replicas
+    as are `in_step` have as many rounds as the one of them with most micro-batches.
     """
 
     replica: int = 0
@@ -76,6 +81,7 @@ class DataRank(NamedTuple):
     member: int = 0
     members: int = 1
     primary: bool = True
+    in_step: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
         """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a dummy.
@@ -90,8 +96,10 @@ class DataRank(NamedTuple):
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
         """Return the rounds of this rank's replica: the first micro-batch of each, and how many members have one."""
         ours = part(leaves, self.replicas, self.replica)
-        alone = self.members == 1  # else the members of a replica without work still do as the others do, once
-        firsts = list(ours[:: self.members]) or ([] if alone else [ours.start])
+        most = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # the earlier have one more
+        alone = self.members == self.in_step == 1  # else ranks without work still do as the others do, once
+        rounds = max(-(-len(most) // self.members), 0 if alone else 1)
+        firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
     def held(self, leaves: int) -> list[Block]:
@@ -103,7 +111,6 @@ class DataRank(NamedTuple):
         """Return which of `batches` this rank evaluates; None where it only keeps the other members company."""
         rank, ranks = self.replica * self.members + self.member, self.replicas * self.members
         own: list[int | None] = list(range(rank, batches, ranks))
-        if self.members == 1:
-            return own
-        most = len(range(rank - self.member, batches, ranks))
+        company = self.members * self.in_step
+        most = len(range(rank - rank % company, batches, ranks))
         return own + [None] * (most - len(own))

@@ -101,7 +101,7 @@ class DataParallelEngine:
         self._training = around_forward(self._autocast, self._model, world.device, numerics.offload_activations)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._canonical = world.canonical(mesh, "replicate", "shard")
+        self._canonical = world.canonical(mesh, "replicate", "shard", "expert")
         self._primary = mesh.data_rank(world.rank).primary
         self._alone = world.size == 1
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)

@@ -68,7 +68,8 @@ class Gradients:
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
         """See GradientSum."""
         self._leaves = leaves
-        self._last_leaf = microbatches[-1].index if microbatches else None
+        # Where the last is a dummy, the sums are sent after it: in one order on all ranks, with what else is sent.
+        self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""

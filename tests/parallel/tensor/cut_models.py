@@ -76,9 +76,10 @@ class Mixture(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, numbers = self.router(x).float().softmax(-1).topk(2)
-        mixed: Tensor = self.experts(x, numbers, weights.to(x.dtype))
-        return mixed
+        rows = x.flatten(0, 1)
+        weights, numbers = self.router(rows).float().softmax(-1).topk(2)
+        mixed: Tensor = self.experts(rows, numbers, weights.to(x.dtype))
+        return mixed.view_as(x)
 
 
 class Block(nn.Module):
@@ -137,7 +138,7 @@ class Net(nn.Module):
         x = self.norm(self.stem(images)).flatten(2).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
-        x = x + self.mixture(x.flatten(0, 1)).view_as(x)
+        x = x + self.mixture(x)
         head: Tensor = self.head(self.tail(x).mean(1))
         return head
 

@@ -1,10 +1,13 @@
 """Experts in groups give what they give ungrouped, and each group sees its own pairs alone."""
 
+import re
+
 import cut_models
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import UsageError
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
 
@@ -53,6 +56,12 @@ def test_a_group_is_given_its_own_pairs_in_the_order_of_the_rows() -> None:
         ([1.0, 1.0, 2.0], [0, 1, 0], [2.0, 3.0, 5.0], 2),
         ([0.0], [1], [0.5], 2),
     ]
+
+
+def test_rows_of_another_shape_are_refused() -> None:
+    experts = grouped(cut_models.Experts(), 4)
+    with pytest.raises(UsageError, match=re.escape("experts is experts, and was called with rows of shape [2, 3, 11]")):
+        experts(torch.empty(2, 3, 11), torch.zeros(6, 2).long(), torch.empty(6, 2))
 
 
 def test_on_the_meta_device_there_are_shapes() -> None:

@@ -124,6 +124,20 @@ def test_what_are_no_experts_is_refused(model: Callable[[], nn.Module], count: i
         cut_into_chunks(model(), {"up" if model is Mlp else "experts": "experts:count"}, count)
 
 
+def test_a_layer_that_shares_its_weight_is_not_cut() -> None:
+    model = cut_models.made()
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+    with pytest.raises(UsageError, match=r"blocks.0.up has a weight in common with blocks.1.up"):
+        cut_into_chunks(model, dict(cut_models.PLAN), 2)
+
+
+def test_a_module_of_two_names_is_cut_under_both() -> None:
+    model = cut_models.made()
+    model.blocks[1] = model.blocks[0]
+    chunked = cut_into_chunks(model, dict(cut_models.PLAN), 2)
+    assert chunked["blocks.1.attention.out.weight"] == chunked["blocks.0.attention.out.weight"]
+
+
 def test_the_first_pattern_that_fits_counts() -> None:
     model = cut_models.made()
     chunked = cut_into_chunks(

@@ -119,7 +119,7 @@ class PipelineEngine:
         borrowed = {name for name, stage in borrower.items() if stage % self._ranks == self._rank}
         if pipe.slices > 1:
             keep_own_chunks(self._model, world, self._mesh)  # now that all has been followed that runs without ranks
-        place = Slice(self._model, world, self._mesh)
+        place = Slice.of(self._model, world, self._mesh)
         keep_only(self._model, own | borrowed, world.device, memory_format)
         self._part = part_of(self._model, own)
         numbers = range(self._rank, self._last + 1, self._ranks)
@@ -396,7 +396,8 @@ class PipelineEngine:
 
     def _groups_of_sharers(self) -> list[list[int]]:
         """Return, group by group, the ranks which share the optimizer's work for the same stages."""
-        mesh = Mesh(self._pipe.replicas, self._pipe.sharers, self._ranks, self._pipe.slices)  # in this order
+        pipe = self._pipe
+        mesh = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, shard=self._ranks, tensor=pipe.slices)  # in this order
         return mesh.groups("pipe")
 
     @property

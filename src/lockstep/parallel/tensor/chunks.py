@@ -39,11 +39,11 @@ class Chunks:
         self.count = count
         self.own = range(count)
         self.current = 0  # which of `own` is being computed
-        self._name = name
+        self.name = name
         self._across = CanonicalSum(0, [DataRank()], None)
         self._made: dict[nn.Module, Sequence[Tensor]] = {}  # by the first layers, for all of `own`
         self._given: list[Tensor] = []  # to the last layer
-        self._draws: _Draws | None = None
+        self._draws: Draws | None = None
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
         """Leave the chunks of other ranks to them: this one is `rank` of `ranks`, over which `across` adds."""
@@ -52,7 +52,7 @@ class Chunks:
 
     def before(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Call a region for all chunks but the last, for which it is called after this."""
-        self._made, self._given, self._draws = {}, [], _Draws()
+        self._made, self._given, self._draws = {}, [], Draws()
         for number in range(len(self.own) - 1):
             self.current = number
             try:
@@ -60,13 +60,13 @@ class Chunks:
             except _ChunkDone:
                 self._draws.rewind()
             else:
-                raise RuntimeError(f"{self._name} was called and its rowwise layer was not: it cannot be cut")
+                raise RuntimeError(f"{self.name} was called and its rowwise layer was not: it cannot be cut")
         self.current = len(self.own) - 1
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return what `compute` gave when `layer` was called for the first of this rank's chunks: it is for all."""
         if self._draws is None:
-            raise RuntimeError(f"a layer of {self._name} was called from elsewhere: it cannot be cut")
+            raise RuntimeError(f"a layer of {self.name} was called from elsewhere: it cannot be cut")
         if layer not in self._made:
             self._made[layer] = compute()
         if layer.training:
@@ -76,7 +76,7 @@ class Chunks:
     def gather(self, given: Tensor) -> list[Tensor]:
         """Return what the last layer was given for all of this rank's chunks; a call before the last one ends here."""
         if self._draws is None:
-            raise RuntimeError(f"the rowwise layer of {self._name} was called from elsewhere: it cannot be cut")
+            raise RuntimeError(f"the rowwise layer of {self.name} was called from elsewhere: it cannot be cut")
         self._given.append(given)
         if self.current < len(self.own) - 1:
             raise _ChunkDone
@@ -86,7 +86,7 @@ class Chunks:
 
     def each(self, training: bool) -> Iterator[tuple[int, int]]:
         """Yield place and number of each chunk of this rank, which draws numbers of its own in training."""
-        draws = _Draws()
+        draws = Draws()
         for at, chunk in enumerate(self.own):
             if training:
                 draws.for_chunk(chunk)
@@ -113,8 +113,11 @@ class _ChunkDone(BaseException):
 
 
 @final
-class _Draws:
-    """The random numbers of a region: before its first layers and after its last they are those of the whole."""
+class Draws:
+    """The random numbers of a region: before its first layers and after its last they are those of the whole.
+
+    In between a chunk draws by its number and `key`, which is drawn where the first of them begins.
+    """
 
     def __init__(self) -> None:
         self._generators = [torch.default_generator]
@@ -122,18 +125,27 @@ class _Draws:
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._before = self._states()
         self._after: list[Tensor] = []
-        self._key = 0
+        self._key: int | None = None
         self._drawing: int | None = None
 
     def for_chunk(self, chunk: int) -> None:
         """Give a chunk its own numbers from here on, if it has not had them in this call."""
-        if not self._after:
-            self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
-            self._after = self._states()
         if chunk != self._drawing:
             self._drawing = chunk
-            for generator in self._generators:
-                generator.manual_seed(random.torch_seed(random.extended(self._key, chunk)))
+            self.draw_by(self.key, chunk)
+
+    @property
+    def key(self) -> int:
+        """What the chunks of this call draw by."""
+        if self._key is None:
+            self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
+            self._after = self._states()
+        return self._key
+
+    def draw_by(self, key: int, chunk: int) -> None:
+        """Give a chunk the numbers that it has with this key."""
+        for generator in self._generators:
+            generator.manual_seed(random.torch_seed(random.extended(key, chunk)))
 
     def rewind(self) -> None:
         """Draw again what was drawn before the first layers."""

@@ -12,16 +12,29 @@ Shapes: n rows, d features, k experts for each row, p pairs of a group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.device.meta import has_values
+from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Chunks
 from lockstep.parallel.tensor.layers import Copies, by_chunk, calling_with
+
+
+class Pairs(NamedTuple):
+    """What a group is asked for: `rows` [p, d], `experts` [p] by their numbers in the group, `weights` [p]."""
+
+    rows: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+# Given the pairs of each of some groups: what the groups make of them, [p, d] for each.
+Make = Callable[[Sequence[Pairs]], Sequence[Tensor]]
 
 
 def takes_pairs(module: nn.Module) -> bool:
@@ -31,42 +44,56 @@ def takes_pairs(module: nn.Module) -> bool:
 
 @final
 class Experts:
-    """In place of the forward of `module`, whose parameters have one row of dim 0 for each expert."""
+    """In place of the forward of `module`, whose parameters have one row of dim 0 for each expert.
+
+    Another `make` may be put in the place of this rank's own work for the groups in `chunks.own` (dispatch.py).
+    """
 
     def __init__(self, module: nn.Module, chunks: Chunks, of_group: int) -> None:
         """Take a module whose own code finds that it has `of_group` experts."""
+        self.module = module
         self.chunks = chunks
-        self._module = module
+        self.make: Make = self._make
         self._forward: Callable[..., Tensor] = module.forward
         self._of_group = of_group
 
     def __call__(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return what `experts` [n, k] give for `rows` [n, d], times their `weights` [n, k], for each row: [n, d]."""
-        chunks = self.chunks
-        parameters = dict(self._module.named_parameters(recurse=False))
-        of_groups = [by_chunk(each, chunks) for each in parameters.values()]
-        given = Copies.apply(chunks, rows, weights.reshape(-1))
-        partials = []
-        for at, group in chunks.each(self._module.training):
-            own = dict(zip(parameters, (each[at] for each in of_groups), strict=True))
-            with calling_with(self._module, self._module._parameters | own):
-                partials.append(self._partial(group, given[2 * at], experts, given[2 * at + 1]))
-        total: Tensor = _Total.apply(chunks, *partials)
+        if rows.ndim != 2 or experts.ndim != 2:
+            raise UsageError(
+                f"recipe.model.plan: {self.chunks.name} is experts, and was called with rows of shape {[*rows.shape]} "
+                f"and numbers of shape {[*experts.shape]}; they have to be [n, d] and [n, k]"
+            )
+        given = Copies.apply(self.chunks, rows, weights.reshape(-1))
+        asked, places = [], []
+        for at, group in enumerate(self.chunks.own):
+            relative = experts.reshape(-1) - group * self._of_group
+            pairs = _pairs(relative, self._of_group)
+            places.append(pairs // experts.shape[-1])
+            asked.append(Pairs(given[2 * at].index_select(0, places[-1]), relative[pairs], given[2 * at + 1][pairs]))
+        made = zip(places, self.make(asked), strict=True)
+        total: Tensor = _Total.apply(self.chunks, *(torch.zeros_like(rows).index_add(0, *each) for each in made))
         return total
 
-    def _partial(self, group: int, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return what a group adds to each row."""
-        relative = experts.reshape(-1) - group * self._of_group
-        pairs = _pairs(relative, self._of_group)
-        found = pairs // experts.shape[-1]
-        made = self._made(rows.index_select(0, found), relative[pairs], weights[pairs])
-        return torch.zeros_like(rows).index_add(0, found, made)
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What this rank has of the module's parameters."""
+        return dict(self.module.named_parameters(recurse=False))
 
-    def _made(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return what the current group gives for p pairs: `rows` [p, d], `experts` [p] of it and `weights` [p]."""
+    def made(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+        """Return what the group with these parameters makes of its pairs: [p, d]."""
+        rows, experts, weights = pairs
         if not len(rows):  # what depends on rows and weights all the same: all ranks then do the same in backward
             return rows * weights[:, None]
-        return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
+        with calling_with(self.module, {**self.module._parameters, **parameters}):
+            return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
+
+    def _make(self, asked: Sequence[Pairs]) -> list[Tensor]:
+        of_groups = {name: by_chunk(each, self.chunks) for name, each in self.parameters.items()}
+        made = []
+        for at, _ in self.chunks.each(self.module.training):
+            made.append(self.made({name: each[at] for name, each in of_groups.items()}, asked[at]))
+        return made
 
 
 def _pairs(relative: Tensor, count: int) -> Tensor:

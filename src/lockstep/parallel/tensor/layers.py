@@ -148,13 +148,17 @@ class Copies(torch.autograd.Function):
 
 
 def by_chunk(tensor: Tensor, chunks: Chunks) -> tuple[Tensor, ...]:
-    """Return what this rank has of a parameter, chunk by chunk.
+    """Return what this rank has of a parameter, chunk by chunk."""
+    return tuple(aligned(each) for each in tensor.tensor_split(len(chunks.own)))
+
+
+def aligned(part: Tensor) -> Tensor:
+    """Return a part of a tensor where a tensor of its own may be in memory: a copy, where it is not.
 
     Kernels choose by the address: on a CPU a product with one row has other bits where a matrix begins at no multiple
-    of 16 bytes. A chunk may, behind others; on a rank of its own it does not. So it is copied then.
+    of 16 bytes. A chunk may, behind others; on a rank that has it alone it does not.
     """
-    parts = tensor.tensor_split(len(chunks.own))
-    return tuple(each.clone() if each.storage_offset() * each.itemsize % _ALIGNED else each for each in parts)
+    return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
 
 
 def _cast(bias: Tensor | None, weight: Tensor, *given: Tensor) -> tuple[Any, ...]:

@@ -82,7 +82,9 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     for name, kind in kinds.items():
         if kind.what == "experts":
             _group(model.get_submodule(name), name, kind.more or "num_experts", count)
-    return chunked
+    cut = {model.get_parameter(name): each for name, each in chunked.items()}
+    every = model.named_parameters(remove_duplicate=False)  # a module may have several names
+    return {name: cut[parameter] for name, parameter in every if parameter in cut}
 
 
 def region_names(model: nn.Module) -> frozenset[str]:
@@ -276,6 +278,13 @@ def _row(layer: nn.Linear, name: str, chunks: Chunks) -> Cut:
 def _replaced(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
     layer, of_layer = cut
     old = model.get_submodule(name)
+    mine = {*old.parameters()}
+    for other, module in model.named_modules():
+        if module is not old and mine.intersection(module.parameters(recurse=False)):
+            raise UsageError(
+                f"{_KEY}: {name} has a weight in common with {other}; a layer that is cut has its own: say that it is "
+                f"whole, or untie them"
+            )
     layer.train(old.training)
     for key, parameter in old.named_parameters():
         getattr(layer, key).requires_grad_(parameter.requires_grad)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import NamedTuple, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
@@ -44,19 +44,26 @@ def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
     return found
 
 
-def check_shared(layers: Mapping[str, CutLayer], ranks: int) -> None:
+def cut_shapes(model: nn.Module, layers: Mapping[str, CutLayer]) -> dict[str, Size]:
+    """Return the shapes of those parameters of these layers that are cut, by each of their names."""
+    cut = {getattr(layer.module, key) for layer in layers.values() for key in layer.parameters}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.shape for name, parameter in every if parameter in cut}
+
+
+def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "tensor") -> None:
     """Raise UsageError where so many ranks cannot share the chunks of these layers, each as many as the next."""
     if not layers and ranks > 1:
         raise UsageError(
-            f"strategy tensor: recipe.model.chunks is 1, so there is nothing to share; set it to a number that {ranks} "
-            f"divides (it changes the bits, as any key of a recipe may), or use another strategy"
+            f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a number that "
+            f"{ranks} divides (it changes the bits, as any key of a recipe may), or use another strategy"
         )
     for name, layer in layers.items():
         count = layer.chunks.count
         if count % ranks:
             fitting = ", ".join(map(str, divisors(count)))
             raise UsageError(
-                f"strategy tensor: {ranks} processes cannot share the {count} chunks of {name}; use {fitting}"
+                f"strategy {strategy}: {ranks} processes cannot share the {count} chunks of {name}; use {fitting}"
             )
 
 
@@ -66,14 +73,19 @@ def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
     across = world.canonical(mesh, "tensor", beside=False)
     layers = cut_layers(model)
     check_shared(layers, mesh.tensor)
-    for layer in layers.values():
-        for key in layer.parameters:
-            whole = getattr(layer.module, key)
-            own = whole.detach().tensor_split(mesh.tensor)[rank].clone()
-            setattr(layer.module, key, nn.Parameter(own, requires_grad=whole.requires_grad))
+    keep_part(layers.values(), rank, mesh.tensor)
     for chunks in {id(layer.chunks): layer.chunks for layer in layers.values()}.values():
         chunks.share(rank, mesh.tensor, across)
     return model
+
+
+def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
+    """Keep of what is cut the part of the `rank`-th of so many ranks alone."""
+    for layer in layers:
+        for key in layer.parameters:
+            whole = getattr(layer.module, key)
+            own = whole.detach().tensor_split(ranks)[rank].clone()
+            setattr(layer.module, key, nn.Parameter(own, requires_grad=whole.requires_grad))
 
 
 def own_slice(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
@@ -85,7 +97,7 @@ def sliced(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
     """Return what lays out a rank's own slice of a model by `make`, and reports it as part of the whole."""
 
     def make_sliced(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        place = Slice(model, world, mesh)
+        place = Slice.of(model, world, mesh)
         layout, gradients = make(model, stream, dtype)
         return SlicedLayout(world, place, layout), gradients
 
@@ -96,17 +108,18 @@ def sliced(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
 class Slice:
     """Which part of a model in chunks a rank has: of what is cut some rows, and of the rest what all have alike."""
 
-    def __init__(self, model: nn.Module, world: World, mesh: Mesh) -> None:
-        """Take a model that has its own chunks alone."""
+    def __init__(self, cut: Mapping[str, Size], rank: int, ranks: int, primary: bool = True) -> None:
+        """Take the shapes of the parameters of which the `rank`-th of so many ranks has its own chunks alone."""
+        self._rank, self._ranks = rank, ranks
+        self.first = not rank  # whether it reports what all of these ranks have alike
+        self.primary = primary  # and whether what its replicas have alike
+        self._cut = cut
+
+    @classmethod
+    def of(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
+        """Return that of a model which the ranks of the mesh's tensor axis share."""
         at = mesh.coordinate(world.rank)
-        self.first = not at.tensor  # whether it reports what all ranks of the tensor axis have alike
-        self.primary = not at.replicate  # and whether what its replicas have alike
-        self._rank, self._ranks = at.tensor, mesh.tensor
-        self._cut = {
-            f"{name}.{key}": getattr(layer.module, key).shape
-            for name, layer in cut_layers(model).items()
-            for key in layer.parameters
-        }
+        return cls(cut_shapes(model, cut_layers(model)), at.tensor, mesh.tensor, not at.replicate)
 
     def placed(self, name: str, held: MaybeSharded) -> MaybeSharded:
         """Return what the rank has of a tensor of its slice as a part of the whole one."""
@@ -119,7 +132,7 @@ class Slice:
         if name not in self._cut:
             return replace(own, primary=own.primary and self.first)
         height, *others = self._cut[name]
-        whole = torch.Size([height * self._ranks, *others])
+        whole = Size([height * self._ranks, *others])
         return replace(own, first=self._rank * height + own.first, shape=whole)
 
 

@@ -1,0 +1,114 @@
+"""Experts that are dealt out to ranks have the bits of one process, whichever rank a row comes from."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import cut_models
+import pytest
+import toys
+import worlds
+from test_slices import CASES, NET
+from toys import Case
+
+from lockstep.comm.world import World
+from lockstep.core.shard import Shard
+from lockstep.errors import UsageError
+from lockstep.strategies.expert import Strategy
+
+# On two ranks of three micro-batches one has a dummy; steps of three samples leave one of four ranks without work.
+PLACED = {
+    "sgd": (4,),
+    "three micro-batches": (2,),
+    "clipped, averaged": (4,),
+    "lamb": (2,),
+    "lars, in two chunks": (2,),
+    "bf16": (2,),
+    "bf16-compute": (4,),
+    "fp16, skipping": (4,),
+    "recomputed": (2,),
+    "frozen in part": (2,),
+}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    "name", [pytest.param("sgd", marks=pytest.mark.quick), *(name for name in PLACED if name != "sgd")]
+)
+def test_the_bits_are_those_of_one_process(name: str) -> None:
+    case = CASES[name]
+    [alone] = worlds.run(1, toys.whole_trace, case)
+    for size in PLACED[name]:
+        for trace in worlds.run(size, toys.whole_trace, replace(case, strategy="expert")):
+            assert [key for key in alone if trace[key] != alone[key]] == []
+
+
+class Twice(cut_models.Net):
+    """Calls the same experts twice: their gradients of a micro-batch are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = self.mixture
+
+
+class Frozen(cut_models.Net):
+    """Nothing before the experts is trained, and of the experts one parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        trained = {self.head.weight, self.mixture.experts.up}
+        for each in self.parameters():
+            each.requires_grad_(each in trained)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("model", [Twice, Frozen])
+def test_models_that_call_their_experts_otherwise(model: Any) -> None:
+    plan = tuple(each for each in cut_models.PLAN if not each[0].startswith("tail"))
+    case = replace(NET, model=model, plan=plan if model is Twice else cut_models.PLAN, microbatches=2)
+    [alone] = worlds.run(1, toys.whole_trace, case)
+    for strategy in ("expert", "tensor"):
+        for trace in worlds.run(2, toys.whole_trace, replace(case, strategy=strategy)):
+            assert [key for key in alone if trace[key] != alone[key]] == []
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("ways", [("expert", 4, "zero3", 3), ("tensor", 2, "expert", 2)])
+def test_going_on_elsewhere_gives_the_same_bits(ways: tuple[str, int, str, int]) -> None:
+    whole = replace(CASES["lamb"], samples=(12, 12, 7, 3, 12, 12))
+    half = replace(whole, samples=whole.samples[:3])
+    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
+    first, size, second, other_size = ways
+    state, trace = worlds.run(size, toys.states, replace(half, strategy=first), 0, None)[0]
+    for _, rest in worlds.run(other_size, toys.states, replace(whole, strategy=second), 3, state):
+        assert {**trace, **rest} == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("case", "processes", "problem"),
+    [
+        (replace(NET, chunks=1), 2, "strategy expert: recipe.model.chunks is 1, so there is nothing to share; set it"),
+        (replace(NET, plan=cut_models.PLAN[:4]), 2, "strategy expert: the model has no experts that are known; say in"),
+        (NET, 3, "strategy expert: 3 processes cannot share the 4 chunks of mixture.experts; use 1, 2, 4"),
+    ],
+)
+def test_what_has_no_groups_for_all_is_refused(case: Case, processes: int, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        Strategy().check_model(partial(toys.build, case), None, processes)
+
+
+def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:
+    held = toys.engine(world, case).state().model.items()
+    return {
+        name: (each.tensor.numel() if isinstance(each, Shard) else each.numel(), each.shape.numel())
+        for name, each in held
+    }
+
+
+@pytest.mark.worlds
+def test_a_rank_holds_its_experts_alone() -> None:
+    for sizes in worlds.run(2, _sizes, replace(NET, strategy="expert")):
+        assert sizes["mixture.experts.up"] == (4 * 5 * 11, 8 * 5 * 11)
+        assert sizes["mixture.experts.up_bias"] == (20, 40)
+        assert all(own == whole for name, (own, whole) in sizes.items() if "experts" not in name)
