@@ -489,4 +489,4 @@ def test_a_broken_recipe_is_told_without_torch(recipe):
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.split() == ["2", "False", "False"]
-    assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch'?" in found.stderr
+    assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch' or 'batchnorm'?" in found.stderr

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.freezing import freeze
+from lockstep.models.freezing import freeze, freeze_batchnorm
 
 
 class Tied(nn.Module):
@@ -81,3 +81,21 @@ def test_a_batchnorm_without_parameters_is_frozen_by_its_statistics() -> None:
 def test_mistakes_are_refused(patterns: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         freeze(Tied(), patterns)
+
+
+def test_frozen_statistics_do_not_move_and_weights_are_trained() -> None:
+    model = Tied()
+    freeze_batchnorm(model)
+    before = copy.deepcopy(model.norm.state_dict())
+    model.train()
+    assert not model.norm.training
+    model(torch.tensor([0, 1, 2])).sum().backward()
+    assert model.norm.weight.grad is not None
+    assert all(torch.equal(each, before[name]) for name, each in model.norm.state_dict().items())
+
+
+def test_statistics_that_are_not_there_cannot_be_frozen() -> None:
+    with pytest.raises(UsageError, match=r"layer 0 keeps no running statistics .* use local or sync"):
+        freeze_batchnorm(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)))
+    with pytest.raises(UsageError, match="the model has no BatchNorm layer"):
+        freeze_batchnorm(nn.Linear(3, 3))

@@ -109,6 +109,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
     groups: tuple[ParameterGroup, ...] = ()
+    sync_batchnorm: bool = False
     chunks: int = 1  # into which what `plan` names is cut
     plan: tuple[tuple[str, str], ...] = ()
 
@@ -125,6 +126,7 @@ class Case:
             offload_activations=self.offload_activations,
             compile=self.compile,
             recompute=self.recompute,
+            sync_batchnorm=self.sync_batchnorm,
         )
 
 

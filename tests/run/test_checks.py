@@ -1,4 +1,4 @@
-"""A recipe that would not be exact on CUDA is refused before a run there, and trains on the CPU."""
+"""What would not be exact on CUDA is refused before a run there; what a placement cannot do, and models do not fit."""
 
 from pathlib import Path
 
@@ -8,14 +8,20 @@ import torch
 from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.run.build import setup
-from lockstep.run.checks import check_kernels, refused_on_cuda
+from lockstep.run.checks import check_kernels, check_placement, refused_on_cuda
+from lockstep.run.resolved import resolve
 
 MODEL = """
 from torch import nn
 
 def pooled(num_classes):
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, num_classes))
+
+def synced(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.SyncBatchNorm(8), nn.Linear(8, num_classes))
 """
+
+SYNC = "recipe.batchnorm=sync"
 
 
 @pytest.fixture
@@ -45,3 +51,68 @@ def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
         check_kernels(config.placement, ready)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            ["placement.strategy=pipeline", "placement.processes=2"],
+            "strategy pipeline .* do not reach a layer together",
+        ),
+        (["placement.strategy={name: mesh, pipe: 2}", "placement.processes=2"], "use single, ddp or zero1, or with 4"),
+        (["placement.strategy=zero3", "placement.processes=2"], "2 processes have 4; use as many processes as micro"),
+        (["placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4"], ""),
+        (["placement.strategy=zero1", "placement.processes=3"], ""),
+        (["recipe.compile=true"], "cannot wait in its middle .* set recipe.compile to false"),
+        (["recipe.model.chunks=2"], "leave recipe.model.chunks out"),
+        (["placement.recompute=full"], "leave placement.recompute out"),
+        (["placement.audit_every=2"], "leave placement.audit_every out"),
+    ],
+)
+def test_where_forwards_cannot_go_together_batchnorm_cannot_be_synced(asked: list[str], text: str) -> None:
+    resolved = resolve(load("digits", [SYNC, "recipe.microbatches=4", "placement.device=cpu", *asked]))
+    if text:
+        with pytest.raises(UsageError, match=rf"^recipe.batchnorm: sync: .*{text}"):
+            check_placement(resolved)
+    else:
+        check_placement(resolved)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ("local", "its_pools:synced: 2 is a torch.nn.SyncBatchNorm, .* write batchnorm: sync"),
+        ("sync", ""),
+        ("frozen", ""),
+    ],
+)
+def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: str, asked: str, text: str) -> None:
+    recipe = load("digits", [pooled.replace("pooled", "synced"), f"recipe.batchnorm={asked}"]).config.recipe
+    if text:
+        with pytest.raises(UsageError, match=text):
+            setup(recipe)
+    else:
+        assert setup(recipe).numerics().sync_batchnorm is (asked == "sync")
+
+
+def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:
+    for asked, text in {
+        "sync": "no BatchNorm layer that trains",
+        "frozen": "no BatchNorm layer; leave the key",
+    }.items():
+        with pytest.raises(UsageError, match=text):
+            setup(load("digits", [pooled, f"recipe.batchnorm={asked}"]).config.recipe)
+
+
+def test_one_sample_in_each_micro_batch_is_enough_where_the_step_has_more(pooled: str) -> None:
+    few = [
+        pooled.replace("pooled", "synced"),
+        SYNC,
+        "recipe.last_batch=drop",
+        "recipe.batch=4",
+        "recipe.microbatches=4",
+    ]
+    assert setup(load("digits", few).config.recipe).warnings == ()
+    warned = setup(load("digits", [*few[:3], "recipe.batch=2", "recipe.microbatches=2"]).config.recipe).warnings
+    assert "BatchNorm normalises over a step, which has only 2 samples" in warned[0]

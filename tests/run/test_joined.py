@@ -250,3 +250,12 @@ def test_an_optimizer_of_other_parameters_is_refused():
             run.place(model, others)
         with pytest.raises(lockstep.UsageError, match="cannot take a plain step"):
             run.place(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_layer_that_would_exchange_by_itself_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    with (
+        joined() as run,
+        pytest.raises(lockstep.UsageError, match=r"run.place: 1 is a torch.nn.SyncBatchNorm, .* or a recipe with"),
+    ):
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -34,19 +34,34 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 class CanonicalSum:
     """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
-    `data_ranks` are theirs, and `rank` is this one's number among them; one that is alone needs no carrier.
+    `data_ranks` are theirs, and `rank` is this one's number among them; one that is alone needs no carrier. The carrier
+    has them under the same numbers, unless `carried` gives others.
     """
 
-    def __init__(self, rank: int, data_ranks: Sequence[DataRank], carrier: Carrier | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        data_ranks: Sequence[DataRank],
+        carrier: Carrier | None,
+        carried: Sequence[int] | None = None,
+    ) -> None:
         self._rank = rank
         self._data_ranks = data_ranks
         self._size = len(data_ranks)
         self._carrier = carrier
+        self._carried = range(self._size) if carried is None else carried
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to add with."""
         return self._size == 1
+
+    def of_holders(self, leaves: int) -> CanonicalSum:
+        """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
+        holders = [rank for rank, each in enumerate(self._data_ranks) if each.held(leaves)]
+        data_ranks = [self._data_ranks[rank] for rank in holders]
+        carried = [self._carried[rank] for rank in holders]
+        return CanonicalSum(holders.index(self._rank), data_ranks, self._carrier, carried)
 
     def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
@@ -109,7 +124,11 @@ class CanonicalSum:
 
     def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
         assert self._carrier is not None
-        move(self._carrier, sent, received)
+        move(
+            self._carrier,
+            [(tensor, self._carried[rank]) for tensor, rank in sent],
+            [(tensor, self._carried[rank]) for tensor, rank in received],
+        )
 
 
 @final

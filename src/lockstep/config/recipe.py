@@ -312,6 +312,7 @@ class Recipe(Section):
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
+    batchnorm: Literal["local", "sync", "frozen"] = "local"  # over a micro-batch, a step, or by running statistics
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
     start: Start | None = None

@@ -50,6 +50,7 @@ class Summary:
     tensors: Mapping[str, Form]  # of its state
     trained: Mapping[str, Form]  # of its parameters that want a gradient, in the model's order
     batchnorm: bool  # whether a layer normalises over the samples of a micro-batch, and is not frozen
+    synchronised: str  # the first layer that is torch's SyncBatchNorm and not frozen, "" where there is none
     buffers: frozenset[str]  # by their names
     flops: int | None  # of a sample, forward and backward; None where the meta device has not what they depend on
 
@@ -198,15 +199,18 @@ def _trial(
         flops = backward_flops(counter, trained) if device == "meta" else None
     parameters = list(model.parameters())
     dims = tuple(sorted({parameter.ndim for parameter in parameters}))
-    batchnorm = any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
-    )
+    normalising = {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training
+    }
     summary = Summary(
         parameters=sum(parameter.numel() for parameter in parameters),
         dims=dims,
         tensors={name: _form(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)},
         trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
-        batchnorm=batchnorm,
+        batchnorm=bool(normalising),
+        synchronised=next((name for name, each in normalising.items() if isinstance(each, nn.SyncBatchNorm)), ""),
         buffers=frozenset(name for name, _ in model.named_buffers()),
         flops=None if flops is None else round(flops / length(training)),
     )

@@ -31,6 +31,23 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             keep_in_evaluation(layer)
 
 
+def freeze_batchnorm(model: nn.Module) -> None:
+    """Let all BatchNorm layers normalise with their running statistics, which do not move; their parameters train.
+
+    UsageError where there are none, or one keeps no running statistics.
+    """
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+    if not layers:
+        raise UsageError("recipe.batchnorm: frozen: the model has no BatchNorm layer; leave the key out")
+    for name, layer in layers.items():
+        if layer.running_mean is None:
+            raise UsageError(
+                f"recipe.batchnorm: frozen: layer {name} keeps no running statistics (track_running_stats=False), by "
+                f"which it could normalise; use local or sync"
+            )
+        keep_in_evaluation(layer)
+
+
 def keep_in_evaluation(layer: nn.Module) -> None:
     """Keep a layer in evaluation, whatever mode its model is put into."""
     layer.train = partial(_stay, layer)  # type: ignore[method-assign]

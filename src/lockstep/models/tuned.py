@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from lockstep.models.adapters import Lora, adapt
-from lockstep.models.freezing import freeze
+from lockstep.models.freezing import freeze, freeze_batchnorm
 
 Build = Callable[[], nn.Module]
 
@@ -29,10 +29,14 @@ class FirstWeights(Protocol):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is done to a model once it is built: adapters are put in, and what fits a pattern of `frozen` is frozen."""
+    """What is done to a model once it is built: adapters are put in, and what fits a pattern of `frozen` is frozen.
+
+    With `frozen_batchnorm` the running statistics of all BatchNorm layers are, too.
+    """
 
     lora: Lora | None = None
     frozen: Sequence[str] = ()
+    frozen_batchnorm: bool = False
 
 
 def tuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn.Module:
@@ -51,4 +55,6 @@ def tuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn
         first.into(model)
     if tuning.frozen:
         freeze(model, tuning.frozen)
+    if tuning.frozen_batchnorm:
+        freeze_batchnorm(model)
     return model

@@ -10,13 +10,15 @@ A step, phase by phase, for each of this rank's micro-batches:
 3. backward; the gradient goes into the tree (parallel/gradients.py), on the last micro-batch bucket by bucket;
 4. loss and BatchNorm statistics, one float64 vector, go into the same tree while that backward runs.
 
-`forward_backward` does all of it with a task; who has a loop of its own calls what it is made of.
+`forward_backward` does all of it with a task; who has a loop of its own calls what it is made of. Where BatchNorm is
+over the whole step, the forwards of this rank's micro-batches are under way together, and one backward goes through all
+of them; the gradients of each still go into the tree one after the other (parallel/together.py, parallel/apart.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -37,6 +39,7 @@ from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
+from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
@@ -46,6 +49,8 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.recompute import recompute
+from lockstep.parallel.sync_batchnorm import StepSums, synchronise
+from lockstep.parallel.together import Together
 from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
@@ -92,16 +97,21 @@ class DataParallelEngine:
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())
+        self._generators = world.generators()
+        self._canonical = world.canonical(mesh, "replicate", "shard", "expert")
+        self._together = Together(self._generators)
+        self._step_sums: StepSums | None = None
+        if numerics.sync_batchnorm:
+            self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", beside=False))
+            synchronise(self._model, self._together, self._step_sums)
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._autocast = autocast(numerics.precision, world.device)
-        self._training = around_forward(self._autocast, self._model, world.device, numerics.offload_activations)
-        self._generators = world.generators()
+        self._training = self._around_forward()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._canonical = world.canonical(mesh, "replicate", "shard", "expert")
         self._primary = mesh.data_rank(world.rank).primary
         self._alone = world.size == 1
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
@@ -113,10 +123,13 @@ class DataParallelEngine:
         """See Engine."""
         observed = NamedSums() if observe else None
         self.begin(microbatches, step, min(self._numerics.microbatches, step.samples))
-        for microbatch in microbatches:
-            with self.forward(microbatch, step):
-                loss = self._loss_of(microbatch, observed)
-            self.backward(microbatch, loss)
+        if self._step_sums is not None and len(microbatches) > 1:
+            self._at_once(microbatches, step, observed)
+        else:
+            for microbatch in microbatches:
+                with self.forward(microbatch, step):
+                    loss = self._loss_of(microbatch, observed)
+                self.backward(microbatch, loss)
         sums = self.end()
         if observed is None:
             return sums
@@ -129,6 +142,8 @@ class DataParallelEngine:
         alone = leaves == 1 and self._alone and not self._running.size and microbatches[0].note is None
         self._now = _Turn(step, leaves, len(microbatches), alone)
         self._gradients.begin(leaves, microbatches)
+        if self._step_sums is not None:
+            self._step_sums.begin(leaves, [each.index for each in microbatches if not each.dummy])
 
     @contextmanager
     def forward(self, microbatch: MicroBatch, step: Step) -> Iterator[None]:
@@ -137,22 +152,14 @@ class DataParallelEngine:
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
-        with self._training:
+        with self._training if self._step_sums is None else self._around_forward():
             yield
 
     def backward(self, microbatch: MicroBatch, loss: Tensor) -> None:
         """Compute the gradient of a micro-batch's summed loss, and add what it gives to the step's sums."""
-        now = self._now
-        now.left -= 1
-        self._show(microbatch, loss)
-        if not microbatch.dummy:
-            now.own_losses.append(loss.detach())
-            if not now.alone:
-                now.statistics.push(microbatch.index, self._statistics(loss, microbatch.samples))
-        if not now.left and not now.alone:
-            now.total = self._send()
+        self._count(microbatch, loss)
         self._gradients.before_backward(microbatch)
-        self._backward(loss, now.step)
+        self._backward([loss], self._now.step)
         self._gradients.after_backward(microbatch)
 
     def end(self) -> Sums:
@@ -165,6 +172,8 @@ class DataParallelEngine:
             # A copy of the loss, which is kept until the next report: a view of it would keep all statistics.
             self._loss = total[0].clone() if self._running.size else total[0]
             self._observed = total[1:] / now.step.samples
+        if self._step_sums is not None:
+            self._step_sums.check()
         self._gradients.finish()
         self._layout.collect()
         return Sums(self._loss, now.step.weight, now.own_losses)
@@ -176,7 +185,7 @@ class DataParallelEngine:
             loss = self._loss_of(microbatch)
         self._show(microbatch, loss)
         self._gradients.before_backward(microbatch)
-        self._backward(loss, step)
+        self._backward([loss], step)
         self._gradients.after_backward(microbatch)
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -257,15 +266,53 @@ class DataParallelEngine:
                 observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
         return loss
 
+    def _around_forward(self) -> AbstractContextManager[None]:
+        return around_forward(self._autocast, self._model, self._device, self._numerics.offload_activations)
+
     def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
         if microbatch.note is not None:
             microbatch.note("loss", loss)
             microbatch.note("BatchNorm statistics", self._running.observed(microbatch.samples))
 
-    def _backward(self, loss: Tensor, step: Step) -> None:
-        seed = self._updates.scaled(self._share(step.weight, loss.dtype))
+    def _count(self, microbatch: MicroBatch, loss: Tensor) -> None:
+        """Add what a forward gave to the step's sums, and send them after the last one of this rank."""
+        now = self._now
+        now.left -= 1
+        self._show(microbatch, loss)
+        if not microbatch.dummy:
+            now.own_losses.append(loss.detach())
+            if not now.alone:
+                now.statistics.push(microbatch.index, self._statistics(loss, microbatch.samples))
+        if not now.left and not now.alone:
+            now.total = self._send()
+
+    def _at_once(self, microbatches: Sequence[MicroBatch], step: Step, observed: NamedSums | None) -> None:
+        """Do all forwards of this rank's micro-batches together, and one backward through all of them."""
+        apart = Apart(self._model, len(microbatches))
+        with apart.entered():
+            losses = self._together.run(
+                [partial(self._forward_together, each, step, observed) for each in microbatches], apart.use
+            )
+        for microbatch, loss in zip(microbatches, losses, strict=True):
+            self._count(microbatch, loss)
+        self._backward(losses, step)
+        apart.check()
+        for number, microbatch in enumerate(microbatches):
+            self._gradients.before_backward(microbatch)
+            apart.hand(number)
+            self._gradients.after_backward(microbatch)
+
+    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor:
+        with self.forward(microbatch, step):
+            loss = self._loss_of(microbatch, observed)
+            # None leaves autocast before all have come here: that would clear what it keeps for the others, too.
+            self._together.exchange("its end", list, None)
+        return loss
+
+    def _backward(self, losses: Sequence[Tensor], step: Step) -> None:
+        seeds = [self._updates.scaled(self._share(step.weight, loss.dtype)) for loss in losses]
         with self._model_code:
-            loss.backward(seed)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(losses, seeds)
 
     def _share(self, weight: int, dtype: torch.dtype) -> Tensor:
         """Return what the loss counts in a step of such a weight, which is the same in nearly every step of samples."""

@@ -34,6 +34,7 @@ class Numerics:
     ema_decay: float | None = None
     channels_last: bool = False
     compile: bool = False
+    sync_batchnorm: bool = False  # BatchNorm is over all micro-batches of a step
     offload_activations: bool = False
     recompute: int = 0  # every so many blocks, for the strategies that have none of their own
 

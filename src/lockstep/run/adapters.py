@@ -23,9 +23,10 @@ def lora_of(given: config.Lora) -> Lora:
     return Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
 
 
-def tuning_of(given: config.Model) -> Tuning:
+def tuning_of(recipe: Recipe) -> Tuning:
     """Return what the recipe says is done to a model once it is built."""
-    return Tuning(None if given.lora is None else lora_of(given.lora), given.freeze)
+    lora = recipe.model.lora
+    return Tuning(None if lora is None else lora_of(lora), recipe.model.freeze, recipe.batchnorm == "frozen")
 
 
 def export_adapters(run: str | Path, folder: str | Path) -> None:

@@ -26,7 +26,8 @@ from lockstep.data.sources import open_data
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import on_meta
 from lockstep.device.precision import computing_dtype, stored_dtype
-from lockstep.models.check import Form, check_dtype, check_model
+from lockstep.errors import UsageError
+from lockstep.models.check import Form, Summary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.fitting import Fit
 from lockstep.models.initialise import initialise
@@ -39,7 +40,7 @@ from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
 from lockstep.run.chunking import in_chunks, rearranged
-from lockstep.run.examples import examples, few_samples, repeated, smallest_microbatch, transforms_of
+from lockstep.run.examples import examples, few_samples, fewest_samples, repeated, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
@@ -101,6 +102,7 @@ class Setup:
             ema_decay=recipe.ema.decay if recipe.ema else None,
             channels_last=recipe.memory_format == "channels_last",
             compile=recipe.compile,
+            sync_batchnorm=recipe.batchnorm == "sync",
             offload_activations=offload_activations,
             recompute=recompute,
         )
@@ -158,17 +160,18 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     )
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
-    tuning = tuning_of(recipe.model)
+    tuning = tuning_of(recipe)
     uncut = partial(tuned, plain, tuning)
     dtype, stored = computing_dtype(recipe.precision), stored_dtype(recipe.precision)
     check = partial(
         check_model,
         name=recipe.model.name,
         evaluation=task.inputs(repeated(evaluation, 2)),
-        training=task.inputs(repeated(example, smallest_microbatch(steps, recipe.microbatches))),
+        training=task.inputs(repeated(example, fewest_samples(recipe, steps))),
         check=partial(_check_task, task, example),
     )
     summary = check(uncut)
+    _check_batchnorm(recipe, summary)
     chunked = rearranged(uncut, recipe.model)
     build = in_chunks(uncut, recipe.model)
     if recipe.model.chunks > 1:
@@ -217,6 +220,19 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         task_line=task_line,
         chunked=chunked,
     )
+
+
+def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
+    if recipe.batchnorm == "sync" and not summary.batchnorm:
+        raise UsageError(
+            f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that trains; leave the key out"
+        )
+    if recipe.batchnorm == "local" and summary.synchronised:
+        raise UsageError(
+            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, and recipe.batchnorm is "
+            f"local; write batchnorm: sync, to normalise over all micro-batches of a step, or give the model "
+            f"torch.nn.BatchNorm layers"
+        )
 
 
 def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:

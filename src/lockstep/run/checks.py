@@ -34,6 +34,7 @@ def check_placement(resolved: Resolved) -> None:
             f"none can repeat another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
         )
     check_compile(resolved)
+    _check_batchnorm(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
         check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
 
@@ -55,6 +56,38 @@ def check_compile(resolved: Resolved) -> None:
         raise UsageError(
             f"recipe.compile: strategy {resolved.strategy_name} takes the backward of a block apart, and a compiled "
             f"block does it as one; use another schedule, such as 1f1b, or set it to false"
+        )
+
+
+def _check_batchnorm(resolved: Resolved) -> None:
+    """Raise UsageError where the forwards of a step cannot go through BatchNorm layers together."""
+    recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
+    if recipe.batchnorm != "sync":
+        return
+    key, count = "recipe.batchnorm: sync", recipe.microbatches
+    if recipe.compile:
+        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
+    if recipe.model.chunks > 1:
+        raise UsageError(f"{key}: a model in chunks is called once for each; leave recipe.model.chunks out")
+    if placement.recompute != "none":
+        raise UsageError(
+            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
+            f"placement.recompute out"
+        )
+    if placement.audit_every is not None:
+        raise UsageError(
+            f"{key}: no micro-batch can be repeated by itself, without all others of its step; leave "
+            f"placement.audit_every out"
+        )
+    if not strategy.traits.syncs_batchnorm:
+        raise UsageError(
+            f"{key}: under strategy {resolved.strategy_name} the forwards of a step do not reach a layer together; use "
+            f"single, ddp or zero1, or with {count} processes zero2, zero3 or hsdp"
+        )
+    if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < count:
+        raise UsageError(
+            f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch after the other, and "
+            f"{resolved.processes} processes have {count}; use as many processes as micro-batches, or ddp or zero1"
         )
 
 

@@ -69,14 +69,24 @@ def repeated(batch: Batch, samples: int) -> Batch:
     return mapped(lambda each: each[torch.arange(samples) % len(each)], batch)
 
 
-def smallest_microbatch(steps: Steps, microbatches: int) -> int:
-    return min(min(map(len, step.microbatches(microbatches))) for step in _first_and_last(steps))
+def fewest_samples(recipe: Recipe, steps: Steps) -> int:
+    """Return the samples of the smallest micro-batch; with BatchNorm over whole steps two, where the step has them."""
+    both = _first_and_last(steps)
+    smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in both)
+    return min(max(2, smallest), *(step.samples for step in both)) if recipe.batchnorm == "sync" else smallest
 
 
 def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
     """Warn where BatchNorm has so few samples to normalise over that its statistics mean little."""
     for step, which in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
-        smallest = min(map(len, step.microbatches(recipe.microbatches)))
+        whole = recipe.batchnorm == "sync"
+        smallest = step.samples if whole else min(map(len, step.microbatches(recipe.microbatches)))
+        if smallest < _FEW_SAMPLES and whole:
+            yield (
+                f"recipe.batch: BatchNorm normalises over {which}, which has only {smallest} samples; use a larger "
+                f"batch{_drop(step)}"
+            )
+            return
         if smallest < _FEW_SAMPLES:
             yield (
                 f"recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with "

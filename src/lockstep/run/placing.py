@@ -23,6 +23,12 @@ def check_pair(model: Any, optimizer: Any) -> None:
     """Raise UsageError where these are no model and an optimizer of just its parameters that has not stepped yet."""
     if not isinstance(model, nn.Module):
         raise refused(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
+    if synced := [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]:
+        raise refused(
+            f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, and the forwards of a loop of your "
+            f"own do not reach a layer together",
+            "use torch.nn.BatchNorm layers, which normalise by micro-batch, or a recipe with batchnorm: sync",
+        )
     if not isinstance(optimizer, Optimizer):
         raise refused(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
     if optimizer.state:

@@ -57,7 +57,7 @@ def _built(found: store.Found, trust: bool) -> nn.Module:
         chosen = recipe.model
         return build_model(name=chosen.name, source=chosen.source, options=chosen.options, facts=state.facts or {})
 
-    return tuned(plain, tuning_of(recipe.model))
+    return tuned(plain, tuning_of(recipe))
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:

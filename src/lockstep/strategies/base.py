@@ -24,7 +24,7 @@ class Traits:
     `communication` what ranks send each other, and how often. `exactness` promises the `bits` of one process, or a
     result `close` to it. With `cuts_rows` the optimizer sees rows of tensors, and one for which that is not the same
     as the whole is refused. Unless `compiles`, `recipe.compile` is refused: no block is called as one, forward and
-    backward.
+    backward. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it.
     """
 
     cuts: str
@@ -33,6 +33,7 @@ class Traits:
     exactness: Literal["bits", "close"] = "bits"
     cuts_rows: bool = False
     compiles: bool = True
+    syncs_batchnorm: bool = False
 
 
 class Strategy(Protocol):

@@ -36,6 +36,7 @@ class Strategy:
             cuts="the micro-batches of a step",
             needs="at most as many processes as micro-batches; memory for the whole model in each",
             communication="the sum of the gradients, once a step, while backward goes on",
+            syncs_batchnorm=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

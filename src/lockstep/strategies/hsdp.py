@@ -41,6 +41,7 @@ class Strategy:
             needs="processes that the replicas divide; an optimizer that works element by element",
             communication="as zero3 within a replica; between replicas a shard of the gradients once a step",
             cuts_rows=True,
+            syncs_batchnorm=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

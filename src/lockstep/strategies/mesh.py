@@ -63,6 +63,7 @@ class Strategy:
             communication="as pipeline, hsdp and tensor, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.tensor > 1,
             compiles=self.tensor == 1,
+            syncs_batchnorm=self.pipe == 1 and self.tensor == 1,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

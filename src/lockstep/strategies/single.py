@@ -28,6 +28,7 @@ class Strategy:
             cuts="nothing",
             needs="one process; memory for the whole model and its optimizer state",
             communication="none",
+            syncs_batchnorm=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

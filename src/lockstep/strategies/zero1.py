@@ -39,6 +39,7 @@ class Strategy:
             needs="at most as many processes as micro-batches; an optimizer that works element by element",
             communication="the sum of the gradients and the new parameters, once a step",
             cuts_rows=True,
+            syncs_batchnorm=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

@@ -35,6 +35,7 @@ class Strategy:
             needs="at most as many processes as micro-batches; an optimizer that works element by element",
             communication="the parameters twice and the gradients once for each micro-batch, block by block",
             cuts_rows=True,
+            syncs_batchnorm=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
