@@ -48,6 +48,28 @@ def training(folder: str | None = None, epochs: int = 2) -> None:
                 run.save()
 
 
+PLAN = {"1.0": "whole", "1.1": "colwise", "1.4": "rowwise"}
+
+
+def cut_net() -> nn.Module:
+    between = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 8))
+    return nn.Sequential(nn.Linear(6, 8), between, nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def in_chunks(folder: str | None = None, strategy: Any = "auto", chunks: int = 4) -> None:
+    """Train a model of which a part is cut, evaluate and save it."""
+    run = lockstep.join(seed=3, dir=folder)
+    model = cut_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, _ = run.place(model, optimizer, strategy, chunks=chunks, plan=PLAN)
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=2):
+        for batch in step:
+            step.backward(loss(model, batch))
+        step.update(clip=1.0)
+        if step.every(epochs=1):
+            run.log(loss=run.sum(loss(model, batch) for batch in run.each(data())) / SAMPLES)
+
+
 def tokens() -> None:
     """Weigh by what is not padding: a text weighs nothing, and in the last step a rank of three has no micro-batch."""
     texts = [torch.arange(1, 2 + number % 5) % 7 for number in range(12)] + [torch.zeros(3, dtype=torch.long)] * 2

@@ -69,6 +69,45 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
 
 
+def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
+    def trained(run: Any, epochs: int, chunks: int = 4) -> str:
+        model = loops.cut_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = run.place(model, optimizer, chunks=chunks, plan=loops.PLAN)
+        assert not optimizer.param_groups[0]["params"][4].numel()  # what was cut is not kept whole besides
+        steps(run, model, epochs)
+        assert [list(each.shape) for each in run._placed.weights().values()] == [
+            list(each.shape) for each in loops.cut_net().state_dict().values()
+        ]
+        return run.fingerprint()
+
+    with joined() as run:
+        whole = trained(run, 2)
+    with joined(tmp_path / "run") as run:
+        trained(run, 1)
+    with (
+        pytest.raises(lockstep.UsageError, match=r"of another loop.*\n  chunks: 4, and now 2"),
+        joined(tmp_path / "run") as run,
+    ):
+        trained(run, 2, chunks=2)
+    with joined(tmp_path / "run") as run:
+        assert trained(run, 2) == whole
+
+
+@pytest.mark.parametrize(
+    ("chunks", "problem"),
+    [
+        (5, "run.place: chunks: 5 does not divide 1.1, which has 12 outputs; use 2, 3, 4, 6, 12"),
+        (0, "run.place: chunks is 0"),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused(chunks: int, problem: str) -> None:
+    model = loops.cut_net()
+    refused = pytest.raises(lockstep.UsageError, match=problem)
+    with refused, joined() as run:
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1), chunks=chunks, plan=loops.PLAN)
+
+
 def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
     with joined(tmp_path / "run") as run:
         steps(run, loops.placed(run)[0])

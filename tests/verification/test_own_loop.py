@@ -29,8 +29,16 @@ def test_hsdp_and_a_folder_take_part_and_a_pipeline_needs_a_task():
     rows = lockstep.verify(partial(loops.training, "kept"), processes=(4,), strategies=(HSDP, "pipeline"), steps=3)
     assert rows[0].line == "hsdp on 4: identical, 3 steps"
     assert rows[1].verdict == "not possible"
-    assert "strategy pipeline: it cuts the model by what a recipe says of it" in rows[1].reason
+    assert "strategy pipeline: a pipeline has to know what goes into the model" in rows[1].reason
     assert not Path("kept").exists()
+
+
+def test_a_model_in_chunks_is_sliced():
+    mesh = {"name": "mesh", "shard": 2, "tensor": 2}
+    places = ("tensor", "zero3", mesh, {"name": "mesh", "pipe": 2}, "expert")
+    rows = lockstep.verify(loops.in_chunks, processes=(4,), strategies=places)
+    assert [row.verdict for row in rows] == ["identical"] * 3 + ["not possible"] * 2, [row.line for row in rows]
+    assert "strategy expert: the model has no experts that are known" in rows[4].reason
 
 
 def test_weights_are_of_the_whole_step():

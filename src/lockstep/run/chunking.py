@@ -12,7 +12,7 @@ from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.built_in import known_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import Plan, cut_into_chunks
 from lockstep.parallel.tensor.slices import cut_layers
 
 Build = Callable[[], nn.Module]
@@ -23,7 +23,7 @@ def rearranged(build: Build, asked: Model) -> Mapping[str, Chunked]:
 
     UsageError where the model, or the plan that the recipe has for it, cannot be cut.
     """
-    return {} if asked.chunks == 1 else _cut(on_meta(build), asked)
+    return {} if asked.chunks == 1 else cut(on_meta(build), asked.chunks, asked.plan, asked.name)
 
 
 def in_chunks(build: Build, asked: Model) -> Build:
@@ -33,16 +33,20 @@ def in_chunks(build: Build, asked: Model) -> Build:
 
 def _built(build: Build, asked: Model) -> nn.Module:
     model = build()
-    _cut(model, asked)
+    cut(model, asked.chunks, asked.plan, asked.name)
     return model
 
 
-def _cut(model: nn.Module, asked: Model) -> dict[str, Chunked]:
-    plan = asked.plan | {name: kind for name, kind in known_plan(model).items() if name not in asked.plan}
-    chunked = cut_into_chunks(model, plan, asked.chunks)
+def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
+    """Cut a model into chunks, in place, by the plan and what is known of it; return what is rearranged by it.
+
+    UsageError where it cannot be, in a recipe's words; `name` is the model's.
+    """
+    known = {key: kind for key, kind in known_plan(model).items() if key not in plan}
+    chunked = cut_into_chunks(model, {**plan, **known}, chunks)  # of several patterns that fit the first counts
     if not cut_layers(model):
         raise UsageError(
-            f"recipe.model.chunks: of model {asked.name} no layers are known that could be cut; say in "
-            f"recipe.model.plan which they are (docs/tensor-slicing.md)"
+            f"recipe.model.chunks: of model {name} no layers are known that could be cut; say in recipe.model.plan "
+            f"which they are (docs/tensor-slicing.md)"
         )
     return chunked

@@ -30,7 +30,7 @@ from lockstep.run.events import loop_started
 from lockstep.run.membership import Member
 from lockstep.run.own_checkpoints import Checkpoints, refuse_other
 from lockstep.run.own_model import Gate, Look, modes_kept
-from lockstep.run.own_placed import Placed, spread
+from lockstep.run.own_placed import Chunks, Placed, spread
 from lockstep.run.own_plan import OwnPlan, planned
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import OwnStep
@@ -93,17 +93,27 @@ class Run:
         """Steps done so far."""
         return self._progress.step
 
-    def place(self, model: M, optimizer: Opt, strategy: str | Mapping[str, Any] = "auto") -> tuple[M, Opt]:
+    def place(
+        self,
+        model: M,
+        optimizer: Opt,
+        strategy: str | Mapping[str, Any] = "auto",
+        *,
+        chunks: int = 1,
+        plan: Mapping[str, str] | None = None,
+    ) -> tuple[M, Opt]:
         """Spread the model over the ranks by a strategy, and go on from the checkpoint in the folder, if there is one.
 
         Both are given back: the model to be called within micro-batches, the optimizer to be looked at. `strategy` is a
-        name, or a mapping of `name` and its options: single, ddp, zero1, zero2, zero3 or hsdp; auto is single or ddp.
+        name, or a mapping of `name` and its options; auto is single or ddp, and what makes a pipeline is refused.
+        `chunks` and `plan` are those of a recipe's model (docs/tensor-slicing.md), for tensor, expert and mesh: they
+        decide the bits, under any strategy. A model that is cut has other parameters than before.
         """
         if self._placed is not None:
             raise refused("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
         with modes_kept(model):
-            placed = self._placed = spread(self._member, model, optimizer, strategy)
+            placed = self._placed = spread(self._member, model, optimizer, strategy, Chunks(chunks, plan or {}))
             if self._member.folder is not None:
                 self._checkpoints = Checkpoints(self._member, self._member.folder, placed)
                 if self._member.checkpoint is not None:

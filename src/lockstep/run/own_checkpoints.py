@@ -34,12 +34,13 @@ class Checkpoints:
 
     def resume(self, path: Path) -> tuple[Progress, dict[str, Any]]:
         """Load a checkpoint; return how far it is and the loop that it is of. UsageError for one of another run."""
-        member, engine = self._member, self._placed.engine
+        member, engine = self._member, self._placed.usual
         manifest, snapshot = read_alike(member.rendezvous, path, self._key)
         state = saved_state.parsed(path, snapshot.state)
         loop = state.recipe.get("loop")
         if not isinstance(loop, dict):
             raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
+        loop = {"chunks": 1, "plan": {}, **loop}  # runs of earlier versions do not say so
         refuse_other(path, loop, self._placed.decided())
         _check_forms(path, snapshot.model, engine.state().model)
         engine.load(engine_state(snapshot))
@@ -49,7 +50,7 @@ class Checkpoints:
 
     def save(self, progress: Progress, loop: Mapping[str, Any] | None) -> list[Saved]:
         """Save, or begin to, with what decided the numbers; return what is saved by now."""
-        state = self._placed.engine.state()
+        state = self._placed.usual.state()
         kept = {
             "progress": progress.kept(),
             "engine": state.scalars,

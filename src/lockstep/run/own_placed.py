@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,17 @@ from torch.optim import Optimizer
 from lockstep.comm.world import World
 from lockstep.config.placement import Strategy
 from lockstep.core.precision import default_static_scale
+from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
 from lockstep.errors import UsageError
 from lockstep.own_code import refused
 from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.tensor.plan import Plan
+from lockstep.parallel.tensor.usual import UsualShapes
+from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
 from lockstep.run.own_model import structure
 from lockstep.run.own_settings import Settings
@@ -32,9 +37,31 @@ from lockstep.tasks.base import Problem
 from lockstep.training.agreement import disagreement
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Into how many chunks the model is cut, and by which plan; what is known of the model is left out."""
+
+    count: int = 1
+    plan: Plan = field(default_factory=dict)
+
+    def cut(self, model: nn.Module) -> dict[str, Chunked]:
+        """Cut the model, in place; return how parameters are rearranged. UsageError where it cannot be."""
+        if type(self.count) is not int or self.count < 1:
+            raise refused(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
+        if self.count == 1:
+            return {}
+        try:
+            return cut(model, self.count, self.plan, type(model).__name__)
+        except UsageError as error:
+            raise UsageError(f"run.place: {str(error).replace('recipe.model.', '')}") from None
+
+
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """The user's model and optimizer, and the engine that trains; `rates` are those of the optimizer's groups."""
+    """The user's model and optimizer, and the engine that trains; `rates` are those of the optimizer's groups.
+
+    `usual` is the engine whose state has the model's usual shapes: those that it has without `chunks`.
+    """
 
     settings: Settings
     world: World
@@ -44,6 +71,8 @@ class Placed:
     chosen: Chosen
     numerics: Numerics
     engine: DataParallelEngine
+    usual: Engine
+    chunks: Chunks
     structure: object
     rate: float  # the optimizer's default
     rates: tuple[float, ...]
@@ -51,11 +80,12 @@ class Placed:
     def decided(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
         optimizer = hyperparameters(self.optimizer)
-        return {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": optimizer}
+        plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": optimizer}
+        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan)}
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the whole weights by their names. All ranks call it."""
-        return gathered(self.world, self.engine.state().model)
+        return gathered(self.world, self.usual.state().model)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each of these. All ranks call it."""
@@ -82,11 +112,13 @@ class Placed:
             )
 
 
-def spread(member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any]) -> Placed:
+def spread(
+    member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any], chunks: Chunks
+) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.world
     name, chosen = _strategy(member, asked)
-    check_steps(optimizer, model, name, chosen.traits.cuts_rows, stored_dtype(settings.precision))
+    check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
     numerics = Numerics(
         1,
         settings.seed,
@@ -95,16 +127,23 @@ def spread(member: Member, model: nn.Module, optimizer: Optimizer, asked: str | 
         offload_activations=settings.placement.offload_activations,
         recompute=recomputed(settings.placement, chosen),
     )
+    make_optimizer = over_trained(optimizer, model)
+    chunked = chunks.cut(model)
+    if isinstance(chosen, CutsModel):
+        chosen.check_model(lambda: model, None, world.size)
     problem = Problem(NoTask(), lambda: model, f"model {type(model).__name__}")
-    engine = chosen.start(problem, over_trained(optimizer, model), world, numerics)
+    engine = chosen.start(problem, make_optimizer, world, numerics)
     assert isinstance(engine, DataParallelEngine)
+    _let_go(optimizer, model)
+    usual = UsualShapes(engine, chunked) if chunked else engine
     if (found := disagreement(world, engine.state().model)) is not None:
         raise UsageError(
             f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "
             f"torch's, NumPy's and Python's generators, and from nothing that differs between ranks"
         )
     rate, rates = float(optimizer.defaults["lr"]), _rates(optimizer)
-    return Placed(settings, world, model, optimizer, name, chosen, numerics, engine, structure(model), rate, rates)
+    what = settings, world, model, optimizer, name, chosen, numerics
+    return Placed(*what, engine, usual, chunks, structure(model), rate, rates)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
@@ -114,13 +153,22 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     strategy = Strategy.model_validate({"name": given} if isinstance(given, str) else given)
     placement = member.settings.placement.model_copy(update={"strategy": strategy})
     name, chosen = find_strategy(placement, size)
-    if isinstance(chosen, CutsModel):
+    if name == "pipeline" or chosen.mesh(size).pipe > 1:
         raise refused(
-            f"strategy {name}: it cuts the model by what a recipe says of it: its task, or its chunks",
-            "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
+            f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
+            "use another strategy, or a recipe",
         )
     check_strategy(name, chosen, size, max(size, 2))
     return name, chosen
+
+
+def _let_go(optimizer: Optimizer, model: nn.Module) -> None:
+    """Free what the optimizer has of parameters that were cut: others are in the model in their place."""
+    kept = {*model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in kept:
+                parameter.data = parameter.data.new_empty(0)
 
 
 def _rates(optimizer: Optimizer) -> tuple[float, ...]:
