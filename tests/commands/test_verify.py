@@ -40,6 +40,17 @@ def test_placements_that_agree(run):
     assert command.left() == []
 
 
+def test_what_is_only_close_is_compared_with_its_tolerance(run):
+    placed = ("placement.processes=2", "placement.strategy={name: ddp, compress: bf16}")
+    command = run("verify", *PLAIN, 'recipe.model.name="held:linear"', *placed)
+    rows = found(command)["rows"]
+    assert [(row["strategy"], row["verdict"], row["exactness"]) for row in rows] == [
+        ("single", "within tolerance", "bits"),  # once ddp goes on from its checkpoint
+        ("ddp", "within tolerance", "close"),
+    ]
+    assert all(1e-5 < row["largest"] <= row["tolerance"] < 0.2 for row in rows)
+
+
 def test_micro_batches_left_out_are_those_that_train_takes(run):
     """It once filled in a number that train did not, and so found agreement between what nobody trains."""
     verified = run("verify", "digits", "recipe.microbatches=", "placement.processes=2", "--steps", "2")

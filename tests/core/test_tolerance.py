@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.tolerance import likely, tolerance, unit_roundoff, worst_case
+from lockstep.core.tolerance import likely, sent_tolerance, tolerance, unit_roundoff, worst_case
 
 FP32 = unit_roundoff("fp32")
 
@@ -64,3 +64,8 @@ def test_short_sums_take_the_worst_case_and_long_ones_the_likely():
 def test_nothing_is_promised_where_all_digits_may_be_lost():
     assert worst_case(unit_roundoff("bf16"), 256) == math.inf
     assert tolerance(unit_roundoff("bf16"), 10**6, 1, 1) == math.inf
+
+
+def test_what_is_sent_in_16_bits_is_off_by_a_rounding_for_each_rank_and_step():
+    assert sent_tolerance(unit_roundoff("fp16"), 1, 1) == pytest.approx(2 * 2**-11, rel=1e-3)
+    assert sent_tolerance(unit_roundoff("bf16"), 4, 3) == 6 * worst_case(unit_roundoff("bf16"), 4)

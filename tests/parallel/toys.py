@@ -102,7 +102,7 @@ class Case:
     poisoned: int | None = None  # the step whose last image is not finite
     strategy: str = "ddp"  # on several processes
     alone: str = "single"  # on one
-    options: tuple[tuple[str, int], ...] = ()  # of the strategy
+    options: tuple[tuple[str, Any], ...] = ()  # of the strategy
     bucket_bytes: int = BUCKET_BYTES
     audit_every: int = 0
     model: type[nn.Module] = Toy

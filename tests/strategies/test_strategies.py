@@ -25,6 +25,15 @@ def test_every_file_is_a_strategy() -> None:
             assert option.name in strategy.__doc__
 
 
+def test_bits_are_promised_unless_gradients_are_compressed() -> None:
+    plain, narrow = ddp.Strategy().traits, ddp.Strategy(compress="bf16").traits
+    assert (plain.exactness, plain.sent) == ("bits", None)
+    assert (narrow.exactness, narrow.sent) == ("close", "bf16")
+    assert narrow.communication == f"{plain.communication}, in bf16"
+    with pytest.raises(ValidationError, match="Input should be 'none', 'fp16' or 'bf16'"):
+        TypeAdapter(ddp.Strategy).validate_python({"compress": "int8"})
+
+
 SHARING = [ddp.Strategy(), zero1.Strategy(), zero2.Strategy(), zero3.Strategy(), hsdp.Strategy(replicate=1)]
 
 

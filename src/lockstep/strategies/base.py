@@ -25,6 +25,7 @@ class Traits:
     result `close` to it. With `cuts_rows` the optimizer sees rows of tensors, and one for which that is not the same
     as the whole is refused. Unless `compiles`, `recipe.compile` is refused: no block is called as one, forward and
     backward. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it.
+    `sent` is the precision that gradients are rounded to before they are sent, where they are.
     """
 
     cuts: str
@@ -34,13 +35,15 @@ class Traits:
     cuts_rows: bool = False
     compiles: bool = True
     syncs_batchnorm: bool = False
+    sent: Literal["fp16", "bf16"] | None = None
 
 
 class Strategy(Protocol):
     """How a model is spread over ranks: a frozen dataclass whose fields are its options.
 
-    An option decides time and memory, never numbers: those are the recipe's. One named `recompute` takes the place of
-    `placement.recompute`, which otherwise is applied to the model before `start`.
+    An option decides time and memory, never numbers: those are the recipe's. The exception is one that trades the bits
+    of one process for time, as ddp's `compress` does: with it the traits promise no more than `close`. One named
+    `recompute` takes the place of `placement.recompute`, which otherwise is applied to the model before `start`.
     """
 
     @property

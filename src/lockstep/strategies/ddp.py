@@ -7,8 +7,9 @@ buckets. What is ours is the order of the sum: that of one process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated, Final, Literal, final
 
+import torch
 from pydantic import Field
 
 from lockstep.comm.world import World
@@ -21,13 +22,18 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
+_SENT: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward."""
+    """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward. `compress`: what they are
+    rounded to before they are sent and added; the result then is close to that of one process, and no more.
+    """
 
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    compress: Literal["none", "fp16", "bf16"] = "none"
 
     @property
     def traits(self) -> Traits:
@@ -35,7 +41,10 @@ class Strategy:
         return Traits(
             cuts="the micro-batches of a step",
             needs="at most as many processes as micro-batches; memory for the whole model in each",
-            communication="the sum of the gradients, once a step, while backward goes on",
+            communication="the sum of the gradients, once a step, while backward goes on"
+            + ("" if self._sent is None else f", in {self.compress}"),
+            exactness="bits" if self._sent is None else "close",
+            sent=None if self.compress == "none" else self.compress,
             syncs_batchnorm=True,
         )
 
@@ -50,5 +59,9 @@ class Strategy:
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         mesh = self.mesh(world.size)
-        make_layout = replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20))
+        make_layout = replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20), sent=self._sent)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+
+    @property
+    def _sent(self) -> torch.dtype | None:
+        return _SENT.get(self.compress)

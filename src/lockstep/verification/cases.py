@@ -25,7 +25,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.placement import Strategy
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
-from lockstep.core.tolerance import tolerance, unit_roundoff
+from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
@@ -250,6 +250,7 @@ class _Comparison:
             case.processes,
             "identical",
             exactness=case.exactness,
+            tolerance=self._bound(case),
             seconds=max(seen.seconds for seen in outcome.seen),
             peak_bytes=tuple(seen.peak_bytes for seen in outcome.seen),
         )
@@ -278,7 +279,8 @@ class _Comparison:
         pairs, again = self._valued(case, outcome, found)
         first = found[0]
         apart = largest([(difference, each) for difference, each in pairs if each is not None])
-        bound = self._tolerance() if "close" in (row.exactness, case.exactness) else None
+        bounds = [each for each in (row.tolerance, self._bound(case)) if each is not None]
+        bound = max(bounds, default=None)
         measured = all(each is None or each.apart is not None for _, each in pairs)
         near = bound is not None and apart is not None and measured and apart <= bound
         verdict: Verdict = "within tolerance" if near else "differs"
@@ -323,8 +325,16 @@ class _Comparison:
             after=after,
         )
 
+    def _bound(self, case: Case) -> float | None:
+        """Return the tolerance of a case that is only close, None where it promises bits."""
+        if case.exactness == "bits":
+            return None
+        sent = case.resolved.strategy.traits.sent
+        more = sent_tolerance(unit_roundoff(sent), case.processes, len(self._job.numbers)) if sent else 0.0
+        return self._tolerance() + more
+
     def _tolerance(self) -> float:
-        """Return the tolerance for strategies that are only close; see core/tolerance.py."""
+        """Return the tolerance of sums in another order; see core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         positions = recipe.batch * self._positions()

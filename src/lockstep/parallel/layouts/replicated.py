@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.narrow_sum import NarrowSum
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
@@ -19,13 +20,17 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.weights import Weights
 
 
-def replicated(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
-    """Return what puts a model on each of the ranks, which add gradients in buckets of about `bucket_bytes`."""
+def replicated(world: World, mesh: Mesh, bucket_bytes: int, sent: torch.dtype | None = None) -> MakeLayout:
+    """Return what puts a model on each of the ranks, which add gradients in buckets of about `bucket_bytes`.
+
+    With `sent` they are added over the ranks in that dtype.
+    """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)  # first: it makes what gradients are added of
         canonical = world.canonical(mesh, "replicate")
-        gradients = Gradients(trained_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
+        among = canonical if sent is None else NarrowSum(canonical, mesh.data_rank(world.rank), sent)
+        gradients = Gradients(trained_parameters(model), among, stream, world.size == 1, bucket_bytes)
         return ReplicatedLayout(weights), gradients
 
     return make
