@@ -70,6 +70,7 @@ class Setup:
     tensors: Mapping[str, Form]  # of the model's state
     trained: Mapping[str, Form]  # of the parameters that are trained
     blank: Callable[[], nn.Module]  # builds the model, with weights of no meaning
+    uncut: Callable[[], nn.Module]  # builds it with its first weights and without chunks
     buffers: frozenset[str]  # names of the model's tensors that are no parameters
     flops: int | None  # of a sample, forward and backward
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
@@ -211,6 +212,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         tensors={key: each if key in summary.buffers else each.stored(stored) for key, each in summary.tensors.items()},
         trained={key: each.stored(stored) for key, each in summary.trained.items()},
         blank=build,
+        uncut=partial(initialise, pretrained, recipe.seed),
         buffers=summary.buffers,
         flops=summary.flops,
         warnings=warnings,
