@@ -11,7 +11,10 @@ from typing import Final
 
 from benchmarks.report import as_json, machine, show
 
-ALL: Final = ("loop", "input", "end_to_end", "exactness", "strategies", "saving", "audit", "tokens", "tensor")
+ALL: Final = (
+    *("loop", "input", "end_to_end", "exactness", "strategies", "saving", "audit", "tokens", "tensor"),
+    "parameter_server",
+)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ PLACED = {
     "fsdp": ("placement.strategy=fsdp", "placement.processes=3", "placement.recompute=full"),
     "hsdp": ("placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4", "run.save_async=true"),
     "pipeline": ("placement.strategy=pipeline", "placement.processes=2", "run.save_async=true"),
+    "server": ("placement.strategy=parameter_server", "placement.processes=3"),
     "pipelines": ("placement.strategy={name: pipeline, shard: 2, schedule: zero_bubble}", "placement.processes=4"),
 }
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
@@ -46,7 +47,8 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
         ("fsdp", "zero1"),
         pytest.param("hsdp", "pipelines", marks=QUICK),
         ("pipelines", "zero2"),
-        ("pipeline", "fsdp"),
+        ("pipeline", "server"),
+        ("server", "fsdp"),
     ],
 )
 def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, before, after):

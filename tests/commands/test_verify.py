@@ -104,6 +104,7 @@ def test_mistakes_are_told_before_anything_starts(run):
         "recipe.batc=3": "batc: unknown key",
         'recipe.loss={name: "planted:mean"}': "that is a mean",
         "placement.processes=5": "5 processes but only 4 micro-batches",
+        "placement.strategy={name: parameter_server, asynchronous: true}": "it cannot be verified: it is neither exact",
     }
     for override, text in refused.items():
         command = run("verify", "digits", "placement.processes=2", override, code=2)

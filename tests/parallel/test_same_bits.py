@@ -16,6 +16,7 @@ STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
     "zero2": {2: (), 3: (), 4: ()},
     "zero3": {2: (), 3: (), 4: ()},
     "hsdp": {4: (("replicate", 2),), 6: (("replicate", 3),)},
+    "parameter_server": {3: ()},
 }
 
 OFFLOADED = [("zero1", 3, (("offload", 1),)), ("zero2", 2, (("offload", 1),)), ("zero3", 3, (("offload", 1),))]

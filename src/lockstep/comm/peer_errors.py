@@ -13,7 +13,7 @@ from lockstep.errors import TrainingError
 
 # Not every exchange is ours: fully_shard gathers in hooks, in forward and backward. What gloo raises there has no type
 # of its own, but names its source files.
-_SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL")
+_SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 
 
 class PeerLostError(TrainingError):

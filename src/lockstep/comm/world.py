@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,6 +62,7 @@ class World:
         timeout: timedelta | None = None,
         carry: Callable[[dist.ProcessGroup], Carrier] = Direct,
         backend: Literal["nccl", "gloo"] = "gloo",
+        store: Any = None,
     ) -> None:
         self.rank = info.rank
         self.size = info.size
@@ -76,6 +78,8 @@ class World:
         self._edges: dict[int, Edge] = {}
         self._stop = _StopAgreement(groups[0]) if groups else None
         self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
+        self._store = store
+        self._stores = 0
 
     def canonical(self, mesh: Mesh, *axes: Axis, beside: bool = True) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
@@ -98,6 +102,17 @@ class World:
         """Return the ranks that differ along these axes alone as torch's, for this thread."""
         # Made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
         return DeviceMesh.from_group(self._group(_MAIN, mesh.groups(*axes)), self.device.type)
+
+    def own_store(self, use: str) -> Any:
+        """Return a store of these ranks for one use, which no other use sees. All of several ranks call it alike."""
+        assert self._store is not None
+        self._stores += 1
+        return dist.PrefixStore(f"{use} {self._stores}", self._store)  # type: ignore[attr-defined]
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an exchange may take."""
+        return self._timeout.total_seconds() if self._timeout is not None else math.inf
 
     @property
     def on_gpu(self) -> bool:
@@ -307,7 +322,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
     carry = Staged if on_gpu and carried_by == "gloo" else Direct
-    world = World(info, device, (first, second), timeout, carry, carried_by)
+    world = World(info, device, (first, second), timeout, carry, carried_by, own)
     if world.on_gpu:
         world.sharing = _sharing(world)
     return world
@@ -357,11 +372,11 @@ class _StopAgreement:
 
 
 def _stay_on_this_host(own: bool) -> None:
-    """Let gloo and NCCL listen at the loopback interface: no rank is elsewhere.
+    """Let gloo, NCCL and RPC listen at the loopback interface: no rank is elsewhere.
 
     Variables of the user's decide, but not in a run of Lockstep's `own`, where they can only be meant for others.
     """
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
 
 

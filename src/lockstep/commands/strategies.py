@@ -22,7 +22,8 @@ class Row(NamedTuple):
 def command() -> None:
     """List the strategies of `placement.strategy`.
 
-    Exactness `bits` promises the bits of one process; `close` a difference within a computed tolerance.
+    Exactness `bits` promises the bits of one process; `close` a difference within a computed tolerance,
+    `none` neither.
     """
     from lockstep.strategies import names
 

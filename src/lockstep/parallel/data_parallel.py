@@ -70,7 +70,7 @@ class _Turn:
 
 @final
 class DataParallelEngine:
-    """A model in the layout that `make_layout` makes, on the ranks of `mesh`."""
+    """A model in the layout that `make_layout` makes, on the ranks of `mesh`; `on_close` ends what that uses."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class DataParallelEngine:
         numerics: Numerics,
         mesh: Mesh,
         make_layout: MakeLayout,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self._task = problem.task
         self._world = world
@@ -114,6 +115,7 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._primary = mesh.data_rank(world.rank).primary
         self._alone = world.size == 1
+        self._on_close = on_close
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
         self._shares: dict[tuple[int, torch.dtype], Tensor] = {}  # the last one
@@ -251,6 +253,8 @@ class DataParallelEngine:
     def close(self) -> None:
         """See Engine."""
         self._stream.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def _averaged(self, decay: float) -> Ema:
         return Ema({name: local_tensor(held) for name, held in self._layout.state().items()}, decay)

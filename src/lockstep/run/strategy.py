@@ -39,8 +39,10 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
         traits = made.traits
         if not isinstance(traits, Traits):
             raise UsageError(f"strategy {name}: its traits are a {type(traits).__name__}; return Traits ({_CONTRACT})")
-        if traits.exactness not in ("bits", "close"):
-            raise UsageError(f"strategy {name}: its exactness is {traits.exactness!r}; make it 'bits' or 'close'")
+        if traits.exactness not in ("bits", "close", "none"):
+            raise UsageError(
+                f"strategy {name}: its exactness is {traits.exactness!r}; make it 'bits', 'close' or 'none'"
+            )
     return name, made
 
 

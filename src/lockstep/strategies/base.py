@@ -21,17 +21,18 @@ class Traits:
     """What is to be known of a strategy before it starts; the first three in words, for `lockstep strategies`.
 
     `cuts` is what the ranks share out, `needs` what a model, an optimizer or the number of processes must be like, and
-    `communication` what ranks send each other, and how often. `exactness` promises the `bits` of one process, or a
-    result `close` to it. With `cuts_rows` the optimizer sees rows of tensors, and one for which that is not the same
-    as the whole is refused. Unless `compiles`, `recipe.compile` is refused: no block is called as one, forward and
-    backward. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it.
-    `sent` is the precision that gradients are rounded to before they are sent, where they are.
+    `communication` what ranks send each other, and how often. `exactness` promises the `bits` of one process, a
+    result `close` to it, or `none` of both: then there is nothing to verify. With `cuts_rows` the optimizer sees rows
+    of tensors, and one for which that is not the same as the whole is refused. Unless `compiles`, `recipe.compile` is
+    refused: no block is called as one, forward and backward. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is:
+    the engine does not heed it. `sent` is the precision that gradients are rounded to before they are sent, where they
+    are.
     """
 
     cuts: str
     needs: str
     communication: str
-    exactness: Literal["bits", "close"] = "bits"
+    exactness: Literal["bits", "close", "none"] = "bits"
     cuts_rows: bool = False
     compiles: bool = True
     syncs_batchnorm: bool = False

@@ -100,6 +100,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     recipe = asked.recipe
     if not everything:
         check_placement(asked)
+        _check_promise(asked)
     ready = prepared(loaded)
     check_kernels(asked.placement, ready)
     check_chunks(ready)
@@ -190,9 +191,19 @@ def _case(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[s
 def _checked(case: Case) -> Case:
     try:
         check_placement(case.resolved)
+        _check_promise(case.resolved)
     except UsageError as error:
         return replace(case, reason=str(error))
     return case
+
+
+def _check_promise(resolved: Resolved) -> None:
+    """Raise UsageError for a strategy that promises nothing which could be compared."""
+    if resolved.strategy.traits.exactness == "none":
+        raise UsageError(
+            f"strategy {resolved.strategy_name}: with these options it cannot be verified: it is neither exact "
+            f"nor close, and no two runs are alike; leave them out, or compare what its runs reach with lockstep eval"
+        )
 
 
 @final

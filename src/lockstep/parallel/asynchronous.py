@@ -1,0 +1,236 @@
+"""Asynchronous data parallelism: rank 0 applies each rank's gradient to the weights as it comes.
+
+Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, called it Downpour SGD. Each rank trains
+as if it were alone, with an optimizer whose step pushes the gradient and pulls the weights. By then others may have
+moved them, so a gradient may be of weights that are no longer there. Which, depends on who is faster: no two runs are
+alike, and none is that of one process.
+
+What remains of a step: a rank's gradient is that of its own micro-batches, divided by the weight of the whole step, so
+that the gradients of all ranks add up to the usual one, and a rate means about what it means elsewhere (for an
+optimizer such as Adam, which rescales each gradient, it means more). Clipping, the loss scale and skipped steps are
+each rank's own. Nobody is more than two steps ahead, since the ranks agree on when to stop. To evaluate and to save
+they wait for each other, and all take the newest weights, with the BatchNorm statistics and averaged weights of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Lock
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.comm.calls import Calls
+from lockstep.comm.named_sums import add_over_ranks
+from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
+from lockstep.core.order import Step, part
+from lockstep.core.rank import ALONE
+from lockstep.core.shard import MaybeSharded, local_tensor
+from lockstep.errors import TrainingError
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.parallel.groups import SCALE
+from lockstep.parallel.layerwise import Norms, whole_norms
+from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_step import gradient, keep_ratios
+from lockstep.tasks.base import MicroBatch, Problem
+
+Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # gives a rate and gradients, gets the newest weights
+
+_LOSS: Final = ""  # no figure of a task has this name
+
+
+@final
+class AsynchronousEngine:
+    """A rank that trains on its own micro-batches, and shares nothing but weights."""
+
+    def __init__(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> None:
+        self._world = world
+        self._server: _Server | None = None
+        self._calls: Calls | None = None
+
+        def pushing(trained: Sequence[Named], _: Norms) -> Optimizer:
+            self._server = None if world.rank else _Server(trained, make_optimizer)
+            self._pushing = _Pushing(trained, self._exchange)
+            return self._pushing
+
+        alone = World(ALONE, world.device)
+        # Its own micro-batches are numbered from 0 on here: a seed of its own gives it other dropout than its peers'.
+        own = replace(
+            numerics,
+            microbatches=len(part(numerics.microbatches, world.size, world.rank)),
+            seed=numerics.seed + world.rank,
+        )
+        make_layout = replicated(alone, Mesh(), bucket_bytes=1)
+        self._own = DataParallelEngine(problem, pushing, alone, own, Mesh(), make_layout)
+        self._worked = True
+        self._skips = numerics.skip_nonfinite
+        if world.size > 1:
+            self._calls = Calls(world, *([self._server.exchange, self._snapshot] if self._server else []))
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """Compute this rank's gradient. The loss is that of its own micro-batches, but for a step that is observed."""
+        self._worked = bool(microbatches)
+        sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
+        if self._worked:
+            renumbered = [replace(each, index=number) for number, each in enumerate(microbatches)]
+            samples = sum(each.samples for each in microbatches)
+            own = step._replace(samples=samples, counted=step.weight)
+            sums = self._own.forward_backward(renumbered, own, observe)
+            self._check(sums, step)
+        if observe:
+            return self._of_all(sums, step)
+        weight = sum(each.weight for each in microbatches)
+        return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """Push the gradient and pull the weights. A rank that had no micro-batch has nothing to push."""
+        return self._own.update(lr, max_norm) if self._worked else Update(None, applied=True)
+
+    def gradients(self) -> dict[str, MaybeSharded]:
+        """Return the gradient of this rank's micro-batches."""
+        return self._own.gradients()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Predict]:
+        """See Engine."""
+        self._level()
+        with self._own.evaluation() as predict:
+            yield predict
+
+    def state(self) -> State:
+        """See Engine; that of rank 0, which is the one that is saved, has the optimizer's."""
+        self._level()
+        own = self._own.state()
+        if self._server is None:
+            return own
+        tensors, scalars = optimizer_state(self._server.trained, self._server.optimizer)
+        return replace(own, optimizer=tensors, scalars={**own.scalars, "optimizer": scalars})
+
+    @torch.no_grad()
+    def load(self, state: State) -> None:
+        """See Engine."""
+        scalars = {**state.scalars, "optimizer": self._own.state().scalars["optimizer"]}
+        self._own.load(replace(state, optimizer={}, scalars=scalars))
+        if self._server is not None:
+            self._server.load(self._pushing.weights(), state)
+        self._world.barrier()  # nobody pushes to what is not loaded yet
+
+    def close(self) -> None:
+        """See Engine."""
+        self._own.close()
+        if self._calls is not None:
+            self._calls.close()
+
+    def _exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
+        if self._server is not None:
+            return self._server.exchange(lr, gradients)
+        assert self._calls is not None
+        newest: list[Tensor] = self._calls.ask("exchange", lr, [each.cpu() for each in gradients])
+        return newest
+
+    def _of_all(self, sums: Sums, step: Step) -> Sums:
+        """Return the sums over all ranks, which wait for each other here."""
+        own = {name: each for name, each in sums.of_task.items() if not each.is_floating_point()}
+        parts = {name: each for name, each in sums.of_task.items() if name not in own} | {_LOSS: sums.total}
+        rows = {self._world.rank: parts} if self._worked else {}
+        found = add_over_ranks(self._world, own, rows, self._world.size)
+        return Sums(found.pop(_LOSS).to(self._world.device), step.weight, sums.own_losses, found)
+
+    def _check(self, sums: Sums, step: Step) -> None:
+        """Stop at a loss that is not finite: it reaches the other ranks in some step or other, with the weights."""
+        if not self._skips and not bool(torch.isfinite(sums.total)):
+            raise TrainingError(
+                f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
+                f"{self._world.rank}; lower the rate, set recipe.clip_norm, or go on over such steps with "
+                f"recipe.nonfinite=skip"
+            )
+
+    def _level(self) -> None:
+        """Give all ranks the newest weights, and the rest of the model's state as rank 0 has it."""
+        self._world.barrier()  # what was pushed until now is applied: a push ends when it is
+        if self._server is not None:
+            self._pushing.take(self._server.newest())
+            self._own.load(self._own.state())  # brings them to where the model computes with them
+        self._world.barrier()
+        if self._server is None and self._calls is not None:
+            model, ema = self._calls.ask("_snapshot")
+            self._own.load(replace(self._own.state(), model=model, ema=ema))
+        self._world.barrier()  # until now rank 0 must not go on
+
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+        """Return the model and its averaged weights, for the other ranks."""
+        own = self._own.state()
+        ema = None if own.ema is None else _on_cpu(own.ema)
+        return _on_cpu(own.model), ema
+
+
+@final
+class _Server:
+    """The weights that all ranks share, and the optimizer that moves them."""
+
+    def __init__(self, trained: Sequence[Named], make_optimizer: MakeOptimizer) -> None:
+        self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
+        self.optimizer = make_optimizer(self.trained, whole_norms)
+        keep_ratios(self.optimizer)
+        self._one = Lock()  # calls come in threads of their own
+
+    def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
+        """Apply a gradient at this rate, and return what the weights are then."""
+        with self._one:
+            for (_, weight), gradient in zip(self.trained, gradients, strict=True):
+                weight.grad = gradient.to(weight.device)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group.get(SCALE, 1.0)
+            self.optimizer.step()
+            return self._copies()
+
+    def newest(self) -> list[Tensor]:
+        """Return the weights."""
+        with self._one:
+            return self._copies()
+
+    @torch.no_grad()
+    def load(self, weights: Sequence[Tensor], state: State) -> None:
+        """Take over these weights, and the optimizer's state."""
+        with self._one:
+            torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
+            tensors = {name: local_tensor(each) for name, each in state.optimizer.items()}
+            load_optimizer_state(self.trained, self.optimizer, tensors, state.scalars["optimizer"])
+
+    def _copies(self) -> list[Tensor]:
+        return [weight.detach().to("cpu", copy=True) for _, weight in self.trained]
+
+
+@final
+class _Pushing(Optimizer):
+    """An optimizer whose step pushes the gradients, and pulls the weights."""
+
+    def __init__(self, trained: Sequence[Named], exchange: Exchange) -> None:
+        self._trained: list[Tensor] = [weight for _, weight in trained]
+        self._exchange = exchange
+        super().__init__(self._trained, {"lr": 1.0})
+
+    def step(self) -> None:  # type: ignore[override]
+        """Let the server apply the gradients, and take the weights as they are then."""
+        self.take(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
+
+    @torch.no_grad()
+    def take(self, weights: list[Tensor]) -> None:
+        """Take over these weights."""
+        torch._foreach_copy_(self._trained, weights)
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights as this rank has them."""
+        return [weight.detach() for weight in self._trained]
+
+
+def _on_cpu(tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
+    return {name: local_tensor(each).detach().to("cpu", copy=True) for name, each in tensors.items()}

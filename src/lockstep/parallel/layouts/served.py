@@ -1,0 +1,187 @@
+"""The layout of a parameter server: rank 0 has the optimizer, the others push gradients to it and pull weights from it.
+
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with one server, which computes
+too. In a step, beside what any data parallelism does:
+
+1. each rank adds its micro-batches as far as the tree allows (core/tree.py), and workers *push* those pieces, a bucket
+   as soon as backward has filled it; the server adds the pieces of all ranks by the tree: the bits of one process;
+2. the server updates the weights; the workers' optimizers have parameters without rows, and nothing to do;
+3. the workers *pull* the new weights, which the server holds back until it has moved them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from threading import Condition
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from lockstep.comm.calls import Calls
+from lockstep.comm.canonical import add_
+from lockstep.comm.peer_errors import PeerLostError
+from lockstep.comm.stream import CommStream
+from lockstep.comm.world import World
+from lockstep.core.shard import MaybeSharded, Shard, sharded_as
+from lockstep.core.tree import Block, total
+from lockstep.errors import UsageError
+from lockstep.parallel.gradients import Gradients
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.weights import Weights
+
+Pieces = Mapping[Block, Tensor]
+
+
+def served(world: World, server: Server, calls: Calls, bucket_bytes: int) -> MakeLayout:
+    """Return what puts a model on each of several ranks, which push gradients to `server`, that of rank 0."""
+
+    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+        layout = ServedLayout(model, world, server, calls, dtype)
+        pushed = PushedSum(world.rank == 0, server, calls)
+        return layout, Gradients(trained_parameters(model), pushed, stream, alone=False, bucket_bytes=bucket_bytes)
+
+    return make
+
+
+@final
+class Server:
+    """What rank 0 has for the others: room for the pieces that they push, and the weights of the last update."""
+
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self._workers = ranks - 1
+        self._timeout_s = timeout_s
+        self._changed = Condition()
+        self._pushed: defaultdict[int, list[Pieces]] = defaultdict(list)
+        self._weights: list[Tensor] = []
+        self._updates = 0
+        self._waiting: list[Future[list[Tensor]]] = []
+
+    def push(self, number: int, pieces: Pieces) -> None:
+        """Take a worker's pieces of the sum of this number."""
+        with self._changed:
+            self._pushed[number].append(pieces)
+            self._changed.notify_all()
+
+    def pushed(self, number: int) -> list[Pieces]:
+        """Wait for the pieces that all workers push to the sum of this number, and return them."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
+                missing = self._workers - len(self._pushed[number])
+                raise PeerLostError(f"{missing} of {self._workers} workers pushed no gradient in {self._timeout_s:g} s")
+            return self._pushed.pop(number)
+
+    def release(self, weights: list[Tensor]) -> None:
+        """Let the workers have the weights of one more update, which nobody changes any more."""
+        with self._changed:
+            self._weights = weights
+            self._updates += 1
+            waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.set_result(weights)
+
+    def pull(self, update: int) -> Future[list[Tensor]]:
+        """Return the weights of the update of this number, once there are such."""
+        future: Future[list[Tensor]] = Future()
+        with self._changed:
+            if self._updates < update:
+                self._waiting.append(future)
+                return future
+        future.set_result(self._weights)
+        return future
+
+
+@final
+class PushedSum:
+    """The sum over the ranks, on the server; workers get memory of which nothing is read."""
+
+    def __init__(self, serves: bool, server: Server, calls: Calls) -> None:
+        self._serves = serves
+        self._server = server
+        self._calls = calls
+        self._number = 0  # sums are numbered alike on all ranks, which add them in one order
+
+    def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
+        """See Sum."""
+        self._number += 1
+        if not self._serves:
+            self._calls.ask("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
+            return like
+        found = dict(pieces)
+        for pushed in self._server.pushed(self._number):
+            found |= {block: piece.to(like.device) for block, piece in pushed.items()}
+        return total(found, leaves, add_)
+
+
+@final
+class ServedLayout:
+    """Every rank has the whole model, and rank 0 all rows of each parameter to update."""
+
+    def __init__(self, model: nn.Module, world: World, server: Server, calls: Calls, dtype: torch.dtype | None) -> None:
+        self._world = world
+        self._server = server
+        self._calls = calls
+        self._serves = world.rank == 0
+        self._weights = Weights(model, dtype)
+        self._whole = self._weights.trained()
+        scalars = [name for name, weight in self._whole if not weight.ndim]
+        if scalars:
+            raise UsageError(
+                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; give it shape (1,), or use ddp"
+            )
+        rows = slice(None) if self._serves else slice(0)
+        self._cuts = {
+            name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._serves) for name, weight in self._whole
+        }
+        self.trained = (
+            self._whole if self._serves else [(name, nn.Parameter(self._cuts[name].tensor)) for name, _ in self._whole]
+        )
+        self._updates = 0
+        parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
+        self._norms = RowNorms(world, parts, world.device)
+
+    def state(self) -> dict[str, MaybeSharded]:
+        """See Layout."""
+        return {**self._weights.state()}
+
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+        """See Layout."""
+        return sharded_as(tensor, self._cuts[name])
+
+    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Layout."""
+        return self._norms.of_rows({own: tensor for (_, own), tensor in zip(self.trained, tensors, strict=True)})
+
+    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        """See Layout."""
+        return self._norms.of_tensors(tensors)
+
+    def agree_(self, flags: Sequence[Tensor]) -> None:
+        """See Layout."""
+        add_flags_(self._world, flags)
+
+    def collect(self) -> None:
+        """See Layout."""
+        self._weights.hand_gradients()
+        if not self._serves:
+            for (_, weight), (_, own) in zip(self._whole, self.trained, strict=True):
+                weight.grad = None
+                own.grad = torch.zeros_like(own)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Let the others pull what was updated here, or pull it."""
+        self._updates += 1
+        weights = [weight.detach() for _, weight in self._whole]
+        if self._serves:
+            # Copies: an evaluation may come before a worker has pulled, and puts averaged weights in their place.
+            self._server.release([weight.to("cpu", copy=True) for weight in weights])
+        else:
+            torch._foreach_copy_(weights, self._calls.ask("pull", self._updates))
+        self._weights.publish()
+
+    def reload(self) -> None:
+        """See Layout."""
+        self._weights.publish()

@@ -1,0 +1,73 @@
+"""A parameter server: one process has the optimizer; the others push gradients to it and pull weights from it.
+
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI); with `asynchronous` the
+Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Of W processes rank 0 serves, beside
+its own work: all W compute. Everything goes in and out at that one process, W - 1 times the gradients and W - 1 times
+the weights, where an all-reduce moves about twice the gradients at each of them, however many there are. That is why
+rings and trees replaced it; benchmarks/parameter_server.py has figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, final
+
+from pydantic import Field
+
+from lockstep.comm.calls import Calls
+from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_work
+from lockstep.parallel.asynchronous import AsynchronousEngine
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.layouts.served import Server, served
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
+from lockstep.tasks.base import Problem
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`asynchronous`: each gradient is applied as it comes, and nobody waits for another. `bucket_mib`: otherwise
+    gradients are pushed in pieces of about this size, during backward.
+    """
+
+    asynchronous: bool = False
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step; rank 0 alone has the optimizer's state",
+            needs="at most as many processes as micro-batches; memory for the whole model in each; an optimizer that "
+            "works element by element, unless asynchronous; a network on which all may be trusted, since RPC unpickles",
+            communication="each other rank's gradients to rank 0, and the new weights from it, once a step. With "
+            "asynchronous each gradient moves the weights as it comes: neither exact nor close, no two runs are alike",
+            exactness="none" if self.asynchronous else "bits",
+            cuts_rows=not self.asynchronous,
+        )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where some process would never have work."""
+        check_work(processes, microbatches)
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=processes)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        if self.asynchronous:
+            return AsynchronousEngine(problem, make_optimizer, world, numerics)
+        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
+        if world.size == 1:
+            make_layout = replicated(world, mesh, bucket_bytes)
+            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+        server = Server(world.size, world.timeout_s)
+        calls = Calls(world, server.push, server.pull)
+        make_layout = served(world, server, calls, bucket_bytes)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout, calls.close)
