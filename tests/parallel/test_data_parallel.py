@@ -28,6 +28,7 @@ CASES = {
     "clipped": Case(clip=0.1),
     "six micro-batches, clipped": Case(6, clip=0.1, ema=True),
     "adamw": Case(optimizer="adamw", ema=True),
+    "adafactor": Case(optimizer="adafactor", clip=0.1, ema=True),
     "lamb": Case(3, optimizer="lamb", clip=1.0),
     "lars": Case(optimizer="lars"),
     "bf16": Case(precision="bf16", clip=0.5, ema=True),

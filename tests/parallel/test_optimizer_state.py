@@ -149,6 +149,38 @@ class Hoarder(Optimizer):
                 self.state[parameter]["seen"] = [parameter.grad]
 
 
+class InBits(torch.Tensor):
+    """Stands for a tensor that is made of several, as those of 8-bit optimizers are."""
+
+
+class Quantised(Optimizer):
+    """Keeps what its state_dict shows in a mapping, as bitsandbytes does, or a tensor of another class, as torchao."""
+
+    def __init__(self, params: Iterable[tuple[str, Parameter]], nested: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self._nested = nested
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = torch.zeros(2)
+                self.state[parameter]["moment"] = kept if self._nested else kept.as_subclass(InBits)
+
+    def state_dict(self) -> dict[str, object]:
+        shown = super().state_dict()
+        return (
+            {**shown, "state": {key: {"quantised": each} for key, each in shown["state"].items()}}
+            if self._nested
+            else shown
+        )
+
+
+@pytest.mark.parametrize(("nested", "what"), [(True, "dict as 'quantised'"), (False, "InBits as 'moment'")])
+def test_a_state_in_8_bits_is_refused_before_training(nested: bool, what: str) -> None:
+    with pytest.raises(UsageError, match=f"optimizer Quantised: it keeps a {what}, which no checkpoint holds"):
+        check_optimizer(partial(Quantised, nested=nested))
+
+
 def test_a_state_that_no_checkpoint_holds_is_refused_before_training() -> None:
     with pytest.raises(UsageError, match=re.escape("Hoarder: it keeps a list as 'seen', which no checkpoint holds")):
         check_optimizer(Hoarder)

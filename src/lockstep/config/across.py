@@ -14,6 +14,13 @@ from lockstep.config.write import shown
 from lockstep.core.names import choices
 from lockstep.core.work import too_few
 
+# What others have, and nothing here stands for.
+_NOT_OFFERED: Final = {
+    "data_parallel": (
+        ": nn.DataParallel spreads each micro-batch over the GPUs of one process, and on a CPU or one GPU has nothing "
+        "to spread over; use ddp with a process for each GPU, or single"
+    ),
+}
 _STRATEGIES: Final = FilePath(__file__).parent.parent / "strategies"
 
 
@@ -48,7 +55,7 @@ def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     name = _name(placement)
     valid = ["auto", *strategies(), *ALIASES]
     if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
-        text = f"no strategy {shown(name)}{choices(name, valid)}"
+        text = f"no strategy {shown(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
         yield ("placement", "strategy", "name"), text
 
 

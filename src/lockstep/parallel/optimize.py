@@ -97,8 +97,10 @@ def check_optimizer(make: Callable[[Iterable[Named]], Optimizer], dims: Iterable
     except Exception as error:  # whatever it is, it would come at the first step of training too
         told = own_error(error) or f"{error}; use another"
         raise UsageError(f"optimizer {name}: it cannot take a plain step: {told}") from error
-    for slot, value in ((slot, value) for values in optimizer.state.values() for slot, value in values.items()):
-        if not isinstance(value, torch.Tensor | int | float | None):
+    kept = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
+    for slot, value in ((slot, value) for values in kept.values() for slot, value in values.items()):
+        # A tensor of a class of its own, such as one in 8 bits and its scales, is more than a file of tensors holds.
+        if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
             found = type(value).__name__
             raise UsageError(
                 f"optimizer {name}: it keeps a {found} as '{slot}', which no checkpoint holds; use another"

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
         {"cut": ("late", "twice")},
     ),
     "frozen in part": (Case("resnet18", samples=(7, 8), microbatches=3, size=32, freeze=("bn1.*", "layer1.*")), 2, {}),
+    "adafactor": (Case("vit", optimizer="adafactor"), 2, {}),
     "bf16": (Case("vit", precision="bf16", clip=0.5), 2, {"schedule": "zero_bubble"}),
     "bf16-compute": (Case("mlp", precision="bf16-compute", clip=0.5, ema=True), 3, {}),
     "bf16-compute, split": (Case(precision="bf16-compute", ema=True), 2, {"schedule": "zero_bubble"}),
