@@ -93,10 +93,13 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
 
 
 def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch], Step]:
-    """Start our strategy `name`; return its engine, this rank's micro-batches and the step they make."""
+    """Start our strategy `name`, such as `zero1` or `deepspeed-3`.
+
+    Return its engine, this rank's micro-batches and the step they make.
+    """
     fix_kernels(threads=1)
     kind, _, schedule = name.partition("-")
-    strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(schedule))
+    strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(kind, schedule))
     engine = strategy.start(
         Problem(Classification(), work.build, example=(torch.empty(2, *SAMPLE, device="meta"),)),
         lambda trained, _: make_optimizer(trained, name=work.optimizer, lr=LR, options=work.options),
@@ -138,9 +141,11 @@ def torchs(name: str, work: Work, world: World) -> Do:
     return do
 
 
-def _options(schedule: str) -> dict[str, Any]:
+def _options(kind: str, schedule: str) -> dict[str, Any]:
     if not schedule:
         return {}
+    if kind == "deepspeed":
+        return {"stage": int(schedule)}
     return {"schedule": schedule, "stages_per_rank": SCHEDULES[schedule][2]}
 
 

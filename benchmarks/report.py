@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES: Final = ("torch", "torchvision", "numpy", "pillow", "lightning", "accelerate", "lockstep-train")
+PACKAGES: Final = ("torch", "torchvision", "numpy", "pillow", "lightning", "accelerate", "deepspeed", "lockstep-train")
 
 
 @dataclass(frozen=True)

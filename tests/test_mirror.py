@@ -19,6 +19,7 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 TOGETHER: Final[dict[str, str]] = {
     "commands/test_adapters_trained.py": "models: tuned\nrun: adapters",
     "commands/test_bring_your_own.py": "run: optimizing",
+    "commands/test_deepspeed_train.py": "run: foreign",
     "commands/test_doctor.py": "run: data_report launch_report",
     "commands/test_doctor_gpu.py": "run: gpu_report",
     "commands/test_eval.py": "run: evaluation",
@@ -57,6 +58,7 @@ TOGETHER: Final[dict[str, str]] = {
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine numerics\n"
     "parallel/layouts: base replicated sharded",
+    "parallel/test_deepspeed_engine.py": "comm: deepspeed\nparallel: deepspeed_places",
     "parallel/test_operations_used.py": "device: kernels",
     "parallel/tensor/test_dispatch.py": "parallel/layouts: dispatched\nstrategies: expert",
     "ranks/test_external.py": "ranks: member",

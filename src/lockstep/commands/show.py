@@ -14,9 +14,12 @@ from lockstep.core.text import printable
 def command(recipe: str, overrides: tuple[str, ...]) -> None:
     """Print the configuration of RECIPE, each value with its origin, and the numbers that follow from it.
 
+    With strategy deepspeed, what DeepSpeed is given too.
+
     RECIPE is a YAML file or the name of a shipped recipe. Overrides are dotted: recipe.optimizer.lr=0.1
     """
     from lockstep.config.load import load, to_yaml
+    from lockstep.config.placement import FOREIGN
     from lockstep.core.devices import in_words
     from lockstep.run.consequences import consequences
 
@@ -28,3 +31,8 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
         click.echo(f"{name:<15}{text}")
     placement = loaded.config.placement
     click.echo(f"{'exchange':<15}{in_words(placement.backend, placement.device)}")
+    if placement.strategy.name in FOREIGN:
+        from lockstep.run.foreign import handed_over_by  # it imports torch
+
+        for name, text in handed_over_by(loaded).items():
+            click.echo(f"\n{name}\n{text}", nl=False)

@@ -18,7 +18,7 @@ from lockstep.launchers import detect
 
 @click.command("verify")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
-@click.option("--all", "everything", is_flag=True, help="Every strategy on 1 to 4 processes, as this machine allows.")
+@click.option("--all", "everything", is_flag=True, help="Every exact strategy, on 1 to 4 processes if there may be.")
 @click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Steps to compare.")
 @click.option(
     "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was found to this file."

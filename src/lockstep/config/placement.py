@@ -11,6 +11,7 @@ from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, name
 from lockstep.core.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
+FOREIGN: Final = ("deepspeed",)  # strategies in the engine of another framework, which is given files of its own
 
 
 def _processes(value: Any) -> int | Literal["auto"]:

@@ -74,8 +74,9 @@ class Shard:
         elements = self.tensor.numel()
         if not elements:
             return
-        if self.chunked is None:
-            yield Run(self.first * self.shape[1:].numel(), 0, elements)
+        if self.chunked is None or self.chunked.dim == 0:  # rows in the order of the whole
+            width = self.shape[1:].numel() if self.chunked is None else elements // len(self.tensor)
+            yield Run(self.first * width, 0, elements)
             return
         starts = self.chunked.starts(slice(self.first, self.first + len(self.tensor)))
         width = elements // len(self.tensor)
@@ -85,6 +86,13 @@ class Shard:
 
 
 MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is whole, on every rank
+
+
+def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
+    """Return some elements of a tensor of `shape`, which has dims, as a shard: `flat` begins at its element `first`."""
+    if len(shape) == 1:
+        return Shard(flat, first, shape)
+    return Shard(flat.unsqueeze(1), first, shape, chunked=Chunked(tuple(shape), (*shape, 1), 0))
 
 
 def local_tensor(held: MaybeSharded) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors by name from the files that others write: safetensors, torch's own, and folders as transformers saves them.
+"""Tensors by name from what others write: safetensors, torch's files, folders of transformers and of DeepSpeed.
 
 No code of a file runs: torch's files are pickles, and are read with `weights_only`.
 """
@@ -19,6 +19,7 @@ from lockstep import plainfile
 from lockstep.core.names import suggestion
 from lockstep.core.patterns import shortened
 from lockstep.errors import UsageError
+from lockstep.models.deepspeed_folders import check_whole, model_file
 
 _SAFE: Final = ".safetensors"
 _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth")
@@ -70,8 +71,13 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     for name in _WHOLE:
         if (folder / name).is_file():
             return read_tensors(folder / name)
+    if (file := model_file(folder)) is not None:
+        tensors = read_tensors(file)
+        check_whole(tensors, file)
+        return tensors
     raise UsageError(
-        f"{folder}: no weights in it: neither {_INDEX} nor {', '.join(_WHOLE)}, nor a run's checkpoints; "
+        f"{folder}: no weights in it: neither {_INDEX} nor {', '.join(_WHOLE)}, nor a run's or DeepSpeed's "
+        f"checkpoints; "
         f"name the file itself"
     )
 

@@ -37,6 +37,8 @@ class Numerics:
     sync_batchnorm: bool = False  # BatchNorm is over all micro-batches of a step
     offload_activations: bool = False
     recompute: int = 0  # every so many blocks, for the strategies that have none of their own
+    clip_norm: float | None = None  # which `update` is given too
+    samples: int = 1  # of the largest micro-batch
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -149,6 +149,22 @@ def check_stored(make: Callable[[Iterable[Named]], Optimizer], dtype: torch.dtyp
         )
 
 
+def check_flat(make: Callable[[Iterable[Named]], Optimizer], strategy: str) -> None:
+    """Raise UsageError where check_optimizer does, or an optimizer treats a flattened tensor, in pieces, otherwise.
+
+    It then sees neither the shape of a parameter nor its norm.
+    """
+    check_optimizer(make, dims=(2,))
+    optimizer = make([("parameter", _tiny(2))])
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
+        raise UsageError(
+            f"strategy {strategy}: optimizer {type(optimizer).__name__} treats a tensor otherwise than flattened "
+            f"pieces of it, so it cannot be handed over; use an optimizer such as sgd, adam or adamw without "
+            f"fused=true, or another strategy"
+        )
+
+
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     """Return the step of `optimizer` without what torch wraps around it: a record for its profiler, and step hooks.
 
@@ -185,14 +201,25 @@ def _alike_in_rows(
         return all(torch.equal(_tried(make, shape, heights, dtype), whole) for heights in cuts)
 
 
+def _alike_when_flat(make: Callable[[Iterable[Named]], Optimizer], shape: tuple[int, ...]) -> bool:
+    """Say whether pieces of a flattened tensor end as the whole does, but for rounding."""
+    whole = _tried(make, shape, [shape[0]], None).flatten()
+    third = whole.numel() // 3
+    flat = _tried(make, shape, [third, whole.numel() - third], None, flat=True)
+    return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
+
+
 def _tried(
     make: Callable[[Iterable[Named]], Optimizer],
     shape: tuple[int, ...],
     heights: Sequence[int],
     dtype: torch.dtype | None,
+    flat: bool = False,
 ) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*several, *shape, generator=generator).to(dtype) for several in ((), (5,)))
+    if flat and len(shape) > 1:  # with two dims still, since a recipe may decay those of one otherwise
+        start, gradients = start.reshape(-1, 1), gradients.reshape(len(gradients), -1, 1)
     parts = [Parameter(part.clone()) for part in torch.split(start, list(heights))]
     optimizer = make([(f"part{number}", part) for number, part in enumerate(parts)])
     for gradient in gradients:

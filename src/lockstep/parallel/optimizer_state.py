@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 Named = tuple[str, Parameter]
 
-_GROUP: Final = "group "  # no parameter's name has a space
+GROUP: Final = "group "  # no parameter's name has a space
 
 
 def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -31,11 +31,14 @@ def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dic
             (tensors if isinstance(value, Tensor) else slots)[f"{names[number]}/{slot}"] = value
     groups = [{slot: value for slot, value in group.items() if slot != "lr"} for group in state["param_groups"]]
     for number, group in enumerate(groups):
-        tensors |= {f"{_GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
-    numbers = [
-        {slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in groups
-    ]
-    return tensors, {"slots": slots, "groups": numbers}
+        tensors |= {f"{GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
+    return tensors, {"slots": slots, "groups": numbers_of(groups)}
+
+
+def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what of parameter groups is a number or None, but for the learning rate."""
+    found = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
+    return [{slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in found]
 
 
 def load_optimizer_state(
@@ -49,8 +52,8 @@ def load_optimizer_state(
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **scalars["slots"]}.items():
         owner, _, slot = name.rpartition("/")
-        if owner.startswith(_GROUP):
-            groups[int(owner.removeprefix(_GROUP))][slot] = value
+        if owner.startswith(GROUP):
+            groups[int(owner.removeprefix(GROUP))][slot] = value
         else:
             state.setdefault(numbers[owner], {})[slot] = _laid_out(value, parameters[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -90,23 +90,8 @@ class Setup:
         return self.special.get(name, {})
 
     def numerics(self, offload_activations: bool = False, recompute: int = 0) -> Numerics:
-        """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
-        recipe = self.recipe
-        return Numerics(
-            microbatches=recipe.microbatches,
-            seed=recipe.seed,
-            precision=recipe.precision,
-            initial_scale=recipe.loss_scale.initial,
-            growth_interval=recipe.loss_scale.growth_interval,
-            static_scale=recipe.loss_scale.static,
-            skip_nonfinite=recipe.nonfinite == "skip",
-            ema_decay=recipe.ema.decay if recipe.ema else None,
-            channels_last=recipe.memory_format == "channels_last",
-            compile=recipe.compile,
-            sync_batchnorm=recipe.batchnorm == "sync",
-            offload_activations=offload_activations,
-            recompute=recompute,
-        )
+        """Return what an engine computes by; see `numerics_of`."""
+        return numerics_of(self.recipe, offload_activations, recompute)
 
     @property
     def task(self) -> Task:
@@ -132,6 +117,27 @@ class Setup:
             beside,
             weigh,
         )
+
+
+def numerics_of(recipe: Recipe, offload_activations: bool = False, recompute: int = 0) -> Numerics:
+    """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
+    return Numerics(
+        microbatches=recipe.microbatches,
+        seed=recipe.seed,
+        precision=recipe.precision,
+        initial_scale=recipe.loss_scale.initial,
+        growth_interval=recipe.loss_scale.growth_interval,
+        static_scale=recipe.loss_scale.static,
+        skip_nonfinite=recipe.nonfinite == "skip",
+        ema_decay=recipe.ema.decay if recipe.ema else None,
+        channels_last=recipe.memory_format == "channels_last",
+        compile=recipe.compile,
+        sync_batchnorm=recipe.batchnorm == "sync",
+        offload_activations=offload_activations,
+        recompute=recompute,
+        clip_norm=recipe.clip_norm,
+        samples=-(-recipe.batch // recipe.microbatches),
+    )
 
 
 def over_ranks(world: World, number: int) -> int:

@@ -14,10 +14,11 @@ from lockstep.parallel.optimize import check_rows
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.run.build import Setup
 from lockstep.run.examples import examples
+from lockstep.run.foreign import placed_numerics
 from lockstep.run.optimizing import optimizer, with_each
 from lockstep.run.resolved import Resolved
 from lockstep.run.strategy import check_strategy
-from lockstep.strategies.base import CutsModel
+from lockstep.strategies.base import CutsModel, Foreign
 
 
 def check_placement(resolved: Resolved) -> None:
@@ -28,6 +29,11 @@ def check_placement(resolved: Resolved) -> None:
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
     check_strategy(resolved.strategy_name, strategy, resolved.processes, recipe.microbatches)
+    if placement.audit_every is not None and isinstance(strategy, Foreign):
+        raise UsageError(
+            f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
+            f"or use ddp, zero1, zero2, zero3 or hsdp"
+        )
     if placement.audit_every is not None and isinstance(strategy, CutsModel):
         raise UsageError(
             f"placement.audit_every: strategy {resolved.strategy_name} has but a part of the model on each rank, so "
@@ -42,6 +48,8 @@ def check_placement(resolved: Resolved) -> None:
     _check_batchnorm(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
         check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
+    if isinstance(strategy, Foreign):
+        strategy.check_recipe(placed_numerics(resolved), optimizer(recipe))
 
 
 def check_compile(resolved: Resolved) -> None:
@@ -102,6 +110,9 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
     if strategy.traits.cuts_rows or ready.chunked:
         for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
             check_rows(make, resolved.strategy_name, stored_dtype(ready.recipe.precision))
+    if isinstance(strategy, Foreign):
+        for make in with_each(ready.recipe, ready.special)[1:]:
+            strategy.check_recipe(placed_numerics(resolved), make)
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)

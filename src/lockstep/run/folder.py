@@ -3,6 +3,7 @@
 runs/<recipe>-<model>-<time>/
 ├── config.yaml         the resolved configuration, with where each value came from
 ├── environment.json    versions, devices, commit, hashes of the user's source files
+├── deepspeed.json      what DeepSpeed was given, where the strategy is of that name
 ├── events.jsonl        everything that happened: the source of truth
 ├── skipped.txt         files that could not be read, where data.on_error is skip and there are any
 ├── last-evaluation.json  what the task reports in detail of the last evaluation
@@ -45,8 +46,10 @@ LOGS = "logs"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
 LAST_EVALUATION = "last-evaluation.json"
+_HANDED_OVER: Final = "deepspeed.json"
 _OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
-_FILES: Final = (CONFIG, ENVIRONMENT, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
+_OF_START: Final = (CONFIG, ENVIRONMENT, _HANDED_OVER)
+_FILES: Final = (*_OF_START, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 
@@ -126,13 +129,17 @@ def record(
     cores: Sequence[str],
     exchange: Mapping[str, Any],
     first_weights: Mapping[str, Any],
+    handed_over: Mapping[str, str],
 ) -> None:
-    """Write config.yaml and environment.json.
+    """Write config.yaml, environment.json and, by their names, the files that another framework's engine was given.
 
     `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks, and
     `first_weights` what they were, if not the seed's.
     """
     _write(folder / CONFIG, loading.to_yaml(loaded))
+    (folder / _HANDED_OVER).unlink(missing_ok=True)  # of a start under another strategy
+    for name, text in handed_over.items():
+        _write(folder / name, text)
     record_environment(folder, source, cores, exchange, first_weights)
 
 

@@ -31,7 +31,7 @@ from lockstep.run.own_settings import Settings
 from lockstep.run.own_sums import NoTask
 from lockstep.run.placing import check_steps, hyperparameters, over_trained
 from lockstep.run.strategy import check_strategy, find_strategy, recomputed
-from lockstep.strategies.base import CutsModel
+from lockstep.strategies.base import CutsModel, Foreign
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import disagreement
@@ -157,6 +157,11 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
         raise refused(
             f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
             "use another strategy, or a recipe",
+        )
+    if isinstance(chosen, Foreign):
+        raise refused(
+            f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
+            "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
         )
     check_strategy(name, chosen, size, max(size, 2))
     return name, chosen

@@ -39,6 +39,7 @@ from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluated, started
 from lockstep.run.facts import seen_by_model
 from lockstep.run.first_weights import described
+from lockstep.run.foreign import handed_over
 from lockstep.run.resolved import Resolved
 from lockstep.run.resume import carried_on, signing_key
 from lockstep.run.schedule import find_rate
@@ -296,7 +297,8 @@ class RankTraining:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = sources(self.resolved, self.ready) | source_digests(sinks.own_paths(run))
             first = described(recipe, self.ready.first, self.ready.taken)
-            run_folder.record(self.resolved.loaded, folder, source, self.cores, exchange, first)
+            handed = handed_over(self.resolved)
+            run_folder.record(self.resolved.loaded, folder, source, self.cores, exchange, first, handed)
             yield found if self.also is None else [*found, self.also]
 
 

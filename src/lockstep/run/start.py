@@ -17,6 +17,8 @@ from lockstep.errors import LockstepError
 from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.strategy import find_strategy
+from lockstep.strategies.base import Foreign
 
 T = TypeVar("T")
 _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
@@ -57,6 +59,9 @@ def on_ranks(
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     # CUDA does not survive a fork, which is quicker and shares what is in memory.
     method: Literal["fork", "spawn"] = "spawn" if placement.device != "cpu" and torch.cuda.device_count() else "fork"
+    _, strategy = find_strategy(placement, count)
+    if method == "fork" and isinstance(strategy, Foreign):
+        strategy.preload()
     worker = partial(work, ready if method == "fork" else None)
     return run_workers(worker, count, method, placement.timeout_s, logs, failed)
 

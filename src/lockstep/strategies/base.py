@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import Problem
 
 
@@ -62,6 +64,23 @@ class Strategy(Protocol):
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine (parallel/engine.py) of this rank. All ranks call it at once."""
+        ...
+
+
+@runtime_checkable
+class Foreign(Protocol):
+    """What a strategy has besides that trains in the engine of another framework."""
+
+    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
+        """Raise UsageError for what of a recipe the framework cannot do; `make` makes its optimizer."""
+        ...
+
+    def preload(self) -> None:
+        """Import what each rank will need, in the process that forks the ranks of a CPU: they then share it."""
+        ...
+
+    def files(self, numerics: Numerics) -> Mapping[str, Any]:
+        """Return what the framework is given, ready for JSON, by the name of the file that shows it."""
         ...
 
 

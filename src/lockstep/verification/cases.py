@@ -164,14 +164,16 @@ def _given(loaded: Loaded, count: int) -> list[Case]:
 
 
 def _all(loaded: Loaded) -> list[Case]:
-    """Return every strategy on every number of processes that the devices allow, possible or not."""
+    """Return the strategies that promise bits, and that of the placement, on all numbers of processes there may be."""
     placement = loaded.config.placement
     own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
     gpus = torch.cuda.device_count() if own else 0
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
-    theirs = [placement.strategy.name] if ":" in placement.strategy.name else []
+    asked = placement.strategy.name
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    return [_checked(_named(loaded, name, size)) for name in [*ordered, *theirs] for size in sizes]
+    exact = [each for each in ordered if _named(loaded, each, 1).exactness == "bits"]
+    also = [asked] if asked not in (*exact, "auto") else []
+    return [_checked(_named(loaded, name, size)) for name in [*exact, *also] for size in sizes]
 
 
 def _named(loaded: Loaded, name: str, processes: int) -> Case:

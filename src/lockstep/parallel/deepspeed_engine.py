@@ -1,0 +1,328 @@
+"""An engine around DeepSpeed's: it cuts, sends and updates, by the arithmetic of a recipe.
+
+What DeepSpeed would decide by the number of processes is decided here. It divides gradients by the ranks, which is a
+part of the loss scale that it undoes before the update; so a backward starts from what it starts from in one process.
+It counts micro-batches to know where a step ends, so it is given the end of each step instead. Ranks go through a step
+in rounds, since in stages 2 and 3 each backward is an exchange: one without a micro-batch in a round computes another's
+along, and its loss counts nothing.
+
+The precision, the loss scale and the rate are this engine's; clipping, the update and the steps that are dropped for
+what is not finite are DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.canonical import add_
+from lockstep.comm.deepspeed import its_exchanges, library
+from lockstep.comm.named_sums import NamedSums
+from lockstep.comm.world import World
+from lockstep.core import random
+from lockstep.core.batch import Inputs, call
+from lockstep.core.mesh import Mesh
+from lockstep.core.order import Step
+from lockstep.core.shard import MaybeSharded, local_tensor, piece, sharded_as, slice_of
+from lockstep.core.tree import Counter
+from lockstep.device.precision import autocast, loss_scaler
+from lockstep.errors import TrainingError, UsageError
+from lockstep.own_code import OwnCode
+from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.deepspeed_places import Place, places
+from lockstep.parallel.ema import Ema, evaluating
+from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.parallel.groups import SCALE
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layouts.base import trained_parameters
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimizer_state import GROUP, numbers_of
+from lockstep.parallel.optimizer_step import keep_ratios
+from lockstep.parallel.recompute import recompute
+from lockstep.tasks.base import MicroBatch, Problem
+
+
+@final
+class DeepSpeedEngine:
+    """A model in DeepSpeed's engine, which is given `configuration`; `mesh` deals the micro-batches out in rounds."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        numerics: Numerics,
+        mesh: Mesh,
+        configuration: Mapping[str, Any],
+    ) -> None:
+        self._task = problem.task
+        self._world = world
+        self._model_code = OwnCode(problem.name, shared=True)
+        self._numerics = numerics
+        model = problem.build_model().to(world.device)  # its weights stay contiguous: DeepSpeed sends them as they lie
+        _check_dims(model)
+        if numerics.recompute:
+            recompute(model, numerics.recompute)
+        self._autocast = autocast(numerics.precision, world.device)
+        # Within the model, since DeepSpeed takes it to be of fp32 and leaves a precision that was entered around it.
+        inner = autocast(numerics.precision, world.device)
+        if isinstance(inner, torch.autocast):
+            model.forward = inner(model.forward)
+        self._model = model
+        self._running = RunningStatistics(model.train())
+        self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._trained = trained_parameters(model)
+        optimizer = make_optimizer(self._trained, whole_norms)
+        keep_ratios(optimizer)
+        stage: int = configuration["zero_optimization"]["stage"]
+        self._library = library(world)
+        with its_exchanges():
+            self._engine, *_ = self._library.initialize(
+                model=model, optimizer=optimizer, config=dict(configuration), dist_init_required=False
+            )
+        self._optimizer: Any = self._engine.optimizer
+        self._cut_weights = stage == 3
+        self._places = places(self._optimizer, world.rank, stage)
+        self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._scaler = loss_scaler(
+            numerics.precision,
+            world.device,
+            numerics.initial_scale,
+            numerics.growth_interval,
+            numerics.static_scale,
+        )
+        self._generators = world.generators()
+        self._forward_key = random.key(random.FORWARD, numerics.seed)
+        self._canonical = world.canonical(mesh, "replicate", "shard", beside=False)
+        self._none = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
+        self._loss, self._observed, self._weight, self._step = self._none[0], self._none[1:], 0, 0
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """See Engine."""
+        observed = NamedSums() if observe else None
+        leaves = min(self._numerics.microbatches, step.samples)
+        self._weight, self._step = step.weight, step.number
+        statistics = Counter[Tensor](add_)
+        own_losses = []
+        # It multiplies a loss by this, and what it has divided by the ranks it divides by this in the update.
+        self._optimizer.override_loss_scale(self._scaler.get_scale() / self._world.size)
+        for number, microbatch in enumerate(microbatches):
+            with torch.set_grad_enabled(bool(step.weight)):  # of a step without weight there is nothing to learn
+                loss = self._loss_of(microbatch, step, observed)
+            if not microbatch.dummy:
+                own_losses.append(loss.detach())
+                statistics.push(microbatch.index, self._statistics(loss, microbatch.samples))
+            if step.weight:
+                self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
+        total = self._canonical(statistics.pieces(), leaves, self._none)
+        self._loss, self._observed = total[0].clone(), total[1:] / step.samples
+        sums = Sums(self._loss, step.weight, own_losses)
+        return sums if observed is None else sums._replace(of_task=observed.total(self._world, leaves))
+
+    def gradients(self) -> dict[str, MaybeSharded]:
+        """See Engine. Each is whole, on every rank, times the loss scale."""
+        if not self._weight:
+            return {name: torch.zeros(self._places[each].shape) for name, each in self._trained}
+        whole_of = self._library.utils.safe_get_full_grad
+        with its_exchanges():
+            whole = {name: whole_of(parameter) for name, parameter in self._trained}
+        return {name: gradient * self._world.size for name, gradient in whole.items()}
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine. DeepSpeed drops a step whose gradient is not finite, whatever the recipe wants."""
+        if not self._weight:
+            self._running.restore()
+            return Update(None, applied=False)
+        self._optimizer.clip_grad = max_norm or 0.0
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group.get(SCALE, 1.0)
+        with its_exchanges():
+            self._engine.step()
+        applied: bool = self._engine.was_step_applied()
+        scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
+        if scale is not None:
+            self._move_scale(applied)
+        elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
+            raise TrainingError(
+                f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
+                f"recipe.nonfinite to skip, or use another strategy"
+            )
+        if applied:
+            self._running.move(self._observed)
+            if self._ema is not None:
+                self._ema.update()
+        else:
+            self._running.restore()
+        asked = max_norm is not None or self._numerics.skip_nonfinite
+        norm = torch.as_tensor(self._engine.get_global_grad_norm()) if asked else None
+        return Update(norm, applied, scale)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Predict]:
+        """See Engine."""
+        with evaluating(self._model, self._ema, self._publish):
+            yield self._predict
+
+    def state(self) -> State:
+        """See Engine. What DeepSpeed cuts is a shard that any other strategy can read."""
+        model = self._held()
+        ema = None if self._ema is None else self._ema.state()
+        tensors, slots = self._optimizer_state()
+        scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
+        return State(
+            model=model,
+            optimizer=tensors,
+            ema=None if ema is None else {name: sharded_as(tensor, model[name]) for name, tensor in ema.items()},
+            scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
+        )
+
+    @torch.no_grad()
+    def load(self, state: State) -> None:
+        """See Engine."""
+        model = self._held()
+        if model.keys() != state.model.keys():
+            differing = ", ".join(sorted(model.keys() ^ state.model.keys())[:5])
+            raise UsageError(f"the state is that of another model; differing: {differing}")
+        for name, held in model.items():
+            local_tensor(held).copy_(slice_of(local_tensor(state.model[name]), held))
+        self._running.reload()
+        self._publish()
+        self._load_optimizer(state)
+        self._scaler.load_state_dict(state.scalars["loss_scale"])
+        if self._ema is not None and state.ema is not None:
+            self._ema.load({name: slice_of(local_tensor(whole), model[name]) for name, whole in state.ema.items()})
+
+    def close(self) -> None:
+        """See Engine."""
+        self._engine.destroy()
+
+    @property
+    def _base(self) -> torch.optim.Optimizer:
+        """The optimizer of the recipe, over DeepSpeed's flat tensors."""
+        base: torch.optim.Optimizer = self._optimizer.optimizer
+        return base
+
+    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor:
+        self._running.before_forward()
+        seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
+        with self._autocast:
+            with self._model_code, its_exchanges():
+                outputs = call(self._engine, inputs)
+            loss = self._task.loss(outputs, microbatch.batch)
+        if observed is not None and not microbatch.dummy:
+            with torch.no_grad():
+                observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
+        return loss
+
+    def _backward(self, loss: Tensor, dummy: bool, last: bool) -> None:
+        """Add the gradient of a micro-batch's loss to the step's."""
+        share = torch.full_like(loss, 0.0 if dummy else self._world.size / self._weight)
+        if self._numerics.skip_nonfinite:
+            # A gradient can be finite though the loss is not; made NaN with it, DeepSpeed drops the step.
+            share += 0.0 * loss.detach()
+        self._engine.set_gradient_accumulation_boundary(last)
+        with self._model_code, its_exchanges():
+            self._engine.backward(loss * share, scale_wrt_gas=False)
+
+    def _statistics(self, loss: Tensor, samples: int) -> Tensor:
+        value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
+        return torch.cat([value, self._running.observed(samples)]) if self._running.size else value
+
+    def _move_scale(self, applied: bool) -> None:
+        """Let the scale grow after so many steps, or shrink after one that was dropped, by torch's own rules."""
+        witness = nn.Parameter(torch.zeros(1, device=self._world.device))
+        witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
+        self._scaler.unscale_(torch.optim.SGD([witness]))
+        self._scaler.update(self._numerics.static_scale)
+
+    def _predict(self, inputs: Inputs) -> Any:
+        with self._autocast, self._model_code, its_exchanges():
+            return call(self._engine, self._numerics.laid_out(inputs))
+
+    def _averaged(self, decay: float) -> Ema:
+        return Ema({name: local_tensor(held) for name, held in self._held().items()}, decay)
+
+    def _held(self) -> dict[str, MaybeSharded]:
+        """Return the model's state: what is trained as DeepSpeed's optimizer has it, in fp32."""
+        return {name: self._as_held(tensor) for name, tensor in self._named.items()}
+
+    def _as_held(self, tensor: Tensor) -> MaybeSharded:
+        if isinstance(tensor, nn.Parameter) and tensor in self._places:
+            place = self._places[tensor]
+            return place.piece_of(place.flat)
+        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # it wants no gradient
+            whole: Any = tensor
+            first = self._world.rank * len(whole.ds_tensor)
+            length = max(0, min(len(whole.ds_tensor), whole.ds_numel - first))
+            return piece(whole.ds_tensor.detach()[:length], first if length else 0, whole.ds_shape)
+        return tensor.detach()
+
+    def _publish(self) -> None:
+        """Bring what is trained to where the model computes with it."""
+        optimizer = self._optimizer
+        with its_exchanges():
+            if not self._cut_weights:
+                optimizer.update_lp_params()
+                return
+            optimizer.checkpoint_event_prologue()
+            for number in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            optimizer.checkpoint_event_epilogue()
+
+    def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+        """Return an optimizer's state by parameter and slot: tensors, and what is none."""
+        tensors: dict[str, MaybeSharded] = {}
+        slots: dict[str, Any] = {}
+        for name, parameter in self._trained:
+            place = self._places[parameter]
+            for slot, value in self._base.state.get(place.flat, {}).items():
+                if not isinstance(value, Tensor):
+                    slots[f"{name}/{slot}"] = value
+                else:
+                    flat = value.shape == place.flat.shape
+                    tensors[f"{name}/{slot}"] = place.piece_of(value) if flat else value
+        for number, group in enumerate(self._base.param_groups):
+            tensors |= {f"{GROUP}{number}/{slot}": each for slot, each in group.items() if isinstance(each, Tensor)}
+        return tensors, slots
+
+    def _load_optimizer(self, state: State) -> None:
+        scalars = state.scalars["optimizer"]
+        own = dict(self._trained)
+        flat_state: dict[Tensor, dict[str, Any]] = {}
+        for group, saved in zip(self._base.param_groups, scalars["groups"], strict=True):
+            group.update(saved)
+        for name, value in {**state.optimizer, **scalars["slots"]}.items():
+            owner, _, slot = name.rpartition("/")
+            if owner.startswith(GROUP):
+                self._base.param_groups[int(owner.removeprefix(GROUP))][slot] = local_tensor(value).clone()
+            else:
+                place = self._places[own[owner]]
+                _fill(flat_state.setdefault(place.flat, {}), slot, value, place)
+        self._base.state.clear()
+        self._base.state.update(flat_state)
+
+
+def _fill(slots: dict[str, Any], slot: str, value: Any, place: Place) -> None:
+    """Put what was kept for a parameter where the optimizer keeps it for the flat tensor that it is a part of."""
+    whole = local_tensor(value) if isinstance(value, Tensor) else value
+    if not isinstance(whole, Tensor) or whole.shape != place.shape:
+        slots[slot] = whole.clone() if isinstance(whole, Tensor) else whole  # the same for all parameters of the group
+        return
+    flat = slots.setdefault(slot, torch.zeros_like(place.flat, dtype=whole.dtype, requires_grad=False))
+    held = place.piece_of(flat)
+    held.tensor.copy_(slice_of(whole, held))
+
+
+def _check_dims(model: nn.Module) -> None:
+    flat = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if flat:
+        raise UsageError(
+            f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
+        )

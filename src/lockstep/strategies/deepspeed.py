@@ -1,0 +1,145 @@
+"""ZeRO's three stages as DeepSpeed does them, in its own engine, with its own offload.
+
+Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models"; Rasley et al. 2020,
+"DeepSpeed" (KDD); Rajbhandari et al. 2021, "ZeRO-Infinity", for the offload to NVMe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any, Final, Literal, final
+
+from pydantic import Field
+from torch.optim import Optimizer
+
+from lockstep.comm.deepspeed import imported
+from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_work
+from lockstep.errors import UsageError
+from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.optimize import check_flat
+from lockstep.parallel.optimizer_state import Named
+from lockstep.strategies.base import Traits
+from lockstep.tasks.base import Problem
+
+_FP32_BYTES: Final = 4
+_PRECISIONS: Final = ("fp32", "tf32", "bf16", "fp16")
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`stage`: what the ranks share: the optimizer's state (1), gradients too (2), parameters too (3). `offload`: where
+    it is: `none` for the device, `cpu` for the memory of the CPU, which then does the update, and `nvme`, of stage 3,
+    for files below `nvme_path`. `bucket_mib`: what is exchanged travels in pieces of about this size.
+    """
+
+    stage: Literal[1, 2, 3] = 2
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    bucket_mib: Annotated[float, Field(gt=0)] = 32.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step; the optimizer's state, with stage 2 gradients, with stage 3 parameters",
+            needs="the library deepspeed; an optimizer that works element by element; with stage 3 a model that calls "
+            "the same layers on every rank",
+            communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
+            "parameters twice and gradients once for each micro-batch",
+            exactness="close",
+        )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where DeepSpeed is not installed, cannot offload so, or some process would have no work."""
+        if find_spec("deepspeed") is None:
+            raise UsageError(
+                "strategy deepspeed: the library deepspeed is not installed; run: pip install "
+                "'lockstep-train[deepspeed]'"
+            )
+        if self.offload == "nvme" and (self.stage != 3 or self.nvme_path is None):
+            found = f"stage is {self.stage}" if self.stage != 3 else "nvme_path is left out"
+            raise UsageError(
+                f"strategy deepspeed: offload=nvme needs stage 3 and nvme_path, a folder on the disk, and {found}; add "
+                f"it, or use offload=cpu"
+            )
+        if self.nvme_path is not None and self.offload != "nvme":
+            raise UsageError(f"strategy deepspeed: nvme_path goes with offload=nvme, and offload is {self.offload}")
+        if self.offload == "nvme":
+            _check_nvme()
+        check_work(processes, microbatches)
+
+    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
+        """See Foreign."""
+        if numerics.precision not in _PRECISIONS:
+            raise UsageError(
+                f"strategy deepspeed: recipe.precision {numerics.precision} keeps copies of the weights that DeepSpeed "
+                f"does not know; use {', '.join(_PRECISIONS)}, or another strategy"
+            )
+        if numerics.compile:
+            raise UsageError(
+                "strategy deepspeed: recipe.compile is not offered with it; set it to false, or use zero1, zero2, zero3"
+            )
+        if numerics.offload_activations:
+            raise UsageError(
+                "strategy deepspeed: placement.offload_activations is not offered with it; use placement.recompute, or "
+                "zero1, zero2, zero3"
+            )
+        check_flat(make, "deepspeed")
+
+    def preload(self) -> None:
+        """See Foreign."""
+        imported("cpu")
+
+    def files(self, numerics: Numerics) -> Mapping[str, Any]:
+        """See Foreign."""
+        return {"deepspeed.json": self.configuration(numerics)}
+
+    def configuration(self, numerics: Numerics) -> dict[str, Any]:
+        """Return what DeepSpeed is given; what is left out is at its default."""
+        bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements: a multiple of 2, for alignment
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        }
+        if self.stage == 3:
+            # The first would stay in torch for all that the process does later.
+            zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}
+        if self.offload != "none":
+            place = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
+            zero |= {"offload_optimizer": place} | ({"offload_param": place} if self.stage == 3 else {})
+        return {
+            "train_micro_batch_size_per_gpu": numerics.samples,
+            "gradient_accumulation_steps": 1,  # where a step ends is said to the engine
+            "gradient_clipping": numerics.clip_norm or 0.0,
+            "zero_allow_untested_optimizer": True,  # the recipe's, of torch
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero,
+        }
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy: in rounds, since each backward may be an exchange."""
+        return Mesh(shard=processes)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        configuration = self.configuration(numerics)
+        return DeepSpeedEngine(problem, make_optimizer, world, numerics, self.mesh(world.size), configuration)
+
+
+def _check_nvme() -> None:
+    """Raise UsageError where DeepSpeed cannot build what reads and writes the files."""
+    builders: Any = import_module("deepspeed.ops.op_builder")
+    if not builders.AsyncIOBuilder().is_compatible(verbose=False):
+        raise UsageError(
+            "strategy deepspeed: offload=nvme needs DeepSpeed's async_io operation, which cannot be built here: it "
+            "wants a compiler and libaio (on Debian: apt-get install libaio-dev); use offload=cpu"
+        )
