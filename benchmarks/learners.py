@@ -58,6 +58,7 @@ class Work:
     optimizer: str
     samples: int
     microbatches: int
+    sync_batchnorm: bool = False  # ours alone
 
     @property
     def options(self) -> dict[str, float]:
@@ -104,7 +105,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
         Problem(Classification(), work.build, example=(torch.empty(2, *SAMPLE, device="meta"),)),
         lambda trained, _: make_optimizer(trained, name=work.optimizer, lr=LR, options=work.options),
         world,
-        Numerics(microbatches=work.microbatches),
+        Numerics(microbatches=work.microbatches, sync_batchnorm=work.sync_batchnorm),
     )
     own = work.batches(strategy.mesh(world.size).data_rank(world.rank))
     return engine, own, Step(0, 0, 0, work.microbatches * work.samples, 0, False)
