@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.core.shard import Chunked, Run, Shard, local_tensor, sharded_as, slice_of, unsharded
+from lockstep.core.shard import Chunked, Run, Shard, local_tensor, piece, sharded_as, slice_of, unsharded
 
 
 @st.composite
@@ -32,7 +32,16 @@ def chunked_rows(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     return whole, Shard(rows[first : first + length], first, whole.shape, chunked=chunked)
 
 
-@given(plain_rows() | chunked_rows())
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[Tensor, Shard]:
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    whole = torch.arange(float(prod(shape))).reshape(shape)
+    first = draw(st.integers(0, whole.numel()))
+    length = draw(st.integers(0, whole.numel() - first))
+    return whole, piece(whole.flatten()[first : first + length], first, whole.shape)
+
+
+@given(plain_rows() | chunked_rows() | pieces())
 def test_runs_put_rows_where_they_are_in_the_whole(drawn: tuple[Tensor, Shard]) -> None:
     whole, shard = drawn
     own = shard.tensor.reshape(-1)
