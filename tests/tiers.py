@@ -31,6 +31,7 @@ _REAL: Final = (
     "launchers/test_with_slurm.py",
     "parallel/test_compiled.py",
     "references",
+    "strategies/test_horovod.py",
     "reporting/test_outside.py",
     "test_follow_srun.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread

@@ -285,7 +285,7 @@ MPICH = {
     "PMI_SIZE": "3",
 }
 
-# Process 3 of `horovodrun -np 4 -H a:2,b:2`, by what gloo_run.py of Horovod 0.28 sets; not seen in a process.
+# Process 3 of `horovodrun -np 4 -H a:2,b:2`, by what gloo_run.py of Horovod 0.28 sets.
 HOROVOD = {
     "HOROVOD_HOSTNAME": "b",
     "HOROVOD_RANK": "3",

@@ -1,0 +1,131 @@
+"""Horovod's all-reduce between the ranks of a world, which keeps its own group for all else.
+
+horovodrun and mpirun tell Horovod where its ranks are. Under any other launcher rank 0 serves Horovod's rendezvous (a
+store over HTTP, where ranks find each other's addresses), at the loopback interface where all ranks are on one host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from importlib import import_module
+from threading import Thread
+from typing import Any, Final, Literal, Protocol, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.canonical import add_
+from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.world import World
+from lockstep.core.tree import Block
+from lockstep.device import ports
+from lockstep.errors import UsageError
+
+Compression = Literal["none", "fp16"]
+
+
+class Summing(Protocol):
+    """Adds what ranks have of a flat vector."""
+
+    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor: ...
+
+
+_LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, and by the mpirun it was built for
+
+
+@final
+class Horovod:
+    """Horovod, once it has started on all ranks, which do so together."""
+
+    def __init__(self, world: World) -> None:
+        try:
+            self._horovod: Any = import_module("horovod.torch")
+        except ImportError as error:
+            raise UsageError(
+                f"strategy horovod: Horovod cannot be imported ({error}); build it for this torch by "
+                f"scripts/install-horovod, or use ddp"
+            ) from error
+        self._server: Any = None
+        self._settle(world)
+        with translated_peer_errors():
+            self._horovod.init()
+        found = self._horovod.rank(), self._horovod.size()
+        if found != (world.rank, world.size):
+            raise UsageError(
+                f"strategy horovod: Horovod takes this process for rank {found[0]} of {found[1]}, and it is rank "
+                f"{world.rank} of {world.size}; start it by horovodrun, or by lockstep train placement.processes="
+                f"{world.size}"
+            )
+        if world.on_gpu and not self._horovod.nccl_built():
+            raise UsageError("strategy horovod: this Horovod was built without NCCL; use placement.device=cpu, or ddp")
+
+    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give all ranks these tensors as rank 0 has them."""
+        with translated_peer_errors():
+            self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
+
+    def sum_by(self, compression: Compression) -> Summing:
+        """Return what adds flat vectors over the ranks as the tree does (comm/canonical.py), but in Horovod's order."""
+        compressor = getattr(self._horovod.Compression, compression)
+
+        def add(pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
+            own: Tensor | None = None
+            for piece in pieces.values():
+                own = piece if own is None else add_(own, piece)
+            if own is None:  # no micro-batch of this step is this rank's
+                own = torch.zeros_like(like)
+            # Sums follow each other, so vectors of one length may share a name, which Horovod keeps from step to step.
+            name = f"gradients {len(like)} {like.dtype}"
+            with translated_peer_errors(), torch.no_grad():
+                total: Tensor = self._horovod.allreduce(own, name=name, op=self._horovod.Sum, compression=compressor)
+            return total
+
+        return add
+
+    def close(self) -> None:
+        """End it, on all ranks."""
+        self._horovod.shutdown()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _settle(self, world: World) -> None:
+        """Set what Horovod reads from its environment: where the ranks are, and how long one may be waited for."""
+        timeout = str(int(min(world.timeout_s, 86400)))
+        given = {
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": timeout,
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": timeout,
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(timeout) + 1),
+        }
+        if not any(name in os.environ for name in _LAUNCHED):
+            given |= self._own_rendezvous(world)
+        for name, value in given.items():
+            os.environ.setdefault(name, value)
+
+    def _own_rendezvous(self, world: World) -> dict[str, str]:
+        here = world.local_size == world.size
+        address = ""
+        if not world.rank:
+            serving = import_module("horovod.runner.http.http_server")
+            host = "127.0.0.1" if here else socket.gethostbyname(world.host)
+            server = serving.RendezvousHTTPServer((host, 0), serving.RendezvousHandler, 0)
+            Thread(target=server.serve_forever, daemon=True).start()
+            self._server = server
+            address = " ".join(map(str, server.server_address[:2]))
+        host, port = world.tell(address).split()
+        interface = {"HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", ports.loopback())} if here else {}
+        return interface | {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+            "HOROVOD_HOSTNAME": world.host,
+            "HOROVOD_RANK": str(world.rank),
+            "HOROVOD_SIZE": str(world.size),
+            "HOROVOD_LOCAL_RANK": str(world.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(world.local_size),
+            "HOROVOD_CROSS_RANK": str(world.rank // world.local_size),
+            "HOROVOD_CROSS_SIZE": str(world.size // world.local_size),
+        }

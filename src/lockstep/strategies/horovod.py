@@ -1,0 +1,85 @@
+"""Horovod: data parallelism whose gradients Horovod adds, in its own order.
+
+Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv:1802.05799). Its
+DistributedOptimizer hands each gradient to an all-reduce in a hook, and waits for them before the step. So does the
+engine of `ddp` (parallel/gradients.py), by buckets; here its sum is Horovod's, whose order of adding depends on the
+number of processes. BatchNorm statistics, losses and figures are added as everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, final
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from lockstep.comm.horovod import Compression, Horovod
+from lockstep.comm.stream import CommStream
+from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_work
+from lockstep.errors import UsageError
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.gradients import Gradients
+from lockstep.parallel.layouts.base import GradientSum, Layout, trained_parameters
+from lockstep.parallel.layouts.replicated import ReplicatedLayout, replicated
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.weights import Weights
+from lockstep.strategies.base import Traits
+from lockstep.tasks.base import Problem
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`compression`: gradients travel, and are added, in this precision; `none` is the one that they have.
+    `bucket_mib`: they are handed to Horovod in pieces of about this size, during backward.
+    """
+
+    compression: Compression = "none"
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the micro-batches of a step",
+            needs="Horovod, by scripts/install-horovod; at most as many processes as micro-batches; memory for the "
+            "whole model in each",
+            communication="Horovod's sum of the gradients, once a step, while backward goes on",
+            exactness="close",
+            sent="fp16" if self.compression == "fp16" else None,
+        )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where some process would never have work, or Horovod is not there."""
+        check_work(processes, microbatches)
+        if processes > 1 and find_spec("horovod") is None:
+            raise UsageError(
+                "strategy horovod: Horovod is not installed; build it for this torch by scripts/install-horovod, or "
+                "use ddp"
+            )
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=processes)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
+        if world.size == 1:
+            make_layout = replicated(world, mesh, bucket_bytes)
+            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+        horovod = Horovod(world)
+
+        def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+            horovod.broadcast(model.state_dict())  # they are the same already, which the ranks compare as well
+            weights, added = Weights(model, dtype), horovod.sum_by(self.compression)
+            gradients = Gradients(trained_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
+            return ReplicatedLayout(weights), gradients
+
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make, horovod.close)
