@@ -36,11 +36,11 @@ from lockstep.tasks.base import Problem
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`compression`: gradients travel, and are added, in this precision; `none` is the one that they have.
+    """`compress`: gradients travel, and are added, in this precision; `none` is the one that they have.
     `bucket_mib`: they are handed to Horovod in pieces of about this size, during backward.
     """
 
-    compression: Compression = "none"
+    compress: Compression = "none"
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
 
     @property
@@ -52,7 +52,7 @@ class Strategy:
             "whole model in each",
             communication="Horovod's sum of the gradients, once a step, while backward goes on",
             exactness="close",
-            sent="fp16" if self.compression == "fp16" else None,
+            sent="fp16" if self.compress == "fp16" else None,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -78,7 +78,7 @@ class Strategy:
 
         def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
             horovod.broadcast(model.state_dict())  # they are the same already, which the ranks compare as well
-            weights, added = Weights(model, dtype), horovod.sum_by(self.compression)
+            weights, added = Weights(model, dtype), horovod.sum_by(self.compress)
             gradients = Gradients(trained_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
             return ReplicatedLayout(weights), gradients
 
