@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import psutil
@@ -35,10 +36,11 @@ def test_an_interrupted_run_goes_on_under_another_strategy(start, run, finished)
     assert given["zero_optimization"]["stage"] == 3
     shown = run("show", *DIGITS, MICRO, *PLACED)
     assert json.loads(shown.out.partition("deepspeed.json\n")[2]) == given
+    shutil.copytree(stopped.folder / "run", stopped.folder / "other", symlinks=True)
     resumed = run("train", *DIGITS, "run.dir=run", MICRO, "placement.strategy=zero3", "placement.processes=3")
-    found, expected = losses(resumed), losses(undisturbed(finished))
-    assert found[:5] == pytest.approx(expected[:5], rel=1e-5)
-    assert found == pytest.approx(expected, rel=1e-2)  # training magnifies a rounding error 1,000 times in 10 steps
+    # All of the state is in its checkpoint: what goes on from it has the same bits, whatever the strategy.
+    assert resumed.sha256 == run("train", *DIGITS, "run.dir=other", MICRO, "placement.processes=1").sha256
+    assert losses(resumed)[:5] == pytest.approx(losses(undisturbed(finished))[:5], rel=1e-5)
     assert not (resumed.folder / "run/deepspeed.json").exists()
 
 
