@@ -6,18 +6,16 @@ a rank has in use at most in a step (live_bytes.py), from before the model is bu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from benchmarks.learners import Work, ours
+from benchmarks.learners import Work, ours, timed
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.deepspeed import library
 from lockstep.comm.world import World
-from lockstep.device.memory import keep_freed_memory
 
 STAGES: Final = (1, 2, 3)
 SIZE: Final = 2
@@ -39,7 +37,7 @@ def results(quick: bool) -> Iterator[Result]:
 
 
 def _compared(what: str, stage: int, name: str, work: Work, turns: int) -> Result:
-    start = _timed if what == "time" else _measured
+    start = partial(timed, ours) if what == "time" else _measured
     sides = {f"lockstep {kind}": partial(start, kind, work) for kind in (f"deepspeed-{stage}", f"zero{stage}")}
     theirs, mine = sides
     return compare(
@@ -50,19 +48,6 @@ def _compared(what: str, stage: int, name: str, work: Work, turns: int) -> Resul
         theirs,
         [Target(mine, theirs, "at most", MOST)],
     )
-
-
-def _timed(name: str, work: Work, world: World) -> Turn:
-    keep_freed_memory()
-    do = ours(name, work, world)
-
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
-        do()
-        return time.perf_counter() - began
-
-    return turn
 
 
 def _measured(name: str, work: Work, world: World) -> Turn:

@@ -14,6 +14,7 @@ Both cut at the same blocks and have the same multi-tensor optimizer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,9 +33,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
+from benchmarks.processes import Turn
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step
+from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.engine import Engine
@@ -140,6 +143,20 @@ def torchs(name: str, work: Work, world: World) -> Do:
         optimizer.zero_grad()
 
     return do
+
+
+def timed(side: Side, name: str, work: Work, world: World) -> Turn:
+    """Return what times a step of a contestant, which all ranks begin together."""
+    keep_freed_memory()
+    do = side(name, work, world)
+
+    def turn() -> float:
+        world.barrier()
+        began = time.perf_counter()
+        do()
+        return time.perf_counter() - began
+
+    return turn
 
 
 def _options(kind: str, schedule: str) -> dict[str, Any]:

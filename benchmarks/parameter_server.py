@@ -6,15 +6,12 @@ have the bits of one process, so the difference is the way that the gradients an
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Final
 
-from benchmarks.learners import Work, ours
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.learners import Work, ours, timed
+from benchmarks.processes import Contestant, take_turns
 from benchmarks.report import Result, compare
-from lockstep.comm.world import World
-from lockstep.device.memory import keep_freed_memory
 
 SAMPLES: Final = 4
 
@@ -32,20 +29,7 @@ def time_of(size: int, turns: int) -> Result:
         f"parameter-server-{size}",
         f"step time: ResNet-18 at 32x32, SGD, {size} processes, {size} micro-batches of {SAMPLES}",
         "s a step",
-        take_turns({name: Contestant(partial(_timed, name, work), size) for name in names}, turns),
+        take_turns({name: Contestant(partial(timed, ours, name, work), size) for name in names}, turns),
         "ddp",
         [],
     )
-
-
-def _timed(name: str, work: Work, world: World) -> Turn:
-    keep_freed_memory()
-    do = ours(name, work, world)
-
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
-        do()
-        return time.perf_counter() - began
-
-    return turn

@@ -7,17 +7,14 @@ learners.py; memory is in strategies_memory.py.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Final
 
 from benchmarks import strategies_memory
-from benchmarks.learners import Side, Work, ours, torchs
+from benchmarks.learners import Work, ours, timed, torchs
 from benchmarks.pipelines import SCHEDULES
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, take_turns
 from benchmarks.report import Result, Target, compare
-from lockstep.comm.world import World
-from lockstep.device.memory import keep_freed_memory
 
 PROCESSES: Final = {"zero1": 2, "zero2": 2, "zero3": 2, "hsdp": 4} | {f"pipeline-{each}": 2 for each in SCHEDULES}
 SLOWER: Final = 1.10  # at most so many times torch's
@@ -41,8 +38,8 @@ def time_of(name: str, model: str, turns: int) -> Result:
     work = Work(model, optimizer, samples, count)
     mine, theirs = f"lockstep {name}", f"torch's {name}"
     contestants = {
-        theirs: Contestant(partial(_timed, torchs, name, work), size),
-        mine: Contestant(partial(_timed, ours, name, work), size),
+        theirs: Contestant(partial(timed, torchs, name, work), size),
+        mine: Contestant(partial(timed, ours, name, work), size),
     }
     return compare(
         f"strategies-time-{name}-{model}",
@@ -52,16 +49,3 @@ def time_of(name: str, model: str, turns: int) -> Result:
         theirs,
         [Target(mine, theirs, "at most", SLOWER)],
     )
-
-
-def _timed(side: Side, name: str, work: Work, world: World) -> Turn:
-    keep_freed_memory()
-    do = side(name, work, world)
-
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
-        do()
-        return time.perf_counter() - began
-
-    return turn

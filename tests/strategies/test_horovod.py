@@ -64,7 +64,7 @@ def test_two_ranks_by_horovodrun_add_as_one_process_does(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_rank_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     words = ("placement.processes=2", "placement.strategy=horovod", "run.dir=run", "run.save_every={steps: 2}")
     process = start(tmp_path, *lockstep(*RUN, "recipe.epochs=50", *words))
     saved = tmp_path / "run" / "checkpoints"

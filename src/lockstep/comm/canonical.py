@@ -13,7 +13,7 @@ adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ from lockstep.core.tree import Block, total
 def add_(left: Tensor, right: Tensor) -> Tensor:
     """Add in the memory of `left`."""
     return left.add_(right)
+
+
+class Sum(Protocol):
+    """Adds what ranks have of a flat vector: CanonicalSum, or what stands in its place."""
+
+    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor: ...
+
+
+def own_sum(pieces: Mapping[Block, Tensor], like: Tensor) -> Tensor:
+    """Add a rank's own pieces from left to right, in the memory of the first; zeros like `like` where it has none."""
+    if not pieces:
+        return torch.zeros_like(like)
+    first, *others = (pieces[block] for block in sorted(pieces))
+    for other in others:
+        add_(first, other)
+    return first
 
 
 @final

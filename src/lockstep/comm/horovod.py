@@ -11,12 +11,12 @@ import socket
 from collections.abc import Mapping
 from importlib import import_module
 from threading import Thread
-from typing import Any, Final, Literal, Protocol, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.canonical import add_
+from lockstep.comm.canonical import Sum, own_sum
 from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.comm.world import World
 from lockstep.core.tree import Block
@@ -24,12 +24,6 @@ from lockstep.device import ports
 from lockstep.errors import UsageError
 
 Compression = Literal["none", "fp16"]
-
-
-class Summing(Protocol):
-    """Adds what ranks have of a flat vector."""
-
-    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor: ...
 
 
 _LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, and by the mpirun it was built for
@@ -66,16 +60,12 @@ class Horovod:
         with translated_peer_errors():
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
-    def sum_by(self, compression: Compression) -> Summing:
+    def sum_by(self, compression: Compression) -> Sum:
         """Return what adds flat vectors over the ranks as the tree does (comm/canonical.py), but in Horovod's order."""
         compressor = getattr(self._horovod.Compression, compression)
 
         def add(pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
-            own: Tensor | None = None
-            for piece in pieces.values():
-                own = piece if own is None else add_(own, piece)
-            if own is None:  # no micro-batch of this step is this rank's
-                own = torch.zeros_like(like)
+            own = own_sum(pieces, like)
             # Sums follow each other, so vectors of one length may share a name, which Horovod keeps from step to step.
             name = f"gradients {len(like)} {like.dtype}"
             with translated_peer_errors(), torch.no_grad():

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.canonical import CanonicalSum, add_
+from lockstep.comm.canonical import CanonicalSum, own_sum
 from lockstep.core.mesh import DataRank
 from lockstep.core.tree import Block
 
@@ -36,14 +36,5 @@ class NarrowSum:
             return self._across(pieces, leaves, like)
         # As many leaves as ranks, one each: a rank without a micro-batch has zeros, which change no sum.
         [own] = self._rank.held(self._rank.replicas)
-        narrow = _added(pieces, like).to(self._dtype)
+        narrow = own_sum(pieces, like).to(self._dtype)
         return self._across({own: narrow}, self._rank.replicas, narrow).to(like.dtype)
-
-
-def _added(pieces: Mapping[Block, Tensor], like: Tensor) -> Tensor:
-    if not pieces:
-        return torch.zeros_like(like)
-    first, *others = (pieces[block] for block in sorted(pieces))
-    for other in others:
-        add_(first, other)
-    return first

@@ -51,6 +51,11 @@ class RunningStatistics:
         """Return what the last forward observed, times its number of samples: float64 of shape [size]."""
         return self._scratch.double().mul_(samples)
 
+    def with_loss(self, loss: Tensor, samples: int) -> Tensor:
+        """Return a micro-batch's loss and what its forward observed, for the tree: float64 of shape [1 + size]."""
+        value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
+        return torch.cat([value, self.observed(samples)]) if self.size else value
+
     def move(self, mean: Tensor) -> None:
         """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample."""
         self._counts += 1

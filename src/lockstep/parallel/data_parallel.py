@@ -36,7 +36,6 @@ from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
-from lockstep.errors import UsageError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.apart import Apart
@@ -44,7 +43,7 @@ from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layouts.base import MakeLayout, Slots
+from lockstep.parallel.layouts.base import MakeLayout, Slots, check_names, take_over
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -237,11 +236,8 @@ class DataParallelEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         model = self._layout.state()
-        if model.keys() != state.model.keys():
-            differing = ", ".join(sorted(model.keys() ^ state.model.keys())[:5])
-            raise UsageError(f"the state is that of another model; differing: {differing}")
-        for name, held in model.items():
-            local_tensor(held).copy_(slice_of(local_tensor(state.model[name]), held))
+        check_names(state.model, model)
+        take_over(state.model, model)
         self._running.reload()
         self._layout.reload()
         tensors = {name: self._slots.own(name, local_tensor(whole)) for name, whole in state.optimizer.items()}
@@ -286,7 +282,7 @@ class DataParallelEngine:
         if not microbatch.dummy:
             now.own_losses.append(loss.detach())
             if not now.alone:
-                now.statistics.push(microbatch.index, self._statistics(loss, microbatch.samples))
+                now.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples))
         if not now.left and not now.alone:
             now.total = self._send()
 
@@ -323,10 +319,6 @@ class DataParallelEngine:
         if (weight, dtype) not in self._shares:
             self._shares = {(weight, dtype): share(weight, dtype, self._device)}
         return self._shares[weight, dtype]
-
-    def _statistics(self, loss: Tensor, samples: int) -> Tensor:
-        value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
-        return torch.cat([value, self._running.observed(samples)]) if self._running.size else value
 
     def _send(self) -> Callable[[], Tensor]:
         pieces = self._now.statistics.pieces()

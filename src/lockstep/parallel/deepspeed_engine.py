@@ -38,7 +38,7 @@ from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import trained_parameters
+from lockstep.parallel.layouts.base import check_names, take_over, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
@@ -115,7 +115,7 @@ class DeepSpeedEngine:
                 loss = self._loss_of(microbatch, step, observed)
             if not microbatch.dummy:
                 own_losses.append(loss.detach())
-                statistics.push(microbatch.index, self._statistics(loss, microbatch.samples))
+                statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples))
             if step.weight:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
         total = self._canonical(statistics.pieces(), leaves, self._none)
@@ -184,11 +184,8 @@ class DeepSpeedEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         model = self._held()
-        if model.keys() != state.model.keys():
-            differing = ", ".join(sorted(model.keys() ^ state.model.keys())[:5])
-            raise UsageError(f"the state is that of another model; differing: {differing}")
-        for name, held in model.items():
-            local_tensor(held).copy_(slice_of(local_tensor(state.model[name]), held))
+        check_names(state.model, model)
+        take_over(state.model, model)
         self._running.reload()
         self._publish()
         self._load_optimizer(state)
@@ -230,10 +227,6 @@ class DeepSpeedEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         with self._model_code, its_exchanges():
             self._engine.backward(loss * share, scale_wrt_gas=False)
-
-    def _statistics(self, loss: Tensor, samples: int) -> Tensor:
-        value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
-        return torch.cat([value, self._running.observed(samples)]) if self._running.size else value
 
     def _move_scale(self, applied: bool) -> None:
         """Let the scale grow after so many steps, or shrink after one that was dropped, by torch's own rules."""

@@ -13,23 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.canonical import Sum
 from lockstep.comm.stream import CommStream
 from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, Note
 
 Parts = list[Tensor]
-
-
-class Sum(Protocol):
-    """Adds what ranks have of a flat vector, as comm/canonical.py does."""
-
-    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor: ...
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ def departure(whole: nn.Module, in_chunks: nn.Module, inputs: Inputs) -> tuple[s
         given = mapped(lambda each: each.to(dtype) if each.is_floating_point() else each, inputs)  # noqa: B023
         try:
             expected, found = (_outputs(model.to(dtype), names, given) for model in (whole, in_chunks))
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             if dtype is torch.float32:
                 raise
             continue  # some kernels take no float64

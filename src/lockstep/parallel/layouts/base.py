@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.norm import row_norms
-from lockstep.core.shard import MaybeSharded, Shard, slice_of
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, slice_of
+from lockstep.errors import UsageError
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch
 
@@ -151,6 +152,20 @@ class Slots:
             return whole
         held = self._held(owner, parameter)
         return slice_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
+
+
+def check_names(given: Mapping[str, MaybeSharded], own: Iterable[str]) -> None:
+    """Raise UsageError where a state has not the tensors of a model, whose names are `own`."""
+    differing = sorted({*given}.symmetric_difference(own))
+    if differing:
+        raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
+
+
+@torch.no_grad()
+def take_over(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]) -> None:
+    """Write what a state gives, whole, to what this rank has of it."""
+    for name, held in own.items():
+        local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))
 
 
 def trained_parameters(model: nn.Module) -> list[Named]:

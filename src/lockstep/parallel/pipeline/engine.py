@@ -12,7 +12,7 @@ In which order a rank does what is the schedule's business (parallel/pipeline/sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -28,17 +28,17 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
+from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import Slots, trained_parameters
+from lockstep.parallel.layouts.base import Slots, check_names, take_over, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
@@ -237,8 +237,8 @@ class PipelineEngine:
 
     def load(self, state: State) -> None:
         """See Engine."""
-        _check_names(state.model, self._model)
-        _take(state.model, self._layout.own_state())
+        check_names(state.model, self._model.state_dict())
+        take_over(state.model, self._layout.own_state())
         self._reload()
         for stage in self._stages.values():
             stage.running.reload()
@@ -246,9 +246,9 @@ class PipelineEngine:
         self._names.load(self._layout.trained, self._updates.optimizer, self._slots, whole, state.scalars["optimizer"])
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
-            _check_names(state.ema, self._model)
+            check_names(state.ema, self._model.state_dict())
             own = self._layout.own_state()
-            _take(state.ema, {name: sharded_as(tensor, own[name]) for name, tensor in self._ema.state().items()})
+            take_over(state.ema, {name: sharded_as(tensor, own[name]) for name, tensor in self._ema.state().items()})
 
     def close(self) -> None:
         """See Engine."""
@@ -464,15 +464,3 @@ def _tensor(value: Value) -> Tensor:
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
-
-
-def _check_names(given: Mapping[str, MaybeSharded], model: nn.Module) -> None:
-    differing = sorted(given.keys() ^ model.state_dict().keys())
-    if differing:
-        raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
-
-
-@torch.no_grad()
-def _take(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]) -> None:
-    for name, held in own.items():
-        local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))

@@ -18,7 +18,7 @@ method of it that is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, final
@@ -76,6 +76,7 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
         if kind.what == "heads":
             for attribute in kind.more.split(","):
                 _fewer(model.get_submodule(name), name, attribute, count)
+    _check_untied(model, [name for name, kind in kinds.items() if kind.what in ("colwise", "rowwise")])
     chunked: dict[str, Chunked] = {}
     for region in regions:
         chunked |= _cut(model, region, count)
@@ -95,6 +96,21 @@ def region_names(model: nn.Module) -> frozenset[str]:
         if any(isinstance(each, _Hook | _Method | Experts) for each in calls):
             found.append(name)
     return frozenset(found)
+
+
+def _check_untied(model: nn.Module, layers: Iterable[str]) -> None:
+    """Raise UsageError where one of these layers shares a parameter with another module: others take their place."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in {*module.parameters(recurse=False)}:
+            owners.setdefault(parameter, []).append(name)
+    for name in layers:
+        for parameter in model.get_submodule(name).parameters():
+            if others := [each for each in owners[parameter] if each != name]:
+                raise UsageError(
+                    f"{_KEY}: {name} has a weight in common with {others[0]}; a layer that is cut has its own: say "
+                    f"that it is whole, or untie them"
+                )
 
 
 def _kinds(model: nn.Module, plan: Plan) -> Kinds:
@@ -278,13 +294,6 @@ def _row(layer: nn.Linear, name: str, chunks: Chunks) -> Cut:
 def _replaced(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
     layer, of_layer = cut
     old = model.get_submodule(name)
-    mine = {*old.parameters()}
-    for other, module in model.named_modules():
-        if module is not old and mine.intersection(module.parameters(recurse=False)):
-            raise UsageError(
-                f"{_KEY}: {name} has a weight in common with {other}; a layer that is cut has its own: say that it is "
-                f"whole, or untie them"
-            )
     layer.train(old.training)
     for key, parameter in old.named_parameters():
         getattr(layer, key).requires_grad_(parameter.requires_grad)
