@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_precision
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-gpu"
 SECTIONS = {
@@ -40,6 +40,10 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu, "module_of", lambda section: f"planted_{section}")
     return tmp_path
+
+
+def test_every_precision_has_a_tolerance() -> None:
+    assert set(gpu_precision.NEAR) == set(gpu_precision.PRECISIONS)
 
 
 def test_sections_share_the_time_and_leave_what_they_do_not_need(planted: Path) -> None:
