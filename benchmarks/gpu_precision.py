@@ -43,7 +43,15 @@ STRATEGIES: Final[dict[str, Any]] = {
 PROCESSES: Final = 2
 STEPS, SAMPLES, MICROBATCHES, CLASSES = 6, 32, 4, 10
 # How far the last loss may be from that of fp64, as a part of it.
-NEAR: Final[dict[str, float]] = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "bf16-compute": 1e-2, "fp16": 1e-3, "fp16-compute": 1e-3, "fp16-true": 1e-2}
+NEAR: Final[dict[Precision, float]] = {
+    "fp32": 1e-5,
+    "tf32": 1e-3,
+    "bf16": 1e-2,
+    "bf16-compute": 1e-2,
+    "fp16": 1e-3,
+    "fp16-compute": 1e-3,
+    "fp16-true": 1e-2,
+}
 _KERNELS: Final = 3  # named for each precision: those that take most of the time
 
 Result = dict[str, Any]
@@ -78,7 +86,7 @@ def table(result: Result) -> list[str]:
     return lines
 
 
-def _failures(name: str, found: Result, reference: float, device: torch.device) -> Iterator[str]:
+def _failures(name: Precision, found: Result, reference: float, device: torch.device) -> Iterator[str]:
     if "refused" in found:
         if not (name == "tf32" and (device.type == "cpu" or "compute capability" in found["refused"])):
             yield f"{name}: refused: {found['refused']}"
