@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -39,6 +40,13 @@ def test_a_row_for_each_placement_that_is_possible():
         "single on 2: not possible: use 1",
         "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed run of 2 placements",
     ]
+
+
+def test_nothing_is_cut_short_in_a_narrow_terminal() -> None:
+    row = replace(SAME, strategy="parameter_server", resumed_on="parameter_server on 4", peak_bytes=(1 << 30,) * 8)
+    lines = drawn(verification(row))
+    assert "…" not in "".join(lines)
+    assert "".join(lines).count("1024") == 8
 
 
 def test_a_departure_is_told_with_place_values_and_cause():

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
 from lockstep.commands import _completion
 from lockstep.core.text import printable
 from lockstep.launchers import detect
+
+_WIDEST: Final = 200  # characters of a line that is not for a terminal
 
 
 @click.command("verify")
@@ -54,7 +57,7 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
         found = verify(loaded, everything, steps, _progress if sys.stderr.isatty() else _silence)
     if file is not None:
         file.write_text(to_json(found), encoding="utf-8")
-    draw(found, Console())
+    draw(found, Console(width=None if sys.stdout.isatty() else _WIDEST))
     raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)
 
 

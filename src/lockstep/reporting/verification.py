@@ -156,7 +156,7 @@ def _table(rows: Sequence[Row]) -> Table:
     table.add_column("result", no_wrap=True)
     table.add_column("resumed on", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("peak MiB", no_wrap=True)
+    table.add_column("peak MiB")  # of each rank: in a narrow terminal they take several lines
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
         peaks = " ".join(f"{peak / _MIB:.0f}" for peak in row.peak_bytes)
