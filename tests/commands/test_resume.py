@@ -147,6 +147,22 @@ def test_another_recipe_is_refused_with_what_differs(start, run):
     assert "seed: 0 in the run, 1 now" in elsewhere.err
 
 
+def test_what_powersgd_holds_back_is_taken_over_or_named_as_lost(start, run, finished):
+    compressed = ("placement.processes=2", "placement.strategy={name: ddp, compress: powersgd}")
+    folder = stop(start, *compressed).folder
+    for copy in ("plain", "forged"):
+        shutil.copytree(folder / "run", folder / copy, symlinks=True)
+    resumed = run(*TRAIN, *compressed)
+    reference = finished("recipe.microbatches=4", *compressed)
+    assert resumed.sha256 == reference.sha256 != undisturbed(finished).sha256
+    assert resumed.err == ""
+    assert "warning: the checkpoint has what its ranks held back" in run(*TRAIN, "run.dir=plain").err
+    newest = (folder / "forged" / "checkpoints" / "latest").resolve()
+    forging.write(newest, "feedback.safetensors", safetensors.torch.save({"none.weight/error": torch.ones(2, 2)}))
+    refused = run(*TRAIN, *compressed, "run.dir=forged", code=2)
+    assert "feedback: none.weight/error is none of this run's" in refused.err
+
+
 def test_a_checkpoint_of_another_run_in_the_folder_is_refused(start, run):
     """Nothing is damaged or forged: somebody copied it there, or two runs wrote to one place."""
     folder = stop(start).folder

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.core.mesh import DataRank
-from lockstep.parallel.gradients import Gradients, _flatten, _partition, _unflatten
+from lockstep.parallel.gradients import Gradients, _flatten, _partition, unflatten
 from lockstep.tasks.base import MicroBatch
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def test_every_parameter_is_in_one_bucket_and_none_is_too_large(lengths: list[in
 def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None:
     parameters = [Parameter(parameter), Parameter(torch.zeros(2))]
     parts = [torch.randn(each.shape) for each in parameters]  # contiguous, as a user's function may give them
-    back = _unflatten(_flatten(parts, parameters), parameters)
+    back = unflatten(_flatten(parts, parameters), parameters)
     for part, returned, each in zip(parts, back, parameters, strict=True):
         assert torch.equal(returned, part)
         moved = [(size, stride) for size, stride in zip(each.shape, each.stride(), strict=True) if size > 1]

@@ -239,7 +239,8 @@ def whole_state(world: World, training: Engine) -> State:
     """Return the state with every tensor whole."""
     state = training.state()
     ema = None if state.ema is None else gathered(world, state.ema)
-    return State(gathered(world, state.model), gathered(world, state.optimizer), ema, state.scalars)
+    feedback = None if state.feedback is None else gathered(world, state.feedback)
+    return State(gathered(world, state.model), gathered(world, state.optimizer), ema, state.scalars, feedback)
 
 
 def fingerprint(state: State) -> Trace:
@@ -248,6 +249,7 @@ def fingerprint(state: State) -> Trace:
         **{f"model {name}": tensor for name, tensor in state.model.items()},
         **{f"optimizer {name}": tensor for name, tensor in state.optimizer.items()},
         **{f"ema {name}": tensor for name, tensor in (state.ema or {}).items()},
+        **{f"feedback {name}": tensor for name, tensor in (state.feedback or {}).items()},
     }
     return {"scalars": str(state.scalars), **{name: _hash(tensor) for name, tensor in tensors.items()}}
 

@@ -12,6 +12,7 @@ from lockstep.strategies.parameter_server import Strategy
 def test_only_the_synchronous_one_promises_bits() -> None:
     assert Strategy().traits.exactness == "bits"
     assert Strategy(asynchronous=True).traits.exactness == "none"
+    assert (Strategy().traits.audits, Strategy(asynchronous=True).traits.audits) == (True, False)
     assert "neither exact nor close, no two runs are alike" in Strategy().traits.communication
 
 

@@ -30,8 +30,16 @@ def test_bits_are_promised_unless_gradients_are_compressed() -> None:
     assert (plain.exactness, plain.sent) == ("bits", None)
     assert (narrow.exactness, narrow.sent) == ("close", "bf16")
     assert narrow.communication == f"{plain.communication}, in bf16"
-    with pytest.raises(ValidationError, match="Input should be 'none', 'fp16' or 'bf16'"):
+    with pytest.raises(ValidationError, match="Input should be 'none', 'fp16', 'bf16' or 'powersgd'"):
         TypeAdapter(ddp.Strategy).validate_python({"compress": "int8"})
+
+
+def test_powersgd_promises_nothing_and_its_rank_goes_with_it() -> None:
+    traits = ddp.Strategy(compress="powersgd", powersgd_rank=4).traits
+    assert (traits.exactness, traits.sent, traits.audits) == ("none", None, True)
+    assert "neither exact nor close" in traits.communication
+    with pytest.raises(UsageError, match="powersgd_rank goes with compress=powersgd, and compress is bf16"):
+        ddp.Strategy(compress="bf16", powersgd_rank=4).check(2, 2)
 
 
 SHARING = [ddp.Strategy(), zero1.Strategy(), zero2.Strategy(), zero3.Strategy(), hsdp.Strategy(replicate=1)]

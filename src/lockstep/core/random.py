@@ -24,6 +24,7 @@ SYNTHETIC: Final = 6
 SAMPLE: Final = 7
 DIGEST: Final = 8
 SPLIT: Final = 9
+LOW_RANK: Final = 10
 
 _WEYL: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 0xFFFFFFFFFFFFFFFF

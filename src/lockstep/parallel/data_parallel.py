@@ -43,7 +43,7 @@ from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layouts.base import MakeLayout, Slots, check_names, take_over
+from lockstep.parallel.layouts.base import HoldsBack, MakeLayout, Slots, check_names, take_over
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -106,6 +106,7 @@ class DataParallelEngine:
             synchronise(self._model, self._together, self._step_sums)
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
+        self._held_back = self._gradients if isinstance(self._gradients, HoldsBack) else None
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -205,6 +206,9 @@ class DataParallelEngine:
                 self._running.restore()
         if self._ema is not None and update.applied:
             self._ema.update()
+        if self._held_back is not None:
+            growth = 1.0 if update.loss_scale is None else self._updates.loss_scale["scale"] / update.loss_scale
+            self._held_back.settle(update.applied, growth)
         return update
 
     @contextmanager
@@ -230,6 +234,7 @@ class DataParallelEngine:
             optimizer={name: self._slots.held(name, tensor) for name, tensor in tensors.items()},
             ema={name: sharded_as(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
+            feedback=(self._held_back.feedback() or None) if self._held_back is not None else None,
         )
 
     @torch.no_grad()
@@ -245,6 +250,8 @@ class DataParallelEngine:
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
             self._ema.load({name: slice_of(local_tensor(whole), model[name]) for name, whole in state.ema.items()})
+        if self._held_back is not None:
+            self._held_back.load_feedback(state.feedback or {})
 
     def close(self) -> None:
         """See Engine."""

@@ -47,13 +47,15 @@ class State:
     """Everything a run needs to go on, under the names of a single process.
 
     `optimizer` has names such as `layer1.weight/momentum_buffer`; `scalars` is what is not a tensor, ready for JSON.
-    Where a strategy cuts tensors, each rank's state has a Shard (core/shard.py) under the name.
+    Where a strategy cuts tensors, each rank's state has a Shard (core/shard.py) under the name. `feedback` is what each
+    rank holds back of its gradients for the next step, where they are sent in low rank (parallel/powersgd.py).
     """
 
     model: Mapping[str, MaybeSharded]
     optimizer: Mapping[str, MaybeSharded]
     ema: Mapping[str, MaybeSharded] | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
+    feedback: Mapping[str, MaybeSharded] | None = None
 
 
 class Stepping(Protocol):

@@ -30,6 +30,7 @@ Parts = list[Tensor]
 @dataclass(eq=False)
 class _Bucket:
     parameters: list[nn.Parameter]
+    add: Sum
     counter: Counter[Parts] = field(default_factory=lambda: Counter(_add_parts_))
     missing: int = 0  # parameters whose gradient backward has not yet made
 
@@ -50,13 +51,17 @@ class Gradients:
         stream: CommStream,
         alone: bool,
         bucket_bytes: int,
+        sum_of: Callable[[Sequence[nn.Parameter]], Sum] | None = None,
     ) -> None:
+        """Add by `canonical`, or each bucket by what `sum_of` makes for its parameters."""
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
-        self._canonical = canonical
         self._stream = stream
         self._alone = alone
-        self._buckets = [_Bucket(bucket) for bucket in _partition(self._parameters, None if alone else bucket_bytes)]
+        self._buckets = [
+            _Bucket(bucket, canonical if sum_of is None else sum_of(bucket))
+            for bucket in _partition(self._parameters, None if alone else bucket_bytes)
+        ]
         self._waiting: list[Callable[[], Tensor]] = []
         self._leaves = 0
         self._last_leaf: int | None = None
@@ -110,7 +115,7 @@ class Gradients:
             return
         self._send_ready(everything=True)
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
-            _give_gradients(bucket.parameters, _unflatten(wait(), bucket.parameters))
+            _give_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
         self._waiting.clear()
 
     @property
@@ -150,7 +155,7 @@ class Gradients:
 
     def _sum(self, bucket: _Bucket, pieces: Mapping[Block, Parts]) -> Tensor:
         flat = {block: _flatten(parts, bucket.parameters) for block, parts in pieces.items()}
-        return self._canonical(flat, self._leaves, bucket.like)
+        return bucket.add(flat, self._leaves, bucket.like)
 
 
 def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
@@ -207,7 +212,8 @@ def _flatten(parts: Parts, parameters: list[nn.Parameter]) -> Tensor:
     return torch.cat([part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in pairs])
 
 
-def _unflatten(flat: Tensor, parameters: list[nn.Parameter]) -> Parts:
+def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
+    """Return views of a bucket's flat vector in the shapes of its parameters."""
     pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
     return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 

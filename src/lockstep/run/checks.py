@@ -39,7 +39,7 @@ def check_placement(resolved: Resolved) -> None:
             f"placement.audit_every: strategy {resolved.strategy_name} has but a part of the model on each rank, so "
             f"none can repeat another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
         )
-    if placement.audit_every is not None and strategy.traits.exactness == "none":
+    if placement.audit_every is not None and not strategy.traits.audits:
         raise UsageError(
             f"placement.audit_every: under strategy {resolved.strategy_name}, with these options, no two ranks have "
             f"the same weights, so nothing can be compared; leave audit_every out"

@@ -141,15 +141,15 @@ class Member:
         """Return the last step that an earlier start has logged, 0 for none."""
         return 0 if self.folder is None else last_step(self.folder / EVENTS)
 
-    def warn(self, numerics: list[str], source: Mapping[str, str] | None, step: int) -> None:
-        """Warn on rank 0 of what has changed since the checkpoint, and may change bits."""
+    def warn(self, numerics: list[str], source: Mapping[str, str] | None, step: int, lost: Sequence[str] = ()) -> None:
+        """Warn on rank 0 of what has changed since the checkpoint, and may change bits, and of what is `lost`."""
         changed = source_changes(source, self.source)
         lines = [f"{line}: the bits of an uninterrupted run are not promised" for line in numerics]
         if changed:
             lines.append(
                 f"your source files changed since step {step} was saved: {changed}: it goes on with the new ones"
             )
-        for line in lines if self.world.rank == 0 else []:
+        for line in [*lines, *lost] if self.world.rank == 0 else []:
             print(printable_line(f"warning: {line}"), file=sys.stderr)
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:

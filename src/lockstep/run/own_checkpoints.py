@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.run.membership import Member
 from lockstep.run.own_placed import Placed
 from lockstep.run.rank_training import engine_state
-from lockstep.run.resume import read_alike, signing_key
+from lockstep.run.resume import feedback_lost, read_alike, signing_key
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.events import Saved
@@ -45,7 +45,9 @@ class Checkpoints:
         _check_forms(path, snapshot.model, engine.state().model)
         engine.load(engine_state(snapshot))
         self.weights, self._saved_at = manifest.weights_sha256, state.progress.step
-        member.warn(machine.numerics_differences(state.numerics, member.numerics), state.source, state.progress.step)
+        lost = feedback_lost(snapshot, engine.state())
+        numerics = machine.numerics_differences(state.numerics, member.numerics)
+        member.warn(numerics, state.source, state.progress.step, lost)
         return state.progress, loop
 
     def save(self, progress: Progress, loop: Mapping[str, Any] | None) -> list[Saved]:
@@ -60,7 +62,8 @@ class Checkpoints:
             "source": self._member.source,
         }
         self._saved_at = progress.step
-        return self._noted(self._saver.save(progress, store.Snapshot(state.model, state.optimizer, None, kept)))
+        snapshot = store.Snapshot(state.model, state.optimizer, None, kept, state.feedback)
+        return self._noted(self._saver.save(progress, snapshot))
 
     def has(self, step: int) -> bool:
         """Whether the last save was after this step."""

@@ -41,7 +41,7 @@ from lockstep.run.facts import seen_by_model
 from lockstep.run.first_weights import described
 from lockstep.run.foreign import handed_over
 from lockstep.run.resolved import Resolved
-from lockstep.run.resume import carried_on, signing_key
+from lockstep.run.resume import carried_on, feedback_lost, signing_key
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_changes, source_digests
 from lockstep.tasks.base import Report
@@ -252,12 +252,15 @@ class RankTraining:
             "numerics": self.numerics,
             "source": dict(self.ready.source),
         }
-        return store.Snapshot(state.model, state.optimizer, state.ema, kept)
+        return store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback)
 
     def _resume(self, resumed: Resumed) -> None:
         self.progress, self.weights, self.resumed = resumed.state.progress, resumed.weights, None
         self.engine.load(engine_state(resumed.snapshot))
+        lost = feedback_lost(resumed.snapshot, self.engine.state())
         if self.world.rank == 0:
+            for line in lost:
+                print(printable_line(f"warning: {line}"), file=sys.stderr)
             for line in machine.numerics_differences(resumed.state.numerics, self.numerics):
                 words = f"warning: {line}: the bits of an uninterrupted run are not promised"
                 print(printable_line(words), file=sys.stderr)
@@ -314,4 +317,4 @@ def sources(resolved: Resolved, ready: Setup) -> dict[str, str]:
 def engine_state(snapshot: store.Snapshot) -> State:
     """Return the part of a checkpoint that is the engine's."""
     ema = None if snapshot.ema is None else dict(snapshot.ema)
-    return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"])
+    return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"], snapshot.feedback)

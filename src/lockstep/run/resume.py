@@ -91,7 +91,11 @@ def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     start = ready.recipe.start
     before = start.updates or 0 if start is not None else 0
     updates = before + state.progress.step - state.progress.skipped_steps
-    problems = [*_optimizer_problems(snapshot.optimizer, state, ready, updates), *_loss_scale_problems(state, ready)]
+    problems = [
+        *_optimizer_problems(snapshot.optimizer, state, ready, updates),
+        *_loss_scale_problems(state, ready),
+        *_feedback_problems(snapshot.feedback or {}, ready),
+    ]
     _refuse(path, problems)
     return state
 
@@ -108,6 +112,16 @@ def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     ]
     _refuse(path, problems)
     return state
+
+
+def feedback_lost(before: Snapshot, now: State) -> list[str]:
+    """Return a line where what a checkpoint's ranks held back of their gradients is not taken over."""
+    if before.feedback is None or now.feedback is not None:
+        return []
+    return [
+        "the checkpoint has what its ranks held back of their gradients, by compress=powersgd; this placement takes no "
+        "such thing, and the run goes on without it"
+    ]
 
 
 def check_first(ready: Setup) -> None:
@@ -202,6 +216,18 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
         yield from _forms_problems(
             "averaged weights", _forms(snapshot.ema), {name: form.averaged() for name, form in ready.tensors.items()}
         )
+
+
+def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
+    """Compare the elements of what is kept of parameters, for each rank there was, with those of the parameters."""
+    for name, held in tensors.items():
+        owner, _, slot = name.rpartition("/")
+        shape = tuple(local_tensor(held).shape)
+        form = ready.trained.get(owner)
+        if form is None or slot not in ("error", "factor"):
+            yield f"feedback: {name} is none of this run's"
+        elif slot == "error" and math.prod(shape[1:]) != math.prod(form.shape):
+            yield f"feedback: {name} is {shape}, and {owner} in this run {form.shape}"
 
 
 def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:

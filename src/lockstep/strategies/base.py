@@ -26,7 +26,8 @@ class Traits:
     `communication` what ranks send each other, and how often. `exactness` promises the `bits` of one process, a
     result `close` to it, or `none` of both: then there is nothing to verify. With `cuts_rows` the optimizer sees rows
     of tensors, and one for which that is not the same as the whole is refused. Unless `compiles`, `recipe.compile` is
-    refused: no block is called as one, forward and backward. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is:
+    refused: no block is called as one, forward and backward. Unless `audits`, `placement.audit_every` is: no two ranks
+    have the same weights. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is:
     the engine does not heed it. `sent` is the precision that gradients are rounded to before they are sent, where they
     are.
     """
@@ -37,6 +38,7 @@ class Traits:
     exactness: Literal["bits", "close", "none"] = "bits"
     cuts_rows: bool = False
     compiles: bool = True
+    audits: bool = True
     syncs_batchnorm: bool = False
     sent: Literal["fp16", "bf16"] | None = None
 
@@ -45,8 +47,8 @@ class Strategy(Protocol):
     """How a model is spread over ranks: a frozen dataclass whose fields are its options.
 
     An option decides time and memory, never numbers: those are the recipe's. The exception is one that trades the bits
-    of one process for time, as ddp's `compress` does: with it the traits promise no more than `close`. One named
-    `recompute` takes the place of `placement.recompute`, which otherwise is applied to the model before `start`.
+    of one process for time, as ddp's `compress` does: with it the traits promise less. One named `recompute` takes the
+    place of `placement.recompute`, which otherwise is applied to the model before `start`.
     """
 
     @property

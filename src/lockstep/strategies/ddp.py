@@ -15,25 +15,36 @@ from pydantic import Field
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
+from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.powersgd import low_rank
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
 _SENT: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_AS: Final = {
+    "fp16": "in fp16",
+    "bf16": "in bf16",
+    "powersgd": "as two matrices of few columns: neither exact nor close, since what these leave out comes steps later",
+}
+_RANK: Final = 2  # of Vogels et al. 2019 for ResNets
 
 
 @final
 @dataclass(frozen=True)
 class Strategy:
     """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward. `compress`: what they are
-    rounded to before they are sent and added; the result then is close to that of one process, and no more.
+    rounded to before they are sent and added; the result then is close to that of one process, and no more. With
+    `powersgd` two matrices of `powersgd_rank` columns (by default 2) are sent of each gradient that has
+    rows; the result is what these let through.
     """
 
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
-    compress: Literal["none", "fp16", "bf16"] = "none"
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def traits(self) -> Traits:
@@ -42,14 +53,19 @@ class Strategy:
             cuts="the micro-batches of a step",
             needs="at most as many processes as micro-batches; memory for the whole model in each",
             communication="the sum of the gradients, once a step, while backward goes on"
-            + ("" if self._sent is None else f", in {self.compress}"),
-            exactness="bits" if self._sent is None else "close",
-            sent=None if self.compress == "none" else self.compress,
+            + ("" if self.compress == "none" else f", {_AS[self.compress]}"),
+            exactness="none" if self.compress == "powersgd" else "bits" if self.compress == "none" else "close",
+            sent=self.compress if self.compress in ("fp16", "bf16") else None,
             syncs_batchnorm=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work."""
+        """Raise UsageError where some process would never have work, or an option is that of another."""
+        if self.powersgd_rank is not None and self.compress != "powersgd":
+            raise UsageError(
+                f"strategy ddp: powersgd_rank goes with compress=powersgd, and compress is {self.compress}; add it, or "
+                f"leave powersgd_rank out"
+            )
         check_work(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
@@ -58,10 +74,9 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh = self.mesh(world.size)
-        make_layout = replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20), sent=self._sent)
+        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
+        if self.compress == "powersgd" and world.size > 1:
+            make_layout = low_rank(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)
+        else:
+            make_layout = replicated(world, mesh, bucket_bytes, _SENT.get(self.compress))
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
-
-    @property
-    def _sent(self) -> torch.dtype | None:
-        return _SENT.get(self.compress)

@@ -49,6 +49,7 @@ class Strategy:
             "asynchronous each gradient moves the weights as it comes: neither exact nor close, no two runs are alike",
             exactness="none" if self.asynchronous else "bits",
             cuts_rows=not self.asynchronous,
+            audits=not self.asynchronous,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

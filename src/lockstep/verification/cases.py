@@ -204,7 +204,7 @@ def _check_promise(resolved: Resolved) -> None:
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
             f"strategy {resolved.strategy_name}: with these options it cannot be verified: it is neither exact "
-            f"nor close, and no two runs are alike; leave them out, or compare what its runs reach with lockstep eval"
+            f"nor close to one process; leave them out, or compare what its runs reach with lockstep eval"
         )
 
 

@@ -21,7 +21,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import Snapshot
 
-FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"]
+FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "feedback.safetensors", "state.json"]
 
 
 def snapshot(step: int = 0) -> Snapshot:
@@ -33,6 +33,7 @@ def snapshot(step: int = 0) -> Snapshot:
             "layer.weight/step": torch.tensor(float(step)),
         },
         ema={"layer.weight": weight * 3},
+        feedback={"layer.weight/error": weight.unsqueeze(0)},
         state={"step": step, "recipe": {"seed": 0, "lr": 0.1}, "best": None},
     )
 
@@ -70,7 +71,10 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read.state == sent.state
     assert read.ema is not None
     assert sent.ema is not None
-    for kept, given in [(read.model, sent.model), (read.optimizer, sent.optimizer), (read.ema, sent.ema)]:
+    assert read.feedback is not None
+    assert sent.feedback is not None
+    files = [(read.model, sent.model), (read.optimizer, sent.optimizer), (read.ema, sent.ema)]
+    for kept, given in [*files, (read.feedback, sent.feedback)]:
         assert kept.keys() == given.keys()
         for name in given:
             assert kept[name].dtype == given[name].dtype

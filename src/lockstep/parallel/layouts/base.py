@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,26 @@ class GradientSum(Protocol):
 
     def finish(self) -> None:
         """Wait for the sums and leave them in `grad` of the model's parameters."""
+        ...
+
+
+@runtime_checkable
+class HoldsBack(Protocol):
+    """What a GradientSum has besides that holds parts of gradients back, for the next step."""
+
+    def settle(self, applied: bool, growth: float) -> None:
+        """Call after an update: keep what the step held back if it moved the weights, else what was held back before.
+
+        The loss is scaled `growth` times as much from now on.
+        """
+        ...
+
+    def feedback(self) -> dict[str, MaybeSharded]:
+        """Return what each rank holds back, one behind the other along dim 0, and what all know."""
+        ...
+
+    def load_feedback(self, kept: Mapping[str, MaybeSharded]) -> None:
+        """Take over what `feedback` returned, whole, on as many ranks or on others."""
         ...
 
 

@@ -118,10 +118,10 @@ def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
 def _copied(snapshot: Snapshot) -> Snapshot:
     files = [
         None if tensors is None else {name: _copy(held) for name, held in tensors.items()}
-        for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema)
+        for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback)
     ]
-    model, optimizer, ema = files
-    return Snapshot(model or {}, optimizer or {}, ema, snapshot.state)
+    model, optimizer, ema, feedback = files
+    return Snapshot(model or {}, optimizer or {}, ema, snapshot.state, feedback)
 
 
 def _copy(held: MaybeSharded) -> MaybeSharded:

@@ -5,6 +5,7 @@
 │   ├── model.safetensors       names as in a single process, whatever the strategy
 │   ├── optimizer.safetensors   <parameter>/<slot>, such as layer1.weight/momentum_buffer
 │   ├── ema.safetensors         if the recipe averages weights
+│   ├── feedback.safetensors    what each rank holds back of its gradients, with compress: powersgd
 │   ├── state.json              step, epoch, samples, recipe, ...: nothing of placement or time
 │   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights; with a key, an HMAC of these
 ├── latest -> step-00000120
@@ -50,10 +51,11 @@ STATE: Final = "state.json"
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
+FEEDBACK: Final = "feedback.safetensors"
 
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
-_LARGEST_MANIFEST: Final = 1 << 16  # bytes; it lists four files
+_LARGEST_MANIFEST: Final = 1 << 16  # bytes; it lists five files
 _LARGEST_STATE: Final = 1 << 26  # some optimizers keep a number for each parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
@@ -75,12 +77,13 @@ class Snapshot:
     optimizer: Mapping[str, MaybeSharded]
     ema: Mapping[str, MaybeSharded] | None
     state: Mapping[str, JSON]
+    feedback: Mapping[str, MaybeSharded] | None = None
 
     @property
     def files(self) -> dict[str, Mapping[str, MaybeSharded]]:
         """The files of tensors, by their names."""
-        averaged = {} if self.ema is None else {EMA: self.ema}
-        return {MODEL: self.model, OPTIMIZER: self.optimizer, **averaged}
+        present = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
+        return {name: tensors for name, tensors in present.items() if tensors is not None}
 
     @property
     def is_whole(self) -> bool:
@@ -236,9 +239,8 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
     try:
         # Mapped, so that whoever wants but some rows reads no more than those.
         tensors = {name: safetensors.torch.load_file(path / name) for name in expected.files if name != STATE}
-        snapshot = Snapshot(
-            tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), _mapping(path / STATE, _LARGEST_STATE)
-        )
+        state = _mapping(path / STATE, _LARGEST_STATE)
+        snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK))
     except (SafetensorError, ValueError, RecursionError) as error:
         raise TrainingError(f"{path}: cannot be read, though its hashes are right: {error}") from error
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
@@ -266,7 +268,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
             raise ValueError("a hash is none")
     except (ValueError, RecursionError) as error:
         raise TrainingError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
-    if set(files) - {EMA} != {MODEL, OPTIMIZER, STATE}:
+    if set(files) - {EMA, FEEDBACK} != {MODEL, OPTIMIZER, STATE}:
         raise TrainingError(f"{place}: lists {_listed(files)}; the checkpoint is damaged")
     if key is not None:
         _check_signature(path, key, _json(content), signed)
