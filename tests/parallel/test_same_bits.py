@@ -76,6 +76,9 @@ ZOO = {
     "resnet18": zoo.case("resnet18", clip=0.5),
     "vit_tiny": zoo.case("vit_tiny", optimizer="adamw", precision="bf16"),
     "efficientnet_b0": zoo.case("efficientnet_b0", optimizer="lamb", clip=1.0),
+    # Of a sample alone no strides but its own say in which memory format it is.
+    "convnext, one sample": zoo.case("convnext", optimizer="adamw", samples=(4, 4)),
+    "convnext, one sample, channels last": zoo.case("convnext", samples=(4, 4), channels_last=True),
     "mlp": zoo.case("mlp", optimizer="adamw", precision="bf16", clip=0.1, ema=True),
 }
 PLACED = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]

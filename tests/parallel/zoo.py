@@ -55,6 +55,18 @@ class EfficientNet(nn.Module):
         return outputs
 
 
+class ConvNext(nn.Module):
+    """timm's convnext_atto with two of its stages; its images are permuted to and fro."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = timm.create_model("convnext_atto", depths=(1, 1, 0, 0), num_classes=toys.CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(images)
+        return outputs
+
+
 class Mlp(nn.Sequential):
     """A user's own, in containers; its widths divide by nothing."""
 
@@ -68,7 +80,13 @@ class Mlp(nn.Sequential):
         )
 
 
-MODELS: dict[str, type[nn.Module]] = {"resnet18": ResNet, "vit_tiny": Vit, "efficientnet_b0": EfficientNet, "mlp": Mlp}
+MODELS: dict[str, type[nn.Module]] = {
+    "resnet18": ResNet,
+    "vit_tiny": Vit,
+    "efficientnet_b0": EfficientNet,
+    "convnext": ConvNext,
+    "mlp": Mlp,
+}
 
 
 def case(model: str, **changes: Any) -> Case:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
@@ -74,8 +74,8 @@ class Sharded:
             self._units[number].set_force_sum_reduction_for_comms(True)
             unit.register_forward_pre_hook(partial(self._count, number))
             # Around fully_shard's own hook, which turns tensors that want a gradient into others.
-            unit.register_forward_pre_hook(_hide_repeated, prepend=True, with_kwargs=True)
-            unit.register_forward_pre_hook(_show_repeated, with_kwargs=True)
+            unit.register_forward_pre_hook(_before_fully_shard, prepend=True, with_kwargs=True)
+            unit.register_forward_pre_hook(_after_fully_shard, with_kwargs=True)
             unit.register_forward_hook(_without_views, prepend=True)
         self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
         # Which parameters a micro-batch uses may differ from rank to rank.
@@ -185,21 +185,48 @@ class _Repeated:
         self.key = key
 
 
+@final
+class _Strides:
+    """The strides of all tensors among a unit's arguments, in the order of their tree."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._strides = [_stride(leaf) for leaf in tree_leaves(arguments)]
+
+    def restored(self, arguments: Arguments) -> Arguments:
+        leaves, tree = tree_flatten(arguments)
+        pairs = zip(leaves, self._strides, strict=True)
+        same = (leaf if _stride(leaf) == stride else _Unchanged.apply(leaf, stride) for leaf, stride in pairs)
+        return cast(Arguments, tree_unflatten(same, tree))
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _hide_repeated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Keep one of several arguments that are one tensor: attention, for one, goes another way where key is query."""
+def _before_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Note what fully_shard's hook would lose by turning each tensor that wants a gradient into a view of it.
+
+    - That several arguments are one tensor: attention, for one, goes another way where key is query. It gets one.
+    - The strides of dims of one element, such as the samples of a micro-batch of one, which tell kernels in which
+      memory format it is: torch makes strides anew when it makes a view.
+    """
     first: dict[int, int | str] = {}
 
     def once(key: int | str, value: Any) -> Any:
         known = first.setdefault(id(value), key) if isinstance(value, Tensor) else key
         return value if known == key else _Repeated(known)
 
-    return tuple(once(key, value) for key, value in enumerate(args)), {key: once(key, kwargs[key]) for key in kwargs}
+    args, kwargs = (
+        tuple(once(key, value) for key, value in enumerate(args)),
+        {key: once(key, kwargs[key]) for key in kwargs},
+    )
+    return (*args, _Strides((args, kwargs))), kwargs
 
 
-def _show_repeated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _after_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Give a unit its arguments as they were."""
+    *given, strides = args
+    args, kwargs = strides.restored((tuple(given), kwargs))
+
     def shown(value: Any) -> Any:
         if not isinstance(value, _Repeated):
             return value
@@ -216,8 +243,29 @@ def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return outputs
-    alone = torch.ops.aten._unsafe_view
-    return tree_map_only(Tensor, lambda output: alone(output, output.shape) if output._is_view() else output, outputs)
+
+    def alone(output: Tensor) -> Tensor:
+        return cast(Tensor, _Unchanged.apply(output, output.stride())) if output._is_view() else output
+
+    return tree_map_only(Tensor, alone, outputs)
+
+
+@final
+class _Unchanged(torch.autograd.Function):
+    """A tensor with these strides, and its gradient as it is: a view of torch's would make strides of both anew."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+        same = tensor.detach()
+        return same if same.stride() == stride else same.as_strided(same.shape, stride)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _stride(value: Any) -> tuple[int, ...] | None:
+    return value.stride() if isinstance(value, Tensor) and value.layout == torch.strided else None
 
 
 def _bits(tensor: Tensor) -> Tensor:
