@@ -278,7 +278,7 @@ recipe:
         (
             "recipe.model.dropout=0.1",
             "recipe.model.dropout: unknown key; did you mean 'recipe.model.options.dropout'? "
-            "Valid: name, source, pretrained, weights, lora, freeze, chunks, plan, options",
+            "Valid: name, source, pretrained, weights, lora, freeze, chunks, plan, sequence_chunks, options",
         ),
         (
             "recipe.microbatches=65",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.mesh import Axis, DataRank, Mesh
-from lockstep.core.tree import Counter, total
+from lockstep.core.tree import Block, Counter, total
 
 SIZES = st.integers(1, 5)
 SHORT = st.integers(1, 3)
@@ -144,3 +144,29 @@ def test_each_validation_batch_is_evaluated_once(replicas: int, members: int, ba
         assert len({len(own) for own in turns[replica * members : (replica + 1) * members]}) == 1
     if members == 1:
         assert not any(number is None for own in turns for number in own)
+
+
+@given(SHORT, SHORT, SHORT, st.integers(1, 9))
+def test_ranks_share_the_chunks_of_sequences(replicate: int, context: int, own: int, microbatches: int) -> None:
+    mesh, chunks = Mesh(replicate=replicate, context=context), context * own
+    places = [mesh.data_rank(rank) for rank in range(mesh.size)]
+    pieces = {}
+    for place in places:
+        counter = Counter(_bracketed)
+        for index, _ in place.indices(microbatches):  # as an engine goes: all its chunks of one, then of the next
+            for chunk in range(place.seat * own, (place.seat + 1) * own):
+                leaf = chunk * microbatches + index
+                counter.push(leaf, str(leaf))
+        found = counter.pieces()
+        assert list(found) == place.held(microbatches * chunks, chunks)
+        pieces |= found
+    leaves = {Block(leaf, 1): str(leaf) for leaf in range(microbatches * chunks)}
+    assert total(pieces, len(leaves), _bracketed) == total(leaves, len(leaves), _bracketed)
+    primary = [index for each in places if each.primary for index, _ in each.indices(microbatches)]
+    assert primary == list(range(microbatches))
+    turns = [number for each in places if each.evaluates for number in each.turns(microbatches)]
+    assert sorted(number for number in turns if number is not None) == list(range(microbatches))
+
+
+def _bracketed(left: str, right: str) -> str:
+    return f"({left}+{right})"

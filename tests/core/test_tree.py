@@ -1,6 +1,7 @@
 """However the leaves are shared out, the brackets stand where one process would put them."""
 
 import math
+import random
 from itertools import pairwise
 
 import pytest
@@ -131,3 +132,13 @@ def test_leaves_left_out_are_never_bridged() -> None:
     counter.push(0, "0")
     counter.push(3, "3")  # a right child, as leaf 1 would be, but not the sibling of leaf 0
     assert counter.pieces() == {Block(0, 1): "0", Block(3, 1): "3"}
+
+
+@given(leaf_counts, st.randoms())
+def test_the_order_in_which_leaves_arrive_changes_no_bracket(leaves: int, order: random.Random) -> None:
+    counter = Counter(bracketed)
+    for leaf in order.sample(range(leaves), leaves):
+        counter.push(leaf, str(leaf))
+    pieces = counter.pieces()
+    assert list(pieces) == blocks(range(leaves))
+    assert total(pieces, leaves, bracketed) == alone(leaves)

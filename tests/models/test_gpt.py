@@ -110,3 +110,14 @@ def test_what_cannot_be(options: dict[str, object], said: str) -> None:
 def test_a_sequence_beyond_the_context() -> None:
     with pytest.raises(UsageError, match="13 tokens in a sequence, and its context is 12"):
         small()(torch.zeros(1, 13, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_positions_may_be_given(positions: Positions) -> None:
+    model = small(positions=positions).eval()
+    ids = torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(1))
+    from_0, later = torch.arange(6).unsqueeze(0), torch.arange(4, 10).expand(2, 6)
+    assert torch.equal(model(ids, position_ids=from_0), model(ids))
+    moved = (model(ids, position_ids=later) - model(ids)).abs().max()
+    # Of rotary positions the distances alone count.
+    assert moved < 1e-6 if positions == "rotary" else moved > 1e-4

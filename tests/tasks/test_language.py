@@ -1,6 +1,7 @@
 """Tokens are counted, not sequences, in each form that a batch may have."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,31 @@ def test_what_does_not_fit_is_refused(outputs: Tensor, batch: object, message: s
 def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
     with pytest.raises(UsageError, match="outputs for 5 tokens, but the data has a vocabulary of 65"):
         Language(vocabulary=65).check(LOGITS[:, :3], IDS)
+
+
+@pytest.mark.parametrize(
+    "batch", [IDS[:, :-1].repeat(1, 2)[:, :5], {"input_ids": IDS}, {"input_ids": IDS, "labels": IDS}]
+)
+def test_chunks_add_up_to_their_sequences(batch: Any) -> None:
+    task, places = Language(), 4
+    [ids] = task.inputs(batch).values() if isinstance(batch, dict) else task.inputs(batch)
+    logits = LOGITS[:, :places]
+    parts = [task.chunk(batch, number, 2) for number in range(2)]
+    cut = [part.inputs["input_ids"] if isinstance(batch, dict) else part.inputs[0] for part in parts]
+    assert torch.equal(torch.cat(cut, 1), ids)
+    assert sum(task.weight(part) for part in parts) == task.weight(batch)
+    losses = [task.loss(each, part) for each, part in zip(logits.chunk(2, 1), parts, strict=True)]
+    assert sum(losses).item() == pytest.approx(task.loss(logits, batch).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "chunks", "message"),
+    [
+        (IDS[:, :-1], 3, "sequences of 2 tokens cannot be cut into 3 equal chunks of at least 2; use 1, or sequences"),
+        ({"input_ids": IDS}, 4, "sequences of 4 tokens cannot be cut into 4 equal chunks of at least 2; use 1, 2, or"),
+        ({"input_ids": IDS, "attention_mask": MASK}, 2, "a batch has input_ids, attention_mask, and input_ids alone"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(batch: Any, chunks: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Language().chunk(batch, 0, chunks)

@@ -51,7 +51,8 @@ class CanonicalSum:
     """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
     `data_ranks` are theirs, and `rank` is this one's number among them; one that is alone needs no carrier. The carrier
-    has them under the same numbers, unless `carried` gives others.
+    has them under the same numbers, unless `carried` gives others. Of sequences that are cut into `chunks`, each chunk
+    of a micro-batch is a leaf of its own (core/mesh.py).
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class CanonicalSum:
         data_ranks: Sequence[DataRank],
         carrier: Carrier | None,
         carried: Sequence[int] | None = None,
+        chunks: int = 1,
     ) -> None:
         self._rank = rank
+        self._chunks = chunks
         self._data_ranks = data_ranks
         self._size = len(data_ranks)
         self._carrier = carrier
@@ -74,10 +77,10 @@ class CanonicalSum:
 
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
-        holders = [rank for rank, each in enumerate(self._data_ranks) if each.held(leaves)]
+        holders = [rank for rank, each in enumerate(self._data_ranks) if each.held(leaves, self._chunks)]
         data_ranks = [self._data_ranks[rank] for rank in holders]
         carried = [self._carried[rank] for rank in holders]
-        return CanonicalSum(holders.index(self._rank), data_ranks, self._carrier, carried)
+        return CanonicalSum(holders.index(self._rank), data_ranks, self._carrier, carried, self._chunks)
 
     def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
@@ -87,7 +90,7 @@ class CanonicalSum:
         """
         if self.alone:
             return total(pieces, leaves, add_)
-        held = [each.held(leaves) for each in self._data_ranks]
+        held = [each.held(leaves, self._chunks) for each in self._data_ranks]
         with translated_peer_errors():
             if _halving_fits(held):
                 (piece,) = pieces.values()

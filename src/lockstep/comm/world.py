@@ -81,18 +81,22 @@ class World:
         self._store = store
         self._stores = 0
 
-    def canonical(self, mesh: Mesh, *axes: Axis, beside: bool = True) -> CanonicalSum:
+    def canonical(self, mesh: Mesh, *axes: Axis, beside: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
 
-        With `beside` a side stream may use it, else this thread alone. All ranks call it alike.
+        With `beside` a side stream may use it, else this thread alone. Sequences are cut into so many `chunks`. All
+        ranks call it alike.
         """
         lengths = {axis: getattr(mesh, axis) for axis in axes}
         shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; those of other axes have contiguous parts
-        among = Mesh(replicate=prod(lengths.values()), shard=shard)
+        context = lengths.pop("context", 1)
+        among = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
-        data_ranks = [among.data_rank(number) for number in range(among.size)]
+        places = [among.data_rank(number) for number in range(among.size)]
+        order = sorted(range(among.size), key=lambda number: places[number].seat)  # that of their leaves
         carrier = self.carrier(mesh, *axes, beside=beside) if among.size > 1 else None
-        return CanonicalSum(ranks.index(self.rank), data_ranks, carrier)
+        own = order.index(ranks.index(self.rank))
+        return CanonicalSum(own, [places[number] for number in order], carrier, order, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, beside: bool = True) -> Carrier:
         """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""

@@ -83,6 +83,7 @@ class Model(Section):
     freeze: Patterns = ()  # parameters that are not trained, by their names
     chunks: PositiveInt = 1  # parts into which heads and features are cut, which the strategy `tensor` shares out
     plan: Plan = Field(default_factory=dict)
+    sequence_chunks: PositiveInt = 1  # parts into which sequences are cut, which the strategy `context` shares out
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -91,6 +92,10 @@ class Model(Section):
             raise ValueError("plan: it says what is cut into chunks, and chunks is 1; set chunks, or leave plan out")
         if self.lora is not None and self.chunks > 1:
             raise ValueError("chunks: layers that have adapters cannot be cut; leave chunks out, or lora")
+        if self.chunks > 1 and self.sequence_chunks > 1:
+            raise ValueError(
+                "sequence_chunks: heads that are cut into chunks cannot be dealt out; leave one of both out"
+            )
         return self
 
 

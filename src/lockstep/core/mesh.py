@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from lockstep.core.order import part
 from lockstep.core.tree import Block, blocks
 
-Axis = Literal["replicate", "pipe", "shard", "expert", "tensor"]
+Axis = Literal["replicate", "pipe", "shard", "expert", "tensor", "context"]
 
 
 class Mesh(NamedTuple):
@@ -24,6 +24,7 @@ class Mesh(NamedTuple):
     `expert`: ranks with other experts of a mixture each, which send each other what is for these. Each has a contiguous
     part of the micro-batches, as a replica has, and goes through it in step with the others, in rounds of one each.
     `tensor`: ranks that compute a part of each product, for the same micro-batches.
+    `context`: ranks that compute other chunks of the same sequences, and send each other what attention needs.
     """
 
     replicate: int = 1
@@ -31,6 +32,7 @@ class Mesh(NamedTuple):
     shard: int = 1
     expert: int = 1
     tensor: int = 1
+    context: int = 1
 
     @property
     def size(self) -> int:
@@ -64,7 +66,8 @@ class Mesh(NamedTuple):
         """Return which data a rank computes."""
         at = self.coordinate(rank)
         replica, replicas = at.replicate * self.expert + at.expert, self.replicate * self.expert
-        return DataRank(replica, replicas, at.shard, self.shard, not (at.pipe or at.tensor), self.expert)
+        primary = not (at.pipe or at.tensor or at.context)
+        return DataRank(replica, replicas, at.shard, self.shard, primary, self.expert, at.context, self.context)
 
 
 class DataRank(NamedTuple):
@@ -73,7 +76,8 @@ class DataRank(NamedTuple):
     Replicas have contiguous parts of a step's micro-batches, so that each can add its own part first. The members of
     one take turns in its part: in round k they have k * members, k * members + 1, ..., which they add across before the
     next round. Of several ranks with the same data one is `primary`: it reports what all of them know. So many replicas
-    as are `in_step` have as many rounds as the one of them with most micro-batches.
+    as are `in_step` have as many rounds as the one of them with most micro-batches. Of `seats` ranks with the same
+    data each computes as many chunks of the sequences, in the order of their `seat`.
     """
 
     replica: int = 0
@@ -82,6 +86,8 @@ class DataRank(NamedTuple):
     members: int = 1
     primary: bool = True
     in_step: int = 1
+    seat: int = 0
+    seats: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
         """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a dummy.
@@ -102,14 +108,31 @@ class DataRank(NamedTuple):
         firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
-    def held(self, leaves: int) -> list[Block]:
-        """Return the blocks of the tree (core/tree.py) that this rank is left with once it has added what it can."""
-        ours = part(leaves, self.replicas, self.replica)
-        return blocks(ours) if self.members == 1 else [Block(leaf, 1) for leaf in ours[self.member :: self.members]]
+    def held(self, leaves: int, chunks: int = 1) -> list[Block]:
+        """Return the blocks of the tree (core/tree.py) that this rank is left with once it has added what it can.
+
+        Where sequences are cut into `chunks`, the leaves are chunk 0 of all micro-batches, then chunk 1 of all: so a
+        rank that computes one chunk adds up all that it has, and need not keep the gradients of each micro-batch.
+        """
+        microbatches = leaves // chunks
+        ours = part(microbatches, self.replicas, self.replica)
+        if self.members > 1:
+            return [Block(leaf, 1) for leaf in ours[self.member :: self.members]]
+        own = part(chunks, self.seats, self.seat)
+        if len(ours) == microbatches:
+            return blocks(range(own.start * microbatches, own.stop * microbatches))
+        firsts = [chunk * microbatches for chunk in own]
+        return [block for first in firsts for block in blocks(range(first + ours.start, first + ours.stop))]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether what this rank evaluates counts: a rank that computes chunks in training evaluates by itself."""
+        return self.primary or self.seat > 0
 
     def turns(self, batches: int) -> list[int | None]:
         """Return which of `batches` this rank evaluates; None where it only keeps the other members company."""
-        rank, ranks = self.replica * self.members + self.member, self.replicas * self.members
+        rank = (self.replica * self.members + self.member) * self.seats + self.seat
+        ranks = self.replicas * self.members * self.seats
         own: list[int | None] = list(range(rank, batches, ranks))
         company = self.members * self.in_step
         most = len(range(rank - rank % company, batches, ranks))

@@ -48,29 +48,29 @@ def blocks(leaves: range) -> list[Block]:
 
 
 class Counter(Generic[T]):
-    """Adds leaves that arrive from left to right, keeping only the blocks that cannot yet be merged.
+    """Adds leaves as they arrive, keeping only the blocks that cannot yet be merged.
 
-    It is a binary counter: with n leaves pushed at most log2(n) + 1 partial sums are alive. `add(left, right)`
-    may reuse the memory of `left`.
+    It is a binary counter: of n leaves that arrive from left to right at most log2(n) + 1 partial sums are alive.
+    `add(left, right)` may reuse the memory of `left`.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self._stack: list[tuple[Block, T]] = []
+        self._held: dict[Block, T] = {}
 
     def push(self, leaf: int, value: T) -> None:
-        """Add the next leaf, merging every pair of sibling blocks that it completes."""
+        """Add a leaf, merging every pair of sibling blocks that it completes."""
         block = Block(leaf, 1)
-        while self._stack and block.is_right and self._stack[-1][0] == block.sibling:
-            left, partial = self._stack.pop()
-            value = self._add(partial, value)
-            block = Block(left.first, 2 * block.size)
-        self._stack.append((block, value))
+        while (sibling := block.sibling) in self._held:
+            other = self._held.pop(sibling)
+            value = self._add(other, value) if block.is_right else self._add(value, other)
+            block = Block(min(block.first, sibling.first), 2 * block.size)
+        self._held[block] = value
 
     def pieces(self) -> dict[Block, T]:
         """Return the blocks held, from left to right, and forget them."""
-        held = dict(self._stack)
-        self._stack.clear()
+        held = {block: self._held[block] for block in sorted(self._held)}
+        self._held.clear()
         return held
 
 

@@ -85,10 +85,12 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, ids_nt: Tensor) -> Tensor:
-        x_ntd = self.embedding(ids_nt)
+    def forward(self, ids_nt: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return the logits; `position_ids`, of shape [1, t] or [n, t], are from 0 on unless they are given."""
+        positions = () if position_ids is None else (position_ids,)
+        x_ntd = self.embedding(ids_nt, *positions)
         for block in self.blocks:
-            x_ntd = block(x_ntd)
+            x_ntd = block(x_ntd, *positions)
         logits_ntv: Tensor = self.head(self.norm(x_ntd))
         return logits_ntv
 
@@ -104,13 +106,14 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(context, width) if learned else None
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, ids_nt: Tensor) -> Tensor:
+    def forward(self, ids_nt: Tensor, position_ids: Tensor | None = None) -> Tensor:
         length = ids_nt.shape[1]
         if length > self.context:
             raise UsageError(f"model gpt: {length} tokens in a sequence, and its context is {self.context}")
         x_ntd = self.tokens(ids_nt)
         if self.positions is not None:
-            x_ntd = x_ntd + self.positions(torch.arange(length, device=ids_nt.device))
+            positions = torch.arange(length, device=ids_nt.device) if position_ids is None else position_ids
+            x_ntd = x_ntd + self.positions(positions)
         dropped: Tensor = self.dropout(x_ntd)
         return dropped
 
@@ -128,8 +131,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_ntd: Tensor) -> Tensor:
-        x_ntd = x_ntd + self.dropout(self.attention(self.attention_norm(x_ntd)))
+    def forward(self, x_ntd: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        positions = () if position_ids is None else (position_ids,)
+        x_ntd = x_ntd + self.dropout(self.attention(self.attention_norm(x_ntd), *positions))
         added: Tensor = x_ntd + self.dropout(self.feed_forward(self.feed_forward_norm(x_ntd)))
         return added
 
@@ -150,12 +154,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=bias)
         self.rotary = Rotary(width // heads, turned) if turned else None
 
-    def forward(self, x_ntd: Tensor) -> Tensor:
+    def forward(self, x_ntd: Tensor, position_ids: Tensor | None = None) -> Tensor:
         n, t, _ = x_ntd.shape
         split = self.queries_keys_values(x_ntd).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q_nhtk, k_nhtk, v_nhtk = split.unbind(0)
         if self.rotary is not None:
-            q_nhtk, k_nhtk = self.rotary(q_nhtk), self.rotary(k_nhtk)
+            q_nhtk, k_nhtk = self.rotary(q_nhtk, position_ids), self.rotary(k_nhtk, position_ids)
         dropped = self.dropout if self.training else 0.0
         y_nhtk = F.scaled_dot_product_attention(q_nhtk, k_nhtk, v_nhtk, dropout_p=dropped, is_causal=True)
         attended: Tensor = self.out(y_nhtk.transpose(1, 2).reshape(n, t, -1))
@@ -179,10 +183,11 @@ class Rotary(nn.Module):
         self.register_buffer("cosines", angles.cos(), persistent=False)
         self.register_buffer("sines", angles.sin(), persistent=False)
 
-    def forward(self, x_nhtk: Tensor) -> Tensor:
-        length = x_nhtk.shape[-2]
+    def forward(self, x_nhtk: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        # [t, k / 2], or with a dim for the heads: [n, 1, t, k / 2].
+        rows = slice(x_nhtk.shape[-2]) if position_ids is None else position_ids.unsqueeze(1)
         # As float32 and back: angles in 16 bits would mix up far positions.
-        cosines, sines = self.cosines[:length].float(), self.sines[:length].float()
+        cosines, sines = self.cosines[rows].float(), self.sines[rows].float()
         left, right = x_nhtk.float().chunk(2, dim=-1)
         turned = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)
         return turned.type_as(x_nhtk)

@@ -13,6 +13,8 @@ A step, phase by phase, for each of this rank's micro-batches:
 `forward_backward` does all of it with a task; who has a loop of its own calls what it is made of. Where BatchNorm is
 over the whole step, the forwards of this rank's micro-batches are under way together, and one backward goes through all
 of them; the gradients of each still go into the tree one after the other (parallel/together.py, parallel/apart.py).
+Where sequences are cut into chunks, each of these has a forward in place of its micro-batch, and those of one
+micro-batch are under way together (parallel/context/seats.py).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from lockstep.parallel.activations import around_forward
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
+from lockstep.parallel.context.seats import seated
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layouts.base import HoldsBack, MakeLayout, Slots, check_names, take_over
@@ -98,8 +101,10 @@ class DataParallelEngine:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())
         self._generators = world.generators()
-        self._canonical = world.canonical(mesh, "replicate", "shard", "expert")
+        chunks = numerics.sequence_chunks
+        self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Together(self._generators)
+        self._seats = seated(problem.task, chunks, world, mesh, self._together) if chunks > 1 else None
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", beside=False))
@@ -113,7 +118,7 @@ class DataParallelEngine:
         self._autocast = autocast(numerics.precision, world.device)
         self._training = self._around_forward()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._primary = mesh.data_rank(world.rank).primary
+        self._primary = mesh.data_rank(world.rank).primary or mesh.context > 1
         self._alone = world.size == 1
         self._on_close = on_close
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
@@ -124,11 +129,14 @@ class DataParallelEngine:
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums() if observe else None
-        self.begin(microbatches, step, min(self._numerics.microbatches, step.samples))
-        if self._step_sums is not None and len(microbatches) > 1:
-            self._at_once(microbatches, step, observed)
-        else:
-            for microbatch in microbatches:
+        leaves = min(self._numerics.microbatches, step.samples)
+        rounds = self._rounds(microbatches, leaves)
+        self.begin([each for together in rounds for each in together], step, leaves * self._numerics.sequence_chunks)
+        for together in rounds:
+            if len(together) > 1:
+                self._at_once(together, step, observed)
+                continue
+            for microbatch in together:
                 with self.forward(microbatch, step):
                     loss = self._loss_of(microbatch, observed)
                 self.backward(microbatch, loss)
@@ -154,7 +162,8 @@ class DataParallelEngine:
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
-        with self._training if self._step_sums is None else self._around_forward():
+        alone = self._step_sums is None and self._seats is None
+        with self._training if alone else self._around_forward():
             yield
 
     def backward(self, microbatch: MicroBatch, loss: Tensor) -> None:
@@ -265,7 +274,10 @@ class DataParallelEngine:
     def _loss_of(self, microbatch: MicroBatch, observed: NamedSums | None = None) -> Tensor:
         inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
         with self._model_code:
-            outputs = call(self._model, inputs)
+            if self._seats is None:
+                outputs = call(self._model, inputs)
+            else:
+                outputs = self._seats.call(self._model, inputs, microbatch.index)
         given = self._numerics.given_out(outputs)
         loss = self._task.loss(given, microbatch.batch)
         if observed is not None and self._primary and not microbatch.dummy:
@@ -293,8 +305,14 @@ class DataParallelEngine:
         if not now.left and not now.alone:
             now.total = self._send()
 
+    def _rounds(self, microbatches: Sequence[MicroBatch], leaves: int) -> Sequence[Sequence[MicroBatch]]:
+        """Return what is computed one after the other, each of it with all forwards that are under way together."""
+        if self._seats is not None:
+            return [self._seats.of(each, leaves) for each in microbatches]
+        return [microbatches] if self._step_sums is not None else [[each] for each in microbatches]
+
     def _at_once(self, microbatches: Sequence[MicroBatch], step: Step, observed: NamedSums | None) -> None:
-        """Do all forwards of this rank's micro-batches together, and one backward through all of them."""
+        """Do the forwards of all these micro-batches together, and one backward through all of them."""
         apart = Apart(self._model, len(microbatches))
         with apart.entered():
             losses = self._together.run(

@@ -39,6 +39,7 @@ class Numerics:
     recompute: int = 0  # every so many blocks, for the strategies that have none of their own
     clip_norm: float | None = None  # which `update` is given too
     samples: int = 1  # of the largest micro-batch
+    sequence_chunks: int = 1  # into which each sequence is cut
 
     @property
     def dtype(self) -> torch.dtype | None:

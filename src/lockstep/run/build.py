@@ -44,6 +44,7 @@ from lockstep.run.examples import examples, few_samples, fewest_samples, repeate
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
+from lockstep.run.sequences import check_sequences
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import Problem, Task
@@ -137,6 +138,7 @@ def numerics_of(recipe: Recipe, offload_activations: bool = False, recompute: in
         recompute=recompute,
         clip_norm=recipe.clip_norm,
         samples=-(-recipe.batch // recipe.microbatches),
+        sequence_chunks=recipe.model.sequence_chunks,
     )
 
 
@@ -183,6 +185,13 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     build = in_chunks(uncut, recipe.model)
     if recipe.model.chunks > 1:
         check(build)
+    if recipe.model.sequence_chunks > 1:
+        if summary.batchnorm:
+            raise UsageError(
+                f"recipe.model.sequence_chunks: {name} has BatchNorm, which would normalise over a chunk; leave the "
+                f"key out, or use another model"
+            )
+        check_sequences(uncut, task, repeated(example, 2), recipe.model.sequence_chunks, name)
     if dtype is not None:
         inputs = task.inputs(repeated(evaluation, 2))
         check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)

@@ -6,6 +6,7 @@ import torch
 
 from lockstep.config.placement import Placement
 from lockstep.core.devices import resolved_backend
+from lockstep.core.work import divisors
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
 from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
@@ -46,6 +47,7 @@ def check_placement(resolved: Resolved) -> None:
         )
     check_compile(resolved)
     _check_batchnorm(resolved)
+    _check_sequences(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
         check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
     if isinstance(strategy, Foreign):
@@ -101,6 +103,39 @@ def _check_batchnorm(resolved: Resolved) -> None:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch after the other, and "
             f"{resolved.processes} processes have {count}; use as many processes as micro-batches, or ddp or zero1"
+        )
+
+
+def _check_sequences(resolved: Resolved) -> None:
+    """Raise UsageError where the processes cannot share the chunks of sequences, or not compute chunks at all."""
+    recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
+    key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
+    seats = strategy.mesh(resolved.processes).context
+    if chunks % seats:
+        fitting = ", ".join(map(str, divisors(chunks)))
+        raise UsageError(
+            f"{key}: {seats} processes cannot share chunks of which each sequence has {chunks}; let a replica have "
+            f"{fitting} (placement.strategy.replicate is the number of replicas), or set the key to a multiple of "
+            f"{seats}, which is another recipe: other bits"
+        )
+    if chunks == 1:
+        return
+    if not strategy.traits.cuts_sequences:
+        raise UsageError(
+            f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
+            f"single, zero1, or ddp without compress"
+        )
+    if recipe.compile:
+        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
+    if placement.recompute != "none":
+        raise UsageError(
+            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
+            f"placement.recompute out"
+        )
+    if placement.audit_every is not None:
+        raise UsageError(
+            f"{key}: a rank that has but a chunk of each sequence can repeat no micro-batch; leave "
+            f"placement.audit_every out"
         )
 
 

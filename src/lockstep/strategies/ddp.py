@@ -57,6 +57,7 @@ class Strategy:
             exactness="none" if self.compress == "powersgd" else "bits" if self.compress == "none" else "close",
             sent=self.compress if self.compress in ("fp16", "bf16") else None,
             syncs_batchnorm=True,
+            cuts_sequences=self.compress == "none",
         )
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -78,5 +79,6 @@ class Strategy:
         if self.compress == "powersgd" and world.size > 1:
             make_layout = low_rank(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)
         else:
-            make_layout = replicated(world, mesh, bucket_bytes, _SENT.get(self.compress))
+            sent, chunks = _SENT.get(self.compress), numerics.sequence_chunks
+            make_layout = replicated(world, mesh, bucket_bytes, sent, chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -29,6 +29,7 @@ class Strategy:
             needs="one process; memory for the whole model and its optimizer state",
             communication="none",
             syncs_batchnorm=True,
+            cuts_sequences=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

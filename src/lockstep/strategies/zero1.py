@@ -40,6 +40,7 @@ class Strategy:
             communication="the sum of the gradients and the new parameters, once a step",
             cuts_rows=True,
             syncs_batchnorm=True,
+            cuts_sequences=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -53,5 +54,6 @@ class Strategy:
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         mesh = self.mesh(world.size)
-        make_layout = rows(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20), offload=self.offload)
+        bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.sequence_chunks
+        make_layout = rows(world, mesh, bucket_bytes, offload=self.offload, chunks=chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

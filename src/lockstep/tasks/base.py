@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -107,6 +107,19 @@ class Task(Protocol):
         """Raise UsageError where a batch cannot be learned from, or outputs do not fit it; called before a run.
 
         `batch` has real samples, on the CPU; `outputs` have their shapes and dtypes, and may lack values (meta).
+        """
+        ...
+
+
+@runtime_checkable
+class CutsSequences(Protocol):
+    """What a task has besides whose samples are sequences that can be computed in chunks."""
+
+    def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
+        """Return the part `number` of `chunks` equal ones of each sequence of a batch, which is a batch of this task.
+
+        Its inputs begin with a tensor of shape [n, positions]. The losses and weights of all parts add up to those of
+        the batch. UsageError where it cannot be cut.
         """
         ...
 

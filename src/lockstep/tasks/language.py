@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.batch import Batch, Inputs
+from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.batches import predictions
@@ -22,7 +23,7 @@ _MASK: Final = "attention_mask"  # 0: padding
 _POSITIONS: Final = "position_ids"  # 0: a packed sequence begins
 
 
-class _Foretold(NamedTuple):
+class Foretold(NamedTuple):
     """What the model is given, and the token that is to follow each place of its outputs but the last `beyond`."""
 
     inputs: Inputs
@@ -35,12 +36,13 @@ class _Foretold(NamedTuple):
 class Language:
     """A task whose outputs have shape [n, t, vocabulary], the next token's logits at each place.
 
-    A batch is one of three:
+    A batch is one of four:
     - int64 of shape [n, t + 1]: the model sees the first t tokens of each sequence, and is to give the last t;
     - (inputs, targets), both of shape [n, t]: target i is what follows input i;
     - a mapping as transformers have it, with `input_ids` [n, t] and perhaps `attention_mask`, `position_ids` and
       `labels`, which are beside the tokens and are shifted here. Without labels every token is to be given, but
-      padding and the first one of each packed sequence, whose position is 0.
+      padding and the first one of each packed sequence, whose position is 0;
+    - a Foretold, which `chunk` makes.
 
     A target that is `ignore` counts as nothing: what a batch weighs is the number of the others.
     """
@@ -110,12 +112,29 @@ class Language:
                 f"{self.ignore} (recipe.task.ignore) for what is not to be foretold"
             )
 
-    def _foretold(self, batch: Batch) -> _Foretold:
+    def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
+        """See CutsSequences. The target of a chunk's last place is the first token of the next one."""
+        inputs, targets, beyond = self._foretold(batch)
+        [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
+        if len(values) != 1 or names not in ([], [_IDS]):
+            raise UsageError(
+                f"recipe.model.sequence_chunks: a batch has {', '.join(names) or f'{len(values)} inputs'}, and {_IDS} "
+                f"alone can be cut into chunks; give sequences of one length, without padding and not packed by "
+                f"positions, or leave the key out"
+            )
+        part = _part(values[0].shape[1], number, chunks)
+        targets = F.pad(targets, (0, beyond), value=self.ignore)[:, part]
+        cut = values[0][:, part]
+        return Foretold({_IDS: cut} if names else (cut,), targets, 0)
+
+    def _foretold(self, batch: Batch) -> Foretold:
+        if isinstance(batch, Foretold):
+            return batch
         if isinstance(batch, Mapping):
             return self._of_mapping(batch)
         if isinstance(batch, Tensor):
             _check_tokens("a batch", batch)
-            return _Foretold((batch[:, :-1],), batch[:, 1:].long(), 0)
+            return Foretold((batch[:, :-1],), batch[:, 1:].long(), 0)
         if not (
             isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
         ):
@@ -124,9 +143,9 @@ class Language:
                 f"mapping with {_IDS}"
             )
         _check_tokens("targets", batch[1])
-        return _Foretold((batch[0],), batch[1].long(), 0)
+        return Foretold((batch[0],), batch[1].long(), 0)
 
-    def _of_mapping(self, batch: Mapping[str, Tensor]) -> _Foretold:
+    def _of_mapping(self, batch: Mapping[str, Tensor]) -> Foretold:
         inputs = {name: value for name, value in batch.items() if name != LABELS}
         if LABELS in batch:
             labels = batch[LABELS]
@@ -135,7 +154,7 @@ class Language:
         else:
             raise UsageError(f"a batch has {', '.join(batch)}; expected {_IDS} or {LABELS} among them")
         _check_tokens(LABELS, labels)
-        return _Foretold(inputs, labels[:, 1:].long(), 1)
+        return Foretold(inputs, labels[:, 1:].long(), 1)
 
     def _own_labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch[_IDS]
@@ -149,6 +168,18 @@ class Language:
 def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> Language:
     """Return the task by the options of a recipe, for data of such a vocabulary."""
     return Language(ignore, vocabulary, model)
+
+
+def _part(length: int, number: int, chunks: int) -> slice:
+    """Return part `number` of `chunks` equal ones; one of a single token would not be known to be causal."""
+    if length % chunks or (chunks > 1 and length == chunks):
+        fitting = ", ".join(str(each) for each in divisors(length) if each < length)
+        raise UsageError(
+            f"recipe.model.sequence_chunks: sequences of {length} tokens cannot be cut into {chunks} equal chunks of "
+            f"at least 2; use {fitting}, or sequences of another length"
+        )
+    size = length // chunks
+    return slice(number * size, (number + 1) * size)
 
 
 def _check_tokens(what: str, tokens: Tensor) -> None:

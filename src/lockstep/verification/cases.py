@@ -38,6 +38,7 @@ from lockstep.verification import probing, trace
 from lockstep.verification.causes import Diagnosis, ProbeResult, cause, findings
 from lockstep.verification.compare import Difference, differences
 from lockstep.verification.plan_check import check_chunks
+from lockstep.verification.sequence_check import check_sequence_chunks
 from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import Job, checkpoint_of, prepared, work
 from lockstep.verification.values import Values, largest, values, wanted
@@ -104,6 +105,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     ready = prepared(loaded)
     check_kernels(asked.placement, ready)
     check_chunks(ready)
+    check_sequence_chunks(ready)
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
     evaluated = min(samples, _validation(evaluation_batch(recipe)))
     cases = _all(loaded) if everything else _given(loaded, asked.processes)

@@ -20,15 +20,17 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.weights import Weights
 
 
-def replicated(world: World, mesh: Mesh, bucket_bytes: int, sent: torch.dtype | None = None) -> MakeLayout:
+def replicated(
+    world: World, mesh: Mesh, bucket_bytes: int, sent: torch.dtype | None = None, chunks: int = 1
+) -> MakeLayout:
     """Return what puts a model on each of the ranks, which add gradients in buckets of about `bucket_bytes`.
 
-    With `sent` they are added over the ranks in that dtype.
+    With `sent` they are added over the ranks in that dtype. Sequences are cut into so many `chunks`.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)  # first: it makes what gradients are added of
-        canonical = world.canonical(mesh, "replicate")
+        canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
         among = canonical if sent is None else NarrowSum(canonical, mesh.data_rank(world.rank), sent)
         gradients = Gradients(trained_parameters(model), among, stream, world.size == 1, bucket_bytes)
         return ReplicatedLayout(weights), gradients

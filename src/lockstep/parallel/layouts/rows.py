@@ -24,14 +24,15 @@ from lockstep.parallel.weights import Weights
 _PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy
 
 
-def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool) -> MakeLayout:
+def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return what puts a model whole on each of several ranks, with a share of each tensor's rows to update.
 
     With `offload` those rows and the optimizer's state for them are in the memory of the CPU, which does the update.
+    Sequences are cut into so many `chunks`.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        canonical = world.canonical(mesh, "replicate")
+        canonical = world.canonical(mesh, "replicate", chunks=chunks)
         gradients = Gradients(trained_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
         return RowLayout(model, world, offload, dtype), gradients
 

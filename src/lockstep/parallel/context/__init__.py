@@ -1,0 +1,1 @@
+"""Sequences that are cut into chunks, and shared out."""

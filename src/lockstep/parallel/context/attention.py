@@ -1,0 +1,107 @@
+"""Attention over whole sequences, of which each forward has a chunk: each attends with some heads, to all positions.
+
+Wherever a model calls torch's scaled_dot_product_attention, its forwards exchange queries, keys and values, so that
+each has a part of the heads for all positions; it attends as usual, and a second exchange brings the outputs back to
+their positions (parallel/context/exchange.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lockstep.core.work import divisors
+from lockstep.errors import UsageError
+from lockstep.parallel.context.exchange import Exchange
+from lockstep.parallel.together import Together
+
+KEY: Final = "recipe.model.sequence_chunks"
+_HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, heads, positions, channels]
+
+
+@final
+class Attention(TorchFunctionMode):
+    """A context for the forward of one chunk, whose calls of torch's attention see the whole sequence."""
+
+    def __init__(self, exchange: Exchange, together: Together) -> None:
+        super().__init__()
+        self.calls = 0
+        self._exchange = exchange
+        self._together = together
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            raise UsageError(
+                f"{KEY}: the model has a torch.nn.MultiheadAttention, which would attend within a chunk; call "
+                f"torch.nn.functional.scaled_dot_product_attention, or leave the key out"
+            )
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._attended(*args, **(kwargs or {}))
+
+    def check(self) -> None:
+        """Raise UsageError where the forward attended to nothing, as far as is known here."""
+        if not self.calls:
+            raise UsageError(
+                f"{KEY}: the model does not call torch.nn.functional.scaled_dot_product_attention, so its chunks would "
+                f"know nothing of each other; use a model that does (of transformers: attn_implementation: sdpa), or "
+                f"leave the key out"
+            )
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Stand for torch's function, whose arguments follow those of its own."""
+        _check(query, key, value, attn_mask, self._exchange.seats)
+
+        def by_heads(given: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
+            return self._exchange(given, _HEADS, _POSITIONS)
+
+        def by_positions(given: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
+            return self._exchange(given, _POSITIONS, _HEADS)
+
+        place = f"attention {self.calls}"
+        given = query, key, value
+        query, key, value = self._together.exchange(f"the inputs of {place}", by_heads, given)
+        # As many query heads go with each head of keys as before, since both are dealt out in their order.
+        outputs = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        [attended] = self._together.exchange(f"the outputs of {place}", by_positions, (outputs,))
+        found: Tensor = attended
+        return found
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seats: int) -> None:
+    if mask is not None:
+        raise UsageError(
+            f"{KEY}: the model gives torch's attention a mask, which is one of a chunk alone; use one whose attention "
+            f"is causal, or to all positions, by is_causal (no padding, packed sequences or sliding window), or leave "
+            f"the key out"
+        )
+    if not query.ndim == key.ndim == value.ndim == 4 or not query.shape[2] == key.shape[2] == value.shape[2]:
+        shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
+        raise UsageError(
+            f"{KEY}: the model attends with queries, keys and values of shapes {shapes}; they have to be of shape "
+            f"[n, heads, positions, channels], with the positions of one chunk"
+        )
+    counts = {each.shape[1] for each in (query, key, value)}
+    if any(count % seats for count in counts):
+        fitting = [str(each) for each in divisors(min(counts)) if not any(count % each for count in counts)]
+        raise UsageError(
+            f"{KEY}: {seats} chunks cannot share out {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
+            f"queries, keys and values; use {', '.join(fitting)}"
+        )

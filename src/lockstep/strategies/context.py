@@ -1,0 +1,61 @@
+"""Context parallelism: sequences cut into chunks, which processes share.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
+Models". Into how many chunks is the recipe's (`recipe.model.sequence_chunks`): so the bits are those of one process
+that computes all chunks (parallel/context/seats.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, final
+
+from pydantic import Field
+
+from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
+from lockstep.core.work import check_divides, check_work
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.strategies.base import Traits
+from lockstep.tasks.base import Problem
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`replicate`: how many replicas share the micro-batches. `bucket_mib`: gradients are exchanged in pieces of about
+    this size, while the last backward goes on.
+    """
+
+    replicate: Annotated[int, Field(ge=1)] = 1
+    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+
+    @property
+    def traits(self) -> Traits:
+        """See Strategy."""
+        return Traits(
+            cuts="the positions of each sequence; micro-batches with replicate",
+            needs="recipe.model.sequence_chunks, which the processes of a replica divide; a language model that takes "
+            "position_ids and calls torch's attention without a mask; memory for the whole model in each",
+            communication="queries, keys, values and outputs of each attention, forward and backward, for each "
+            "micro-batch; the sum of the gradients once a step, while backward goes on",
+            cuts_sequences=True,
+        )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
+        check_divides(f"strategy context: replicate={self.replicate}", self.replicate, processes)
+        check_work(self.replicate, microbatches)
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=self.replicate, context=processes // self.replicate)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
+        make_layout = replicated(world, mesh, bucket_bytes, chunks=numerics.sequence_chunks)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -1,0 +1,118 @@
+"""Tiny language models that are computed in chunks of their sequences, and steps for them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import toys
+from torch import Tensor, nn
+from toys import Trace
+
+from lockstep.comm.world import World
+from lockstep.core.order import Step, cut
+from lockstep.core.precision import Precision
+from lockstep.models.gpt import gpt
+from lockstep.models.hugging_face import transformers_model
+from lockstep.parallel.engine import Engine, State
+from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.optimize import make_optimizer
+from lockstep.parallel.optimizer_state import Named
+from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.language import Language
+
+WORDS, LENGTH = 19, 16
+LLAMA = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "attention_dropout": 0.1,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.2),
+    "rotary": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.1, "rotary", True, False),
+    "llama": partial(transformers_model, "llama", options=LLAMA, facts={"vocabulary": WORDS}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe and its placement: `samples` are the sizes of the steps."""
+
+    model: str = "gpt"
+    chunks: int = 4
+    microbatches: int = 3
+    samples: tuple[int, ...] = (6, 7, 2)
+    precision: Precision = "fp32"
+    ema: bool = False
+    strategy: str = "context"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def build(model: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MODELS[model]()
+
+
+def ids(samples: int, seed: int = 3) -> Tensor:
+    return torch.randint(WORDS, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def strategy(world: World, case: Case) -> Any:
+    name = "single" if world.size == 1 else case.strategy
+    kind = import_module(f"lockstep.strategies.{name}").Strategy
+    return kind(**dict(case.options)) if name == case.strategy else kind()
+
+
+def engine(world: World, case: Case) -> Engine:
+    def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
+        return make_optimizer(trained, name="adamw", lr=0.02, weight_decay=0.01, norms=norms)
+
+    numerics = Numerics(
+        microbatches=case.microbatches,
+        seed=7,
+        precision=case.precision,
+        ema_decay=0.9 if case.ema else None,
+        sequence_chunks=case.chunks,
+    )
+    problem = Problem(Language(), partial(build, case.model))
+    started: Engine = strategy(world, case).start(problem, optimizer, world, numerics)
+    return started
+
+
+def steps(case: Case) -> Iterator[tuple[Step, Tensor]]:
+    seen = 0
+    for number, samples in enumerate(case.samples):
+        yield Step(number, 0, seen, samples, seen, False, samples * LENGTH), ids(samples, number)
+        seen += samples
+
+
+def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
+    """Train on from `state` at step `first`; return the state as a checkpoint has it, and all there is to compare."""
+    training = engine(world, case)
+    if state is not None:
+        training.load(state)
+    trace: Trace = {}
+    for step, batch in list(steps(case))[first:]:
+        cuts = cut(step.samples, min(case.microbatches, step.samples))
+        own = strategy(world, case).mesh(world.size).data_rank(world.rank).indices(len(cuts))
+        parts = [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0) for index, _ in own]
+        sums = training.forward_backward(parts, step)
+        update = training.update(0.02, 0.5)
+        norm = None if update.norm is None else update.norm.item().hex()
+        trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied}"
+    whole = toys.whole_state(world, training)
+    training.close()
+    return toys.as_from_disk(whole), {**trace, **toys.fingerprint(whole)}
+
+
+def whole_trace(world: World, case: Case) -> Trace:
+    """Train and return all there is to compare."""
+    return states(world, case, 0, None)[1]

@@ -1,0 +1,85 @@
+"""Chunks of sequences have the loss and the gradients of the whole, and one set of bits whoever computes them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sequences
+import worlds
+from sequences import Case
+
+from lockstep.comm.world import World
+from lockstep.core.order import Step
+from lockstep.errors import UsageError
+from lockstep.parallel.context.seats import cutting
+from lockstep.parallel.engine import State
+from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.language import Language
+
+CASES = {
+    "gpt": Case(),
+    "rotary, averaged, bf16": Case("rotary", precision="bf16", ema=True),
+    "llama": Case("llama", microbatches=4, samples=(8, 5)),
+    "fp16": Case(precision="fp16", chunks=2),
+}
+# With 3 micro-batches a replica of 2 has one more than the other; steps of 2 samples leave one of 3 without work.
+PLACED: list[tuple[str, int, tuple[tuple[str, Any], ...]]] = [
+    ("context", 2, ()),
+    ("context", 4, ()),
+    ("context", 4, (("replicate", 2),)),
+    ("ddp", 3, ()),
+    ("zero1", 2, ()),
+]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt", marks=pytest.mark.quick), *(name for name in CASES if name != "gpt")]
+)
+def test_the_bits_are_those_of_one_process(name: str) -> None:
+    case = CASES[name]
+    [alone] = worlds.run(1, sequences.whole_trace, case)
+    for strategy, size, options in PLACED:
+        if case.chunks % (size // dict(options).get("replicate", 1)) and strategy == "context":
+            continue
+        placed = replace(case, strategy=strategy, options=options)
+        for trace in worlds.run(size, sequences.whole_trace, placed):
+            assert [key for key in alone if trace[key] != alone[key]] == [], (strategy, size)
+
+
+@pytest.mark.worlds
+def test_a_run_goes_on_elsewhere() -> None:
+    case = Case()
+    [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
+    before = replace(case, samples=case.samples[:2])
+    state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
+    for strategy, size in (("zero1", 2), ("context", 2)):
+        for _, trace in worlds.run(size, sequences.states, replace(case, strategy=strategy), 2, state):
+            assert [key for key in trace if trace[key] != expected[key]] == []
+
+
+def _gradients(world: World, model: str, chunks: int) -> dict[str, Any]:
+    """Return the loss and the gradients of a step in float64, without dropout."""
+    training = sequences.engine(world, Case(model, chunks, microbatches=2))
+    for module in training._model.double().modules():  # type: ignore[attr-defined]
+        module.training = False
+    batch = sequences.ids(4)
+    parts = [MicroBatch(index, batch[2 * index : 2 * index + 2], 2, 0) for index in range(2)]
+    sums = training.forward_backward(parts, Step(0, 0, 0, 4, 0, False, 4 * sequences.LENGTH))
+    return {"loss": sums.loss, **training.gradients()}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("model", sequences.MODELS)
+def test_chunks_compute_what_the_whole_computes(model: str) -> None:
+    [whole], [chunks] = (worlds.run(1, _gradients, model, chunks) for chunks in (1, 4))
+    assert whole.keys() == chunks.keys()
+    assert max((whole[name] - chunks[name]).abs().max().item() for name in whole) < 1e-10
+    assert max(each.abs().max().item() for each in whole.values()) > 1e-3
+
+
+def test_a_task_that_cuts_no_sequences_is_refused() -> None:
+    assert cutting(Language())
+    with pytest.raises(UsageError, match="Classification\\) does not cut its batches into chunks of sequences"):
+        cutting(Classification())
