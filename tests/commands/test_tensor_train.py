@@ -65,6 +65,10 @@ def test_it_is_evaluated_and_verified_on_several_processes(run):
         ),
         (ON_2, "strategy tensor: recipe.model.chunks is 1, so there is nothing to share"),
         (("recipe.model.chunks=2",), "of model digits_convnet no layers are known that could be cut"),
+        (
+            (*NET[:2], 'recipe.model.plan={"out": vocab}'),
+            "out is vocab, and aten.topk.default is computed of its logits, which are in chunks while the model trains",
+        ),
         ((*NET[:1], PLAN), "plan: it says what is cut into chunks, and chunks is 1"),
         (
             (*NET, "recipe.model.chunks=5"),

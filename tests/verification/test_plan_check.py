@@ -23,8 +23,9 @@ def _gpt(plan: dict[str, str]) -> tuple[nn.Module, nn.Module]:
     return whole, in_chunks
 
 
-def test_what_is_right_agrees() -> None:
-    assert departure(*_gpt({}), (IDS,)) is None
+@pytest.mark.parametrize("plan", [{}, {"*.tokens": "vocab", "head": "vocab"}])
+def test_what_is_right_agrees(plan: dict[str, str]) -> None:
+    assert departure(*_gpt(plan), (IDS,)) is None
 
 
 def test_heads_that_were_forgotten_are_found_where_they_are() -> None:

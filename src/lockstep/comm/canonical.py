@@ -97,6 +97,17 @@ class CanonicalSum:
                 return self._halve_and_double(piece)
             return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
 
+    def side_by_side(self, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks, which have one shape, by rank along a new dim 0. Nothing is added."""
+        if self.alone:
+            return own.unsqueeze(0)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        every = own.new_empty(self._size, *own.shape)
+        every[self._rank] = own
+        with translated_peer_errors():
+            self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
+        return every
+
     def _halve_and_double(self, vector: Tensor) -> Tensor:
         owned = (0, len(vector))
         levels = []

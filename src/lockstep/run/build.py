@@ -39,7 +39,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.own_optimizer import check_own
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
-from lockstep.run.chunking import in_chunks, rearranged
+from lockstep.run.chunking import check_loss, in_chunks, rearranged
 from lockstep.run.examples import examples, few_samples, fewest_samples, repeated, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
@@ -253,7 +253,9 @@ def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
 
 
 def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
-    task.check(outputs, repeated(example, samples))
+    batch = repeated(example, samples)
+    task.check(outputs, batch)
+    check_loss(task, outputs, batch)
 
 
 def evaluation_batch(recipe: Recipe) -> int:

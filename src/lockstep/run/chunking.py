@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from lockstep.config.recipe import Model
+from lockstep.core.batch import Batch, mapped, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.logits import Logits
 from lockstep.parallel.tensor.plan import Plan, cut_into_chunks
 from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.tasks.base import Task
 
 Build = Callable[[], nn.Module]
 
@@ -50,3 +54,18 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
             f"which they are (docs/tensor-slicing.md)"
         )
     return chunked
+
+
+def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
+    """Raise UsageError where a task computes with outputs what cannot be while they are in chunks."""
+    logits = next((each for each in tensors_of(outputs) if isinstance(each, Logits)), None)
+    if logits is None:
+        return
+    batch = mapped(lambda each: each.to(logits.device), batch)
+    for compute in (task.loss, task.sums):
+        try:
+            compute(outputs, batch)
+        except LockstepError:
+            raise
+        except Exception:  # it reads values, which the meta device has not
+            continue

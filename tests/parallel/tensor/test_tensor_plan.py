@@ -131,6 +131,50 @@ def test_a_layer_that_shares_its_weight_is_not_cut() -> None:
         cut_into_chunks(model, dict(cut_models.PLAN), 2)
 
 
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.conv = nn.Conv1d(4, 6, 1)
+        self.head.weight = self.table.weight
+
+
+def test_two_that_are_tied_are_cut_by_rows_together() -> None:
+    model = Scorer()
+    assert cut_into_chunks(model, {"table": "vocab", "head": "vocab"}, 4) == {}
+    assert model.head.weight is model.table.weight
+    assert region_names(model) == {"table", "head"}
+
+
+@pytest.mark.parametrize(
+    ("change", "plan", "count", "problem"),
+    [
+        (
+            {},
+            {"table": "vocab"},
+            2,
+            "table is vocab, and has a weight in common with head; let both be vocab, or untie",
+        ),
+        ({}, {"*": "vocab"}, 7, "chunks: 7 chunks, and table has 6 rows; let it be whole"),
+        (
+            {},
+            {"conv": "vocab"},
+            2,
+            "conv is a Conv1d; vocab cuts an nn.Embedding, or the nn.Linear whose outputs go to",
+        ),
+        ({"scale_grad_by_freq": True}, {"*": "vocab"}, 2, "table is vocab, and has scale_grad_by_freq, which looks at"),
+    ],
+)
+def test_what_cannot_be_cut_by_rows_is_refused(
+    change: dict[str, bool], plan: dict[str, str], count: int, problem: str
+) -> None:
+    model = Scorer()
+    vars(model.table).update(change)
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        cut_into_chunks(model, plan, count)
+
+
 def test_a_module_of_two_names_is_cut_under_both() -> None:
     model = cut_models.made()
     model.blocks[1] = model.blocks[0]

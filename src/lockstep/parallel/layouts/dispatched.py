@@ -23,7 +23,7 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.tensor.dispatch import Dispatch
 from lockstep.parallel.tensor.experts import Experts
-from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, cut_layers, cut_shapes, keep_part
+from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, cut_layers, keep_part, places
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
 
@@ -51,12 +51,12 @@ def dispatched(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
-        cut = cut_shapes(model, layers)
+        rank = mesh.coordinate(world.rank).expert
+        cut = places(model, layers, rank, mesh.expert)
         shared = [(name, parameter) for name, parameter in trained_parameters(model) if name not in cut]
         sums = Gradients(shared, world.canonical(mesh, "expert"), stream, False, bucket_bytes)
         data_ranks = [mesh.data_rank(rank) for rank in range(mesh.expert)]
-        place = Slice(cut, mesh.coordinate(world.rank).expert, mesh.expert)
-        layout = SlicedLayout(world, place, ReplicatedLayout(weights))
+        layout = SlicedLayout(world, Slice(cut, rank), ReplicatedLayout(weights))
         return layout, _ExpertGradients(sums, [_sums_of(layer) for layer in layers.values()], data_ranks)
 
     return make

@@ -93,6 +93,14 @@ class Chunks:
             yield at, chunk
         draws.go_on()
 
+    def rows(self, length: int) -> list[range]:
+        """Return which of `length` rows are in each chunk of this rank, where `length` need be no multiple of all."""
+        return [part(length, self.count, chunk) for chunk in self.own]
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """Return what all chunks have, by their numbers along dim 0, given what this rank's have. All ranks call it."""
+        return self._across.side_by_side(own).flatten(0, 1)
+
     def total(self, partials: Iterable[Tensor]) -> Tensor:
         """Return the sum over all chunks of tensors of one shape; those of this rank's may be overwritten.
 

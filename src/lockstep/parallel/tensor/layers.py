@@ -38,9 +38,7 @@ class ColumnLinear(nn.Module):
         return outputs[self.chunks.current].view(*inputs.shape[:-1], -1)
 
     def _outputs(self, inputs: Tensor) -> Sequence[Tensor]:
-        flat = inputs.reshape(-1, inputs.shape[-1])
-        made: tuple[Tensor, ...] = _Column.apply(self.chunks, *_cast(self.bias, self.weight, flat))
-        return made
+        return outputs_of(self.chunks, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
 
 
 @final
@@ -63,6 +61,12 @@ class RowLinear(nn.Module):
         outputs: Tensor = _Row.apply(self.chunks, weight, *given)
         outputs = outputs.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
+
+
+def outputs_of(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return what each chunk of this rank gives for `inputs` [n, i], where `weight` has these chunks' rows."""
+    made: tuple[Tensor, ...] = _Column.apply(chunks, *_cast(bias, weight, inputs))
+    return made
 
 
 def share_parameters(layer: nn.Module, chunks: Chunks) -> None:

@@ -10,6 +10,7 @@ A plan maps patterns of module names (core/patterns.py) to kinds:
 | `shared` | any | it is used by each chunk by itself, such as a norm of each head |
 | `whole` | any | it is used before the first cut layer of its region or after the last |
 | `experts` | any | its parameters have a row for each of its `num_experts`, or of what `experts:NAME` names |
+| `vocab` | nn.Embedding, nn.Linear | its rows are cut: it looks rows up, or is the head that scores all of them |
 | `region:METHOD` | any | the layers are cut inside this method, which takes no named arguments |
 
 The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that has colwise layers, too, or a
@@ -18,7 +19,7 @@ method of it that is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, final
@@ -33,9 +34,10 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Chunks
 from lockstep.parallel.tensor.experts import Experts, takes_pairs
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
+from lockstep.parallel.tensor.vocab import Head, LookUp
 
 Plan = Mapping[str, str]
-KINDS: Final = ("colwise", "rowwise", "heads", "shared", "experts", "whole", "region")
+KINDS: Final = ("colwise", "rowwise", "heads", "shared", "experts", "vocab", "whole", "region")
 _KEY: Final = "recipe.model.plan"
 _SHOWN: Final = 64  # the largest number of chunks in a message
 
@@ -71,18 +73,20 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
     inside = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
-        if kind.what not in ("experts", "whole") and name not in inside:
+        if kind.what not in ("experts", "vocab", "whole") and name not in inside:
             raise UsageError(f"{_KEY}: {name} is {kind.what}, and no rowwise layer is in the same module")
         if kind.what == "heads":
             for attribute in kind.more.split(","):
                 _fewer(model.get_submodule(name), name, attribute, count)
-    _check_untied(model, [name for name, kind in kinds.items() if kind.what in ("colwise", "rowwise")])
+    _check_untied(model, kinds)
     chunked: dict[str, Chunked] = {}
     for region in regions:
         chunked |= _cut(model, region, count)
     for name, kind in kinds.items():
         if kind.what == "experts":
             _group(model.get_submodule(name), name, kind.more or "num_experts", count)
+        if kind.what == "vocab":
+            _by_rows(model.get_submodule(name), name, count)
     cut = {model.get_parameter(name): each for name, each in chunked.items()}
     every = model.named_parameters(remove_duplicate=False)  # a module may have several names
     return {name: cut[parameter] for name, parameter in every if parameter in cut}
@@ -93,20 +97,27 @@ def region_names(model: nn.Module) -> frozenset[str]:
     found = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
-        if any(isinstance(each, _Hook | _Method | Experts) for each in calls):
+        if any(isinstance(each, _Hook | _Method | Experts | LookUp | Head) for each in calls):
             found.append(name)
     return frozenset(found)
 
 
-def _check_untied(model: nn.Module, layers: Iterable[str]) -> None:
-    """Raise UsageError where one of these layers shares a parameter with another module: others take their place."""
+def _check_untied(model: nn.Module, kinds: Kinds) -> None:
+    """Raise UsageError where a layer that is cut shares a parameter with one that is not cut by the same rows."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in {*module.parameters(recurse=False)}:
             owners.setdefault(parameter, []).append(name)
-    for name in layers:
+    by_rows = {name for name, kind in kinds.items() if kind.what == "vocab"}
+    for name in [name for name, kind in kinds.items() if kind.what in ("colwise", "rowwise", "vocab")]:
         for parameter in model.get_submodule(name).parameters():
-            if others := [each for each in owners[parameter] if each != name]:
+            others = [each for each in owners[parameter] if each != name]
+            if name in by_rows and (other := next((each for each in others if each not in by_rows), None)):
+                raise UsageError(
+                    f"{_KEY}: {name} is vocab, and has a weight in common with {other}; let both be vocab, or untie "
+                    f"them"
+                )
+            if name not in by_rows and others:
                 raise UsageError(
                     f"{_KEY}: {name} has a weight in common with {others[0]}; a layer that is cut has its own: say "
                     f"that it is whole, or untie them"
@@ -230,6 +241,25 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
                 f"{[*parameter.shape]}; dim 0 has to have a row for each expert"
             )
     module.forward = Experts(module, Chunks(count, name), of_group)  # on the instance: its names stay
+
+
+def _by_rows(module: nn.Module, name: str, count: int) -> None:
+    """Cut a table or a head: its rows stay in their order, so nothing is rearranged."""
+    forward: LookUp | Head
+    if type(module) is nn.Embedding:
+        forward = LookUp(module, Chunks(count, name))
+        if odd := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
+            raise UsageError(f"{_KEY}: {name} is vocab, and has {odd[0]}, which looks at all rows; leave that out")
+    elif type(module) is nn.Linear:
+        forward = Head(module, Chunks(count, name))
+    else:
+        raise UsageError(
+            f"{_KEY}: {name} is a {type(module).__name__}; vocab cuts an nn.Embedding, or the nn.Linear whose outputs "
+            f"go to a cross entropy; let it be whole"
+        )
+    if forward.rows < count:
+        raise UsageError(f"recipe.model.chunks: {count} chunks, and {name} has {forward.rows} rows; let it be whole")
+    module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance: its class and ties stay
 
 
 def _parts(name: str, more: str) -> int:

@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
+from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
@@ -19,14 +20,26 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowN
 from lockstep.parallel.tensor.chunks import Chunks
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
+from lockstep.parallel.tensor.vocab import Head, LookUp
 
 
 class CutLayer(NamedTuple):
-    """A layer that is cut into chunks, and which of its parameters are."""
+    """A layer that is cut into chunks, and which of its parameters are.
+
+    `rows` is how many rows they have in the whole, where the chunks need not have as many each.
+    """
 
     module: nn.Module
     chunks: Chunks
     parameters: tuple[str, ...]
+    rows: int | None = None
+
+
+class Place(NamedTuple):
+    """Where a rank's rows of a parameter are in the whole one, which has `shape`: from row `first` on."""
+
+    shape: Size
+    first: int
 
 
 def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
@@ -41,14 +54,21 @@ def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
             found[name] = CutLayer(module, module.chunks, ("weight",))
         elif isinstance(replaced, Experts):
             found[name] = CutLayer(module, replaced.chunks, own)
+        elif isinstance(replaced, LookUp | Head):
+            found[name] = CutLayer(module, replaced.chunks, own, replaced.rows)
     return found
 
 
-def cut_shapes(model: nn.Module, layers: Mapping[str, CutLayer]) -> dict[str, Size]:
-    """Return the shapes of those parameters of these layers that are cut, by each of their names."""
-    cut = {getattr(layer.module, key) for layer in layers.values() for key in layer.parameters}
+def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: int) -> dict[str, Place]:
+    """Return where the parts are that the `rank`-th of so many ranks keeps of what is cut, by each of their names."""
+    cut = {}
+    for layer in layers.values():
+        for key in layer.parameters:
+            own = getattr(layer.module, key)
+            rows = layer.rows or len(own) * ranks
+            cut[own] = Place(Size([rows, *own.shape[1:]]), _own_rows(rows, layer, rank, ranks).start)
     every = model.named_parameters(remove_duplicate=False)
-    return {name: parameter.shape for name, parameter in every if parameter in cut}
+    return {name: cut[parameter] for name, parameter in every if parameter in cut}
 
 
 def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "tensor") -> None:
@@ -81,11 +101,22 @@ def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
 
 def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
     """Keep of what is cut the part of the `rank`-th of so many ranks alone."""
+    kept: dict[nn.Parameter, nn.Parameter] = {}  # two layers may have one weight
     for layer in layers:
         for key in layer.parameters:
             whole = getattr(layer.module, key)
-            own = whole.detach().tensor_split(ranks)[rank].clone()
-            setattr(layer.module, key, nn.Parameter(own, requires_grad=whole.requires_grad))
+            if whole not in kept:
+                rows = _own_rows(len(whole), layer, rank, ranks)
+                own = whole.detach()[rows.start : rows.stop].clone()
+                kept[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            setattr(layer.module, key, kept[whole])
+
+
+def _own_rows(rows: int, layer: CutLayer, rank: int, ranks: int) -> range:
+    """Return which of so many rows are in the chunks of a rank."""
+    count = layer.chunks.count
+    own = part(count, ranks, rank)
+    return range(part(rows, count, own[0]).start, part(rows, count, own[-1]).stop)
 
 
 def own_slice(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
@@ -108,9 +139,8 @@ def sliced(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
 class Slice:
     """Which part of a model in chunks a rank has: of what is cut some rows, and of the rest what all have alike."""
 
-    def __init__(self, cut: Mapping[str, Size], rank: int, ranks: int, primary: bool = True) -> None:
-        """Take the shapes of the parameters of which the `rank`-th of so many ranks has its own chunks alone."""
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, cut: Mapping[str, Place], rank: int, primary: bool = True) -> None:
+        """Take where those parameters are of which the `rank`-th of some ranks has its own chunks alone."""
         self.first = not rank  # whether it reports what all of these ranks have alike
         self.primary = primary  # and whether what its replicas have alike
         self._cut = cut
@@ -119,7 +149,7 @@ class Slice:
     def of(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
         """Return that of a model which the ranks of the mesh's tensor axis share."""
         at = mesh.coordinate(world.rank)
-        return cls(cut_shapes(model, cut_layers(model)), at.tensor, mesh.tensor, not at.replicate)
+        return cls(places(model, cut_layers(model), at.tensor, mesh.tensor), at.tensor, not at.replicate)
 
     def placed(self, name: str, held: MaybeSharded) -> MaybeSharded:
         """Return what the rank has of a tensor of its slice as a part of the whole one."""
@@ -131,9 +161,8 @@ class Slice:
         """Return rows of a tensor of the slice as rows of the whole one."""
         if name not in self._cut:
             return replace(own, primary=own.primary and self.first)
-        height, *others = self._cut[name]
-        whole = Size([height * self._ranks, *others])
-        return replace(own, first=self._rank * height + own.first, shape=whole)
+        place = self._cut[name]
+        return replace(own, first=place.first + own.first, shape=place.shape)
 
 
 @final

@@ -1,0 +1,212 @@
+"""Logits that are in chunks, and their cross entropy, for which they are never joined.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3: of each row of logits a chunk gives three numbers, its largest logit, the
+sum of its exponentials and the target's logit, if it has that. Of these all ranks have those of all chunks, and the
+sums are added by the tree. The gradient of a chunk is its part of the softmax, less one at the target.
+
+A head (vocab.py) gives a tensor, as the code between a model and its loss expects one: it has the shape of all logits,
+and the chunks of this rank beside it. What would need the others is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from lockstep.comm.canonical import add_
+from lockstep.core.tree import Block, total
+from lockstep.errors import UsageError
+from lockstep.parallel.tensor.chunks import Chunks
+
+
+@final
+class Logits(Tensor):
+    """Logits of shape [..., entries], of which `parts` has the chunks of this rank: [..., entries of a chunk] each."""
+
+    parts: tuple[Tensor, ...]
+    chunks: Chunks
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor], chunks: Chunks, entries: int, dtype: torch.dtype | None = None) -> Logits:
+        """Give the parts the `dtype` in which the loss is computed, by default their own."""
+        first = parts[0]
+        made: Logits = Tensor._make_wrapper_subclass(
+            cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
+        )
+        made.parts, made.chunks = tuple(parts), chunks
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute what is known of chunks by themselves. Of anything else torch may know the answer by the shape."""
+        if function is F.cross_entropy:
+            return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
+        if known := _OF_EACH.get(function):
+            return known(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse what would compute with values."""
+        logits = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits))
+        _refuse(logits, f"{function} is computed of its logits")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return what is known without the other chunks."""
+        return f"Logits of shape {[*self.shape]}, chunks {self.chunks.own} of {self.chunks.count}"
+
+
+def _refuse(logits: Logits, why: str) -> NoReturn:
+    raise UsageError(
+        f"recipe.model.plan: {logits.chunks.name} is vocab, and {why}, which are in chunks while the model trains: "
+        f"they can be given to a cross entropy and to nothing else; let {logits.chunks.name} be whole"
+    )
+
+
+def _like(logits: Logits, parts: Sequence[Tensor]) -> Logits:
+    return Logits(parts, logits.chunks, logits.shape[-1], logits.dtype)
+
+
+def _indexed(logits: Logits, index: Any) -> Logits:
+    items = index if isinstance(index, tuple) else (index,)
+    known = all(each is Ellipsis or isinstance(each, slice) for each in items)
+    if not known or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
+        _refuse(logits, f"[{index}] is taken of its logits")
+    return _like(logits, [each[index] for each in logits.parts])
+
+
+def _viewed(logits: Logits, *shape: Any) -> Logits:
+    return _reshaped(logits, *shape)
+
+
+def _reshaped(logits: Logits, *shape: Any) -> Logits:
+    return _in_shape(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
+
+
+def _flattened(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
+    return _in_shape(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
+
+
+def _in_shape(logits: Logits, like: Tensor) -> Logits:
+    if not like.ndim or like.shape[-1] != logits.shape[-1]:
+        _refuse(logits, f"shape {[*like.shape]} is asked of its logits")
+    return _like(logits, [each.reshape(*like.shape[:-1], each.shape[-1]) for each in logits.parts])
+
+
+def _contiguous(logits: Logits) -> Logits:
+    return logits
+
+
+def _float(logits: Logits) -> Logits:
+    return Logits(logits.parts, logits.chunks, logits.shape[-1], torch.float32)
+
+
+def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
+    dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
+    if any(each not in (dtype, logits.device) for each in args):
+        _refuse(logits, f"to({', '.join(map(str, args))}) is asked of its logits")
+    return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
+
+
+def _requires_grad(logits: Logits) -> bool:
+    return any(each.requires_grad for each in logits.parts)
+
+
+def _register_hook(logits: Logits, hook: Any) -> Any:
+    """Call `hook` before the backward of each part: fully_shard hangs on to the outputs of a module."""
+    return [each.register_hook(hook) for each in logits.parts][-1]  # type: ignore[no-untyped-call]
+
+
+_OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
+    Tensor.__getitem__: _indexed,
+    Tensor.view: _viewed,
+    Tensor.reshape: _reshaped,
+    torch.reshape: _reshaped,
+    Tensor.flatten: _flattened,
+    torch.flatten: _flattened,
+    Tensor.contiguous: _contiguous,
+    Tensor.float: _float,
+    Tensor.to: _to,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.register_hook: _register_hook,
+}
+
+
+def _cross_entropy(given: Mapping[str, Any]) -> Tensor:
+    """Compute F.cross_entropy of arguments by their names; all parts of the sum are of float32 at least."""
+    logits, targets = given["input"], given["target"]
+    for name, value in given.items():
+        usual = inspect.signature(F.cross_entropy).parameters[name].default
+        if name not in ("input", "target", "ignore_index", "reduction") and value is not usual and value != usual:
+            _refuse(logits, f"{name} is asked of the cross entropy of its logits")
+    if logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+        _refuse(logits, f"{targets.dtype} of shape {[*targets.shape]} are targets of its logits {[*logits.shape]}")
+    ignored = given.get("ignore_index", -100)
+    losses: Tensor = _CrossEntropy.apply(logits.chunks, logits.shape[-1], ignored, targets, *logits.parts)
+    match given.get("reduction", "mean"):
+        case "none":
+            return losses
+        case "sum":
+            return losses.sum()
+        case _:
+            mean: Tensor = losses.sum() / (targets != ignored).sum()
+            return mean
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The cross entropy of each of n `targets`, given this rank's chunks [n, e] of the logits: [n], 0 if `ignored`."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
+        fits = ((targets >= 0) & (targets < entries)) | (targets == ignored)
+        torch._assert_async(fits.all(), f"a target is none of {entries} entries")
+        ctx.rows, ctx.ignored = chunks.rows(entries), ignored
+        own = [_found(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)]
+        # By chunk, [chunks, n]: the same on all ranks from here on.
+        tops, sums, chosen = chunks.of_all(torch.stack(own)).unbind(1)
+        top = tops.amax(0)
+        sums = sums * (tops - top).exp()
+        added = total({Block(chunk, 1): each for chunk, each in enumerate(sums)}, chunks.count, add_)
+        ctx.save_for_backward(targets, top, added, *parts)
+        losses: Tensor = added.log() - (chosen.amax(0) - top)
+        return losses.masked_fill(targets == ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        targets, top, added, *parts = ctx.saved_tensors
+        gradient = gradient.masked_fill(targets == ctx.ignored, 0)
+        share = (gradient / added)[:, None]
+        found = []
+        for rows, part in zip(ctx.rows, parts, strict=True):
+            inside, at = _within(rows, targets)
+            softmax = (part.to(top.dtype) - top[:, None]).exp_().mul_(share)
+            less = softmax.gather(1, at[:, None]) - gradient.where(inside, 0)[:, None]
+            found.append(softmax.scatter_(1, at[:, None], less).to(part.dtype))
+        return None, None, None, None, *found
+
+
+def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which targets are in a chunk with these rows, and their places there; 0 for others."""
+    inside = (targets >= rows.start) & (targets < rows.stop)
+    return inside, (targets - rows.start).where(inside, 0)
+
+
+def _found(part: Tensor, inside: Tensor, at: Tensor) -> Tensor:
+    """Return of a chunk its largest logit, the sum of its exponentials less that, and the target's logit: [3, n]."""
+    wide = part.to(torch.promote_types(part.dtype, torch.float32))
+    top = wide.amax(1).clamp_min(torch.finfo(wide.dtype).min)  # all may be minus infinity
+    added = (wide - top[:, None]).exp_().sum(1)
+    chosen = wide.gather(1, at[:, None]).squeeze(1).masked_fill(~inside, -torch.inf)
+    return torch.stack([top, added, chosen])

@@ -1,0 +1,118 @@
+"""Tables of which each chunk has some rows: what looks rows up, and the head that scores all of them.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows need be no multiple of the chunks. Modules stay
+what they are, with their names and their weights, which two may share; only their forwards are others.
+
+- A look-up: each chunk gives those rows that it has, and zeros for the others; they are added by the tree.
+- A head: each chunk gives the logits of its rows. While the model trains they stay apart (logits.py); in evaluation all
+  ranks get all of them. The gradient of the inputs is added over the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lockstep.core.order import cut
+from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.layers import by_chunk, outputs_of
+from lockstep.parallel.tensor.logits import Logits
+
+
+@final
+class LookUp:
+    """In place of the forward of `module`, whose weight has this rank's rows."""
+
+    def __init__(self, module: nn.Embedding, chunks: Chunks) -> None:
+        self.module = module
+        self.chunks = chunks
+
+    @property
+    def rows(self) -> int:
+        """How many rows the whole table has."""
+        return self.module.num_embeddings
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the row of each id: [..., d]."""
+        module = self.module
+        found: Tensor = _LookUp.apply(self.chunks, self.rows, module.padding_idx, ids.reshape(-1), module.weight)
+        return found.view(*ids.shape, -1)
+
+
+@final
+class Head:
+    """In place of the forward of `module`, whose weight and bias have this rank's rows."""
+
+    def __init__(self, module: nn.Linear, chunks: Chunks) -> None:
+        self.module = module
+        self.chunks = chunks
+
+    @property
+    def rows(self) -> int:
+        """How many rows the whole weight has."""
+        return self.module.out_features
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return the logits: in chunks while the model trains, else whole."""
+        module = self.module
+        flat = outputs_of(self.chunks, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
+        parts = [each.view(*inputs.shape[:-1], -1) for each in flat]
+        if module.training:
+            return Logits(parts, self.chunks, self.rows)
+        joined: Tensor = _Joined.apply(self.chunks, self.rows, *parts)
+        return joined
+
+
+class _LookUp(torch.autograd.Function):
+    """The rows with these `ids` [n]: [n, d]. Those with the id `padding` get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
+        torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is none of {length} rows")
+        ctx.rows, ctx.padding = chunks.rows(length), padding
+        ctx.save_for_backward(ids)
+        # Zeros that are added change no bit, but for a zero that was negative.
+        return chunks.total(_found(ctx.rows, by_chunk(weight, chunks), ids))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        [ids] = ctx.saved_tensors
+        found = []
+        for rows in ctx.rows:
+            inside = (ids >= rows.start) & (ids < rows.stop)
+            if ctx.padding is not None:
+                inside &= ids != ctx.padding
+            own, of_rows = ids[inside] - rows.start, gradient[inside]
+            found.append(torch.ops.aten.embedding_dense_backward(of_rows, own, len(rows), -1, False))
+        return None, None, None, None, torch.cat(found)
+
+
+def _found(chunks: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Iterator[Tensor]:
+    for rows, weight in zip(chunks, weights, strict=True):
+        outside = (ids < rows.start) | (ids >= rows.stop)
+        yield F.embedding((ids - rows.start).masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0)
+
+
+class _Joined(torch.autograd.Function):
+    """What all chunks give, given this rank's: [..., entries]."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, length: int, *parts: Tensor) -> Tensor:
+        ctx.rows = chunks.rows(length)
+        if len(parts) == chunks.count:
+            return torch.cat(parts, -1)
+        lengths = [len(rows) for rows in cut(length, chunks.count)]
+        own = [F.pad(each, (0, lengths[0] - each.shape[-1])) for each in parts]  # the first chunk is a longest one
+        every = chunks.of_all(torch.stack(own))
+        return torch.cat([each[..., :count] for each, count in zip(every, lengths, strict=True)], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient[..., rows.start : rows.stop] for rows in ctx.rows)

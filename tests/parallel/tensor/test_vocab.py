@@ -1,0 +1,145 @@
+"""Tables and heads whose rows are cut compute what they do whole, and have the same bits on any number of ranks."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+import worlds
+from test_slices import _agree
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toys import Case
+
+from lockstep.comm.world import World
+from lockstep.core.shard import Shard
+from lockstep.models.gpt import gpt
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.plan import cut_into_chunks
+
+PLAN = {"*.tokens": "vocab", "head": "vocab"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("entries", [64, 65, 67])
+def test_our_gpt_learns_what_it_learns_whole(tied: bool, entries: int) -> None:
+    whole = gpt(vocabulary=entries, context=9, layers=1, heads=4, width=24, tied=tied).double()
+    cut = copy.deepcopy(whole)
+    chunked = cut_into_chunks(cut, PLAN | known_plan(cut), 4)
+    ids = torch.randint(entries, (3, 10))
+    for model in (whole, cut):
+        F.cross_entropy(model(ids[:, :-1]).view(-1, entries), ids[:, 1:].reshape(-1), reduction="sum").backward()
+    found = {name: each.grad for name, each in cut.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        gradient = chunked[name].restored(found[name]) if name in chunked else found[name]
+        assert (gradient - parameter.grad).abs().max() < 1e-10 * parameter.grad.abs().max(), name
+
+
+def test_evaluation_has_all_logits() -> None:
+    whole = nn.Sequential(nn.Linear(3, 5)).double().eval()
+    cut = copy.deepcopy(whole)
+    cut_into_chunks(cut, {"0": "vocab"}, 4)
+    inputs = torch.randn(2, 7, 3, dtype=torch.float64)
+    given = [model(inputs) for model in (whole, cut)]
+    torch.testing.assert_close(given[1], given[0])
+    for each in given:
+        each.tanh().sum().backward()
+    torch.testing.assert_close(cut[0].weight.grad, whole[0].weight.grad)
+
+
+def test_padding_is_not_learned() -> None:
+    whole = nn.Sequential(nn.Embedding(7, 3, padding_idx=5))
+    cut = copy.deepcopy(whole)
+    cut_into_chunks(cut, {"0": "vocab"}, 3)
+    ids = torch.tensor([[0, 5, 5], [2, 6, 2]])
+    for model in (whole, cut):
+        (model(ids) ** 2).sum().backward()
+    assert torch.equal(cut(ids), whole(ids))
+    assert torch.equal(cut[0].weight.grad, whole[0].weight.grad)
+
+
+def test_an_id_that_is_no_row_ends_it() -> None:
+    table = nn.Sequential(nn.Embedding(7, 3))
+    cut_into_chunks(table, {"0": "vocab"}, 3)
+    with pytest.raises(RuntimeError, match="an id is none of 7 rows"):
+        table(torch.tensor([7]))
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(self.up(x).relu(), 0.2, self.training))
+
+
+class Untied(nn.Module):
+    """Pixels are ids of six rows: of four ranks two have two of these, and two have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 12)
+        self.feed = Feed()
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 6)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.feed(self.table((4 * images[:, 0, 0]).long().remainder(6)))
+        head: Tensor = self.head(self.norm(x).mean(1))
+        return head
+
+
+class Tied(Untied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 6, bias=False)
+        self.head.weight = self.table.weight
+
+
+CUT = (("table", "vocab"), ("head", "vocab"), ("*.up", "colwise"), ("*.down", "rowwise"))
+NET = Case(model=Tied, samples=(12, 7, 3), chunks=4, plan=CUT)
+CASES = {
+    "tied": replace(NET, optimizer="adamw", clip=0.1),
+    "tied, bf16-compute": replace(NET, precision="bf16-compute", clip=0.5, ema=True),
+    "untied": replace(NET, model=Untied, optimizer="lamb", clip=1.0, ema=True),
+    "untied, fp16": replace(NET, model=Untied, precision="fp16", initial_scale=2.0**20),
+}
+PLACED = {
+    "sliced": [("tensor", 2, ()), ("tensor", 4, ())],
+    "a mesh with stages": [("mesh", 4, (("pipe", 2), ("tensor", 2)))],
+    "a mesh with shards": [("mesh", 4, (("shard", 2), ("tensor", 2)))],
+    "whole on each": [("ddp", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())],
+}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_one_process(name: str, placed: str) -> None:
+    _agree(CASES[name], PLACED[placed])
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_going_on_elsewhere_gives_the_same_bits(name: str) -> None:
+    case = CASES[name]
+    [(_, uninterrupted)] = worlds.run(1, toys.states, case, 0, None)
+    half = replace(case, samples=case.samples[:2], strategy="tensor")
+    state, trace = worlds.run(4, toys.states, half, 0, None)[0]
+    going_on = replace(case, strategy="mesh", options=(("pipe", 2), ("tensor", 2)))
+    for _, rest in worlds.run(4, toys.states, going_on, 2, state):
+        assert {**trace, **rest} == uninterrupted
+
+
+def _sizes(world: World, case: Case) -> dict[str, Any]:
+    held = toys.engine(world, case).state().model
+    return {name: len(held[name].tensor) for name in ("table.weight", "head.weight") if isinstance(held[name], Shard)}
+
+
+@pytest.mark.worlds
+def test_a_rank_has_the_rows_of_its_chunks_alone() -> None:
+    found = worlds.run(2, _sizes, replace(NET, strategy="tensor"))
+    assert found == [{"table.weight": rows, "head.weight": rows} for rows in (4, 2)]
