@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import toys
 import worlds
 import zoo
@@ -80,6 +81,7 @@ ZOO = {
     "convnext, one sample": zoo.case("convnext", optimizer="adamw", samples=(4, 4)),
     "convnext, one sample, channels last": zoo.case("convnext", samples=(4, 4), channels_last=True),
     "mlp": zoo.case("mlp", optimizer="adamw", precision="bf16", clip=0.1, ema=True),
+    "mlp in bf16 itself": zoo.case("mlp", dtype=torch.bfloat16),
 }
 PLACED = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+NARROW: Final = (torch.bfloat16, torch.float16)
 _ATEN: Final = torch.ops.aten
 _ADDS: Final = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor})
 _ADDS_OF_LISTS: Final = frozenset({_ATEN._foreach_add.List, _ATEN._foreach_add_.List})
@@ -27,7 +28,7 @@ class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if alpha == 1 or func not in _ADDS | _ADDS_OF_LISTS:
             return func(*args, **(kwargs or {}))
         left, right = (args[0], args[1]) if func in _ADDS_OF_LISTS else ([args[0]], [args[1]])
-        if not all(_narrow(each) for each in left):
+        if not all(narrow(each) for each in left):
             return func(*args, **kwargs)
         sums = [_sum(*pair, alpha) for pair in zip(left, right, strict=True)]
         if func in _IN_PLACE:
@@ -37,8 +38,9 @@ class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sums if func in _ADDS_OF_LISTS else sums[0]
 
 
-def _narrow(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16)
+def narrow(tensor: Tensor) -> bool:
+    """Return whether a tensor is of 16 bits, and on the CPU."""
+    return tensor.device.type == "cpu" and tensor.dtype in NARROW
 
 
 def _sum(left: Tensor, right: Tensor, alpha: float) -> Tensor:

@@ -14,7 +14,7 @@ from lockstep.device.precision import loss_scaler, unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Trained
-from lockstep.parallel.narrow_steps import AlikeInRows
+from lockstep.parallel.narrow_steps import AlikeInRows, narrow
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
 
@@ -30,8 +30,8 @@ class Updates:
         keep_ratios(self.optimizer)
         self._bare_step = bare_step(self.optimizer)
         self._layout = layout
-        self._narrow = numerics.stored is not None
         self._trained = [tensor for _, tensor in layout.trained]
+        self._narrow = any(narrow(tensor) for tensor in self._trained)  # whether the recipe or the model says so
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = loss_scaler(
             numerics.precision, device, numerics.initial_scale, numerics.growth_interval, numerics.static_scale

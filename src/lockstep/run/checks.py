@@ -11,6 +11,7 @@ from lockstep.device.precision import check_precision, computing_dtype, stored_d
 from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
 from lockstep.models.operations import Refusal, refused_operations
+from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.optimize import check_rows
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.run.build import Setup
@@ -143,8 +144,13 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
     """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
     strategy = resolved.strategy
     if strategy.traits.cuts_rows or ready.chunked:
+        stored = stored_dtype(ready.recipe.precision)
         for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
-            check_rows(make, resolved.strategy_name, stored_dtype(ready.recipe.precision))
+            check_rows(make, resolved.strategy_name, stored)
+        for dtype in NARROW if stored is None else ():  # in which the model has weights by itself
+            if any(form.dtype == dtype for form in ready.trained.values()):
+                for make in with_each(ready.recipe, ready.special):
+                    check_rows(make, resolved.strategy_name, dtype)
     if isinstance(strategy, Foreign):
         for make in with_each(ready.recipe, ready.special)[1:]:
             strategy.check_recipe(placed_numerics(resolved), make)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.own_code import refused
 from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimize import check_optimizer, check_rows, check_stored
 from lockstep.parallel.optimizer_state import Named
@@ -64,14 +65,16 @@ def check_steps(
 
     `stored` is the dtype that weights are trained in, where it is another than the model has.
     """
-    dims = {parameter.ndim for parameter in model.parameters() if parameter.requires_grad}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    dims = {parameter.ndim for parameter in trained}
+    narrow = {parameter.dtype for parameter in trained} & {*NARROW}
     for group in optimizer.param_groups:
         tried = partial(_tried, optimizer, group)
         check_optimizer(tried, dims)
         if stored is not None:
             check_stored(tried, stored)
-        if cuts_rows:
-            check_rows(tried, strategy, stored)
+        for dtype in {stored, *narrow} if cuts_rows else ():
+            check_rows(tried, strategy, dtype)
 
 
 def over_trained(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
