@@ -170,3 +170,13 @@ def test_ranks_share_the_chunks_of_sequences(replicate: int, context: int, own: 
 
 def _bracketed(left: str, right: str) -> str:
     return f"({left}+{right})"
+
+
+@given(SIZES, SIZES, LEAVES)
+def test_what_ranks_in_step_hold_together_is_merged(replicas: int, in_step: int, leaves: int) -> None:
+    for first in range(0, replicas * in_step, in_step):
+        joined = Counter[str](lambda left, right: left + right)
+        for rank in range(first, first + in_step):
+            for block in DataRank(rank, replicas * in_step).held(leaves):
+                joined.take(block, "")
+        assert [*joined.pieces()] == DataRank(first, replicas * in_step, spans=in_step).held(leaves)

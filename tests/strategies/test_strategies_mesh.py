@@ -30,6 +30,8 @@ from lockstep.strategies.mesh import Strategy
             "strategy mesh: replicate=1 x tensor=2 is 2 processes, and there are 4",
         ),
         (Strategy(replicate=2, shard=3), 6, 4, "6 processes but only 4 micro-batches"),
+        (Strategy(expert=2, tensor=2), 4, 4, "expert=2 goes with replicate alone, not with tensor=2; leave expert out"),
+        (Strategy(replicate=2, expert=3), 6, 4, "6 processes but only 4 micro-batches"),
         (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
     ],
 )
@@ -68,6 +70,7 @@ def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy,
 
 def test_replicas_are_what_the_other_lengths_leave() -> None:
     assert Strategy(pipe=2, tensor=2).mesh(8) == Mesh(replicate=2, pipe=2, tensor=2)
+    assert Strategy(expert=2).mesh(6) == Mesh(replicate=3, expert=2)
     assert Strategy().mesh(3) == Mesh(replicate=3)
 
 
@@ -87,5 +90,7 @@ def test_a_model_is_cut_both_ways_before_anything_starts() -> None:
     Strategy(pipe=2, tensor=2).check_model(partial(_gpt, 4), None, 4)
     with pytest.raises(UsageError, match="3 processes cannot share the 4 chunks"):
         Strategy(tensor=3).check_model(partial(_gpt, 4), None, 3)
+    with pytest.raises(UsageError, match="strategy mesh: the model has no experts that are known"):
+        Strategy(expert=2).check_model(partial(_gpt, 4), None, 2)
     with pytest.raises(UsageError, match="strategy pipeline: "):
         Strategy(pipe=40).check_model(partial(_gpt, 1), None, 40)

@@ -28,7 +28,7 @@ from lockstep.comm.carrier import Carrier, Direct, Staged
 from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
-from lockstep.core.mesh import Axis, Mesh
+from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.core.rank import RankInfo
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
@@ -94,6 +94,9 @@ class World:
         [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
         places = [among.data_rank(number) for number in range(among.size)]
         order = sorted(range(among.size), key=lambda number: places[number].seat)  # that of their leaves
+        if axes == ("replicate",) and mesh.expert > 1:  # what a rank adds here is of all ranks in step with it
+            count, step = among.size * mesh.expert, mesh.expert
+            places = [DataRank(first, count, spans=step) for first in range(0, count, step)]
         carrier = self.carrier(mesh, *axes, beside=beside) if among.size > 1 else None
         own = order.index(ranks.index(self.rank))
         return CanonicalSum(own, [places[number] for number in order], carrier, order, chunks)

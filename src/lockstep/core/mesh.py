@@ -77,7 +77,8 @@ class DataRank(NamedTuple):
     one take turns in its part: in round k they have k * members, k * members + 1, ..., which they add across before the
     next round. Of several ranks with the same data one is `primary`: it reports what all of them know. So many replicas
     as are `in_step` have as many rounds as the one of them with most micro-batches. Of `seats` ranks with the same
-    data each computes as many chunks of the sequences, in the order of their `seat`.
+    data each computes as many chunks of the sequences, in the order of their `seat`. A rank that has the sums of
+    several replicas, its own and those that follow, `spans` so many.
     """
 
     replica: int = 0
@@ -88,6 +89,7 @@ class DataRank(NamedTuple):
     in_step: int = 1
     seat: int = 0
     seats: int = 1
+    spans: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
         """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a dummy.
@@ -118,6 +120,7 @@ class DataRank(NamedTuple):
         ours = part(microbatches, self.replicas, self.replica)
         if self.members > 1:
             return [Block(leaf, 1) for leaf in ours[self.member :: self.members]]
+        ours = range(ours.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
         own = part(chunks, self.seats, self.seat)
         if len(ours) == microbatches:
             return blocks(range(own.start * microbatches, own.stop * microbatches))

@@ -60,7 +60,10 @@ class Counter(Generic[T]):
 
     def push(self, leaf: int, value: T) -> None:
         """Add a leaf, merging every pair of sibling blocks that it completes."""
-        block = Block(leaf, 1)
+        self.take(Block(leaf, 1), value)
+
+    def take(self, block: Block, value: T) -> None:
+        """Add a block of leaves, likewise."""
         while (sibling := block.sibling) in self._held:
             other = self._held.pop(sibling)
             value = self._add(other, value) if block.is_right else self._add(value, other)

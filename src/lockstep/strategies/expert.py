@@ -18,15 +18,12 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
-from lockstep.core.work import check_work
-from lockstep.device.meta import on_meta
-from lockstep.errors import UsageError
+from lockstep.core.work import check_divides, check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.dispatched import dispatched, expert_layers, own_experts
+from lockstep.parallel.layouts.dispatched import check_experts, dispatched, own_experts
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.tensor.slices import check_shared, cut_layers
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
@@ -34,8 +31,11 @@ from lockstep.tasks.base import Problem
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients of all but experts are exchanged in pieces of about this size, during backward."""
+    """`replicate`: how many replicas of the experts there are, each shared by as many processes. `bucket_mib`:
+    gradients of all but experts are exchanged in pieces of about this size, during backward.
+    """
 
+    replicate: Annotated[int, Field(ge=1)] = 1
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
 
     @property
@@ -43,39 +43,34 @@ class Strategy:
         """See Strategy."""
         return Traits(
             cuts="the micro-batches of a step; the experts of mixtures",
-            needs="at most as many processes as micro-batches; recipe.model.chunks, which the processes divide; a "
-            "model with experts that are known, or recipe.model.plan; an optimizer that works element by element",
+            needs="at most as many processes as micro-batches; recipe.model.chunks, which the processes of a "
+            "replica divide; a model with experts that are known, or recipe.model.plan; an optimizer that works "
+            "element by element",
             communication="for each mixture and micro-batch the rows and what experts made of them, forward and "
-            "backward; the sum of the other gradients once a step",
+            "backward; the sum of the other gradients once a step, with replicate of all gradients",
             cuts_rows=True,
             compiles=False,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work."""
+        """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
+        check_divides(f"strategy expert: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
 
     def check_model(
         self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
     ) -> None:
         """Raise UsageError where the model that `build` builds has no groups of experts for so many processes."""
-        blank = on_meta(build)
-        experts = expert_layers(blank)
-        if cut_layers(blank) and not experts:
-            raise UsageError(
-                "strategy expert: the model has no experts that are known; say in recipe.model.plan which they are "
-                "(docs/tensor-slicing.md#experts), or use strategy tensor, which shares the other layers"
-            )
-        check_shared(experts, processes, "expert")
+        check_experts(build, self.mesh(processes).expert, "expert")
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""
-        return Mesh(expert=processes)
+        return Mesh(replicate=self.replicate, expert=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
-        if world.size == 1:
+        if mesh.expert == 1:
             make_layout = replicated(world, mesh, bucket_bytes)
             return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
         own = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))

@@ -1,4 +1,4 @@
-"""Any product of the others: replicas, pipelines, sharding and tensor slicing at once.
+"""Any product of the others: replicas, pipelines, sharding and tensor slicing at once, or replicas and experts.
 
 Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combines three
 of them. Ranks that share the chunks of a layer are next to each other, then the members that share parameters, then
@@ -24,6 +24,7 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.dispatched import check_experts, dispatched, own_experts
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.layouts.sharded import sharded
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -41,14 +42,16 @@ Length = Annotated[int, Field(ge=1)]
 class Strategy:
     """The lengths of the mesh: `replicate`, how many replicas share the micro-batches, by default as many as the other
     lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
-    optimizer state by rows, in pipelines the optimizer state alone; `tensor`, how many processes share the chunks of
-    each layer. `cut`: the modules that begin the stages but the first; left out, stages are cut by cost. `bucket_mib`:
-    without `shard` and `pipe`, gradients are exchanged in pieces of about this size, while backward goes on.
+    optimizer state by rows, in pipelines the optimizer state alone; `expert`, how many processes share the experts of
+    mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer. `cut`: the modules
+    that begin the stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`,
+    gradients are exchanged in pieces of about this size, while backward goes on.
     """
 
     replicate: Length | None = None
     pipe: Length = 1
     shard: Length = 1
+    expert: Length = 1
     tensor: Length = 1
     cut: tuple[str, ...] = ()
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
@@ -58,17 +61,18 @@ class Strategy:
         """See Strategy."""
         return Traits(
             cuts="with replicate the micro-batches of a step, with pipe the model into stages, with shard parameters, "
-            "gradients and optimizer state by rows, with tensor heads and features",
-            needs="as many processes as the lengths give, multiplied; what pipeline, hsdp and tensor need of a model",
-            communication="as pipeline, hsdp and tensor, each between the ranks along its axis",
-            cuts_rows=self.shard > 1 or self.tensor > 1,
-            compiles=self.tensor == 1,
-            syncs_batchnorm=self.pipe == 1 and self.tensor == 1,
+            "gradients and optimizer state by rows, with expert experts of mixtures, with tensor heads and features",
+            needs="as many processes as the lengths give, multiplied; what pipeline, hsdp, expert and tensor need of a "
+            "model; expert goes with replicate alone",
+            communication="as pipeline, hsdp, expert and tensor, each between the ranks along its axis",
+            cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
+            compiles=self.expert == self.tensor == 1,
+            syncs_batchnorm=self.pipe == self.expert == self.tensor == 1,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the lengths do not give so many processes, or some would never have work."""
-        lengths = {"replicate": self.replicate, "pipe": self.pipe, "shard": self.shard, "tensor": self.tensor}
+        lengths = {name: getattr(self, name) for name in ("replicate", "pipe", "shard", "expert", "tensor")}
         given = {
             name: length
             for name, length in lengths.items()
@@ -81,17 +85,26 @@ class Strategy:
                 f"strategy mesh: {asked} is {product} processes, and there are {processes}; change a length, or leave "
                 f"replicate out and use a multiple of {product // (self.replicate or 1)}"
             )
+        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "tensor") if name in given]
+        if self.expert > 1 and others:
+            raise UsageError(
+                f"strategy mesh: expert={self.expert} goes with replicate alone, not with {' and '.join(others)}; "
+                f"leave expert out: tensor shares the experts too, and shard cuts them by rows"
+            )
         if self.cut and len(self.cut) != self.pipe - 1:
             raise UsageError(
                 f"strategy mesh: cut names {len(self.cut)} modules, but there are {self.pipe} stages; name "
                 f"{self.pipe - 1}, or leave cut out"
             )
-        check_work(self._replicas(processes) * self.shard, microbatches)
+        check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(
         self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
     ) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut into these stages or chunks."""
+        if self.expert > 1:
+            check_experts(build, self.expert, "mesh")
+            return
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.tensor)
         if self.pipe > 1:
@@ -101,18 +114,22 @@ class Strategy:
         """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
         if self.pipe > 1:
             return Mesh(replicate=self._replicas(processes) * self.shard, pipe=self.pipe, tensor=self.tensor)
-        return Mesh(replicate=self._replicas(processes), shard=self.shard, tensor=self.tensor)
+        return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh = self.mesh(world.size)
+        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if self.pipe > 1:
             pipe = Pipe(replicas=self._replicas(world.size), sharers=self.shard, slices=self.tensor, cut=self.cut)
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
+        if self.expert > 1:
+            problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
+            make_layout = dispatched(world, mesh, bucket_bytes)
+            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
         make_layout = (
             sharded(world, mesh, keep_gathered=False, offload=False)
             if self.shard > 1
-            else replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20))
+            else replicated(world, mesh, bucket_bytes)
         )
         if self.tensor > 1:
             problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
@@ -120,4 +137,4 @@ class Strategy:
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
 
     def _replicas(self, processes: int) -> int:
-        return self.replicate or processes // (self.pipe * self.shard * self.tensor)
+        return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor)

@@ -13,6 +13,7 @@ from test_slices import CASES, NET
 from toys import Case
 
 from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
 from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
 from lockstep.strategies.expert import Strategy
@@ -62,6 +63,18 @@ class Frozen(cut_models.Net):
             each.requires_grad_(each in trained)
 
 
+# Of five micro-batches two replicas of two ranks have three and two; of three samples the second has one, or none.
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", ["sgd", "five micro-batches", "clipped, averaged", "fp16, skipping"])
+def test_replicas_of_the_experts_keep_the_bits(name: str) -> None:
+    case = replace(CASES["sgd"], microbatches=5) if name == "five micro-batches" else CASES[name]
+    [alone] = worlds.run(1, toys.whole_trace, case)
+    strategy, option = ("mesh", "expert") if name == "sgd" else ("expert", "replicate")
+    placed = replace(case, strategy=strategy, options=((option, 2),))
+    for trace in worlds.run(4, toys.whole_trace, placed):
+        assert [key for key in alone if trace[key] != alone[key]] == []
+
+
 @pytest.mark.worlds
 @pytest.mark.parametrize("model", [Twice, Frozen])
 def test_models_that_call_their_experts_otherwise(model: Any) -> None:
@@ -74,14 +87,15 @@ def test_models_that_call_their_experts_otherwise(model: Any) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("ways", [("expert", 4, "zero3", 3), ("tensor", 2, "expert", 2)])
+@pytest.mark.parametrize("ways", [("expert", 4, "zero3", 3), ("tensor", 2, "expert", 4)])
 def test_going_on_elsewhere_gives_the_same_bits(ways: tuple[str, int, str, int]) -> None:
     whole = replace(CASES["lamb"], samples=(12, 12, 7, 3, 12, 12))
     half = replace(whole, samples=whole.samples[:3])
     [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
     first, size, second, other_size = ways
     state, trace = worlds.run(size, toys.states, replace(half, strategy=first), 0, None)[0]
-    for _, rest in worlds.run(other_size, toys.states, replace(whole, strategy=second), 3, state):
+    options = (("replicate", 2),) if second == "expert" else ()
+    for _, rest in worlds.run(other_size, toys.states, replace(whole, strategy=second, options=options), 3, state):
         assert {**trace, **rest} == uninterrupted
 
 
@@ -96,6 +110,13 @@ def test_going_on_elsewhere_gives_the_same_bits(ways: tuple[str, int, str, int])
 def test_what_has_no_groups_for_all_is_refused(case: Case, processes: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
         Strategy().check_model(partial(toys.build, case), None, processes)
+
+
+def test_processes_are_shared_out_by_replicas() -> None:
+    assert Strategy(replicate=2).mesh(8) == Mesh(replicate=2, expert=4)
+    Strategy(replicate=2).check_model(partial(toys.build, NET), None, 8)
+    with pytest.raises(UsageError, match="strategy expert: replicate=3 does not divide 4 processes; use 1, 2, 4"):
+        Strategy(replicate=3).check(4, 4)
 
 
 def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,8 @@
 """The layout of a model whose experts are dealt out: of these each rank has its groups, and all else whole.
 
 What all ranks have is added as by data parallelism. The gradients of experts come from the ranks that use them
-(parallel/tensor/dispatch.py), one micro-batch of each rank in a round, and are added by the rank that has them.
+(parallel/tensor/dispatch.py), one micro-batch of each rank in a round, and are added by the rank that has them; with
+several replicas of the experts, after backward, between the ranks that have the same.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import add_
+from lockstep.comm.canonical import Sum, add_
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.tree import Block, Counter, total
+from lockstep.core.tree import Counter
+from lockstep.device.meta import on_meta
+from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, summed_dtype
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
 from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.tensor.dispatch import Dispatch
 from lockstep.parallel.tensor.experts import Experts
-from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, cut_layers, keep_part, places
+from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
 
@@ -32,6 +35,18 @@ def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
     """Return the modules of experts that are cut into groups, by name."""
     layers = cut_layers(model)
     return {name: layer for name, layer in layers.items() if isinstance(layer.module.forward, Experts)}
+
+
+def check_experts(build: Callable[[], nn.Module], ranks: int, strategy: str) -> None:
+    """Raise UsageError where the model that `build` builds has no groups of experts for so many ranks."""
+    blank = on_meta(build)
+    experts = expert_layers(blank)
+    if cut_layers(blank) and not experts:
+        raise UsageError(
+            f"strategy {strategy}: the model has no experts that are known; say in recipe.model.plan which they are "
+            f"(docs/tensor-slicing.md#experts), or use strategy tensor, which shares the other layers"
+        )
+    check_shared(experts, ranks, strategy)
 
 
 def own_experts(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
@@ -54,19 +69,22 @@ def dispatched(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
         rank = mesh.coordinate(world.rank).expert
         cut = places(model, layers, rank, mesh.expert)
         shared = [(name, parameter) for name, parameter in trained_parameters(model) if name not in cut]
-        sums = Gradients(shared, world.canonical(mesh, "expert"), stream, False, bucket_bytes)
-        data_ranks = [mesh.data_rank(rank) for rank in range(mesh.expert)]
-        layout = SlicedLayout(world, Slice(cut, rank), ReplicatedLayout(weights))
-        return layout, _ExpertGradients(sums, [_sums_of(layer) for layer in layers.values()], data_ranks)
+        sums = Gradients(shared, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
+        [in_step] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
+        data_ranks = [mesh.data_rank(each) for each in in_step]
+        place = Slice(cut, rank, primary=not mesh.coordinate(world.rank).replicate)
+        across = world.canonical(mesh, "replicate", beside=False)
+        experts = [_sums_of(layer, across) for layer in layers.values()]
+        return SlicedLayout(world, place, ReplicatedLayout(weights)), _ExpertGradients(sums, experts, data_ranks)
 
     return make
 
 
-def _sums_of(layer: CutLayer) -> _Sums:
+def _sums_of(layer: CutLayer, across: Sum) -> _Sums:
     experts = layer.module.forward
     assert isinstance(experts, Experts)
     assert isinstance(experts.make, Dispatch)
-    return _Sums(experts.make, layer.module)
+    return _Sums(experts.make, layer.module, across)
 
 
 @dataclass(eq=False)
@@ -75,6 +93,7 @@ class _Sums:
 
     dispatch: Dispatch
     module: nn.Module
+    across: Sum  # between the replicas of these experts
     counters: dict[tuple[str, int], Counter[Tensor]] = field(default_factory=dict)
 
     @property
@@ -95,12 +114,16 @@ class _Sums:
                 counter.push(index, gradient.to(summed_dtype(parameter)))
 
     def finish(self, leaves: int) -> None:
-        """Leave the sums in the gradients."""
-        pieces: dict[str, dict[Block, Tensor]] = {name: {} for name in self.trained}
-        for (name, _), counter in self.counters.items():
-            pieces[name] |= counter.pieces()
+        """Leave the sums in the gradients. All ranks call it."""
         for name, parameter in self.trained.items():
-            parameter.grad = total(pieces[name], leaves, add_)
+            # The ranks in step have micro-batches that follow each other: their blocks are merged before they are sent.
+            joined: Counter[Tensor] = Counter(add_)
+            for rank in range(self.dispatch.ranks):
+                own = self.counters.get((name, rank))
+                for block, part in own.pieces().items() if own is not None else ():
+                    joined.take(block, part.reshape(-1))
+            like = parameter.new_empty(parameter.numel(), dtype=summed_dtype(parameter))
+            parameter.grad = self.across(joined.pieces(), leaves, like).view(parameter.shape)
 
 
 @final
