@@ -16,7 +16,8 @@ _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be checkouts, like the user's own
 # What these files raise is no fault of the code that was running: a peer or a loader process is gone.
 _OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
-_CALLS: Final = "/lockstep/core/batch.py"  # calls the user's model, and raises nothing itself
+# These call the user's model, or torch for it, and raise nothing else than what is said to users.
+_CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
 _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.errors import UsageError
+from lockstep.errors import OwnCodeError, UsageError
+from lockstep.own_code import OwnCode
 from lockstep.parallel.context.attention import Attention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.together import Together
@@ -86,3 +87,14 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_what_it_cannot_do_is_refused(function: Any, heads: tuple[int, int, int], problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
         _in_chunks(function, _tensors(heads))
+
+
+def test_what_torch_refuses_is_reported_as_the_models() -> None:
+    def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.linear(query, torch.zeros(2, 5, dtype=query.dtype))
+
+    with (
+        pytest.raises(OwnCodeError, match=r"model: RuntimeError: .*test_attention.py:\d+"),
+        OwnCode("model", shared=True),
+    ):
+        _in_chunks(wrong, _tensors((2, 2, 2)))

@@ -1,0 +1,121 @@
+"""What it costs to cut sequences into chunks, and what it saves to share them: time and memory of a whole step.
+
+The model is our GPT with 8 heads; a step is one long sequence, with AdamW. Each process has one thread, and all keep
+freed memory. Time is that of the processor in each rank, of which the most counts: what a step takes on a machine that
+does nothing else, but for waiting. Memory is what a rank has in use at most in a step (live_bytes.py), from before the
+model is built on; a process first trains a small one. Beside it stands the uncut sequence on one process: torch's own
+`torch.distributed.tensor.experimental.context_parallel` (2.15) has no strategy for the attention of a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.report import Result, Target, compare
+from benchmarks.tensor_learners import DECAY, HEADS, LR, Do
+from lockstep.comm.world import World
+from lockstep.core.order import Step
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
+from lockstep.models.gpt import gpt
+from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.optimize import make_optimizer
+from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.language import Language
+
+WHOLE: Final = "whole sequences, 1 process"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A GPT, the tokens of its one sequence, and into how many chunks that is cut."""
+
+    width: int
+    layers: int
+    tokens: int
+    chunks: int = 1
+
+    def build(self) -> nn.Module:
+        """Build the model, each time with the same weights."""
+        torch.manual_seed(0)
+        return gpt(context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
+
+
+def results(quick: bool) -> Iterator[Result]:
+    """Measure time, then memory."""
+    work = Work(32, 1, 64) if quick else Work(256, 4, 2048)
+    described = f"GPT of width {work.width}, {work.layers} layers, 1 x {work.tokens} tokens"
+    cut = replace(work, chunks=2)
+    sides = {
+        WHOLE: (1, "single", work),
+        "2 chunks, 1 process": (1, "single", cut),
+        "2 chunks, context on 2": (2, "context", cut),
+    }
+    [chunks, shared] = [*sides][1:]
+    for what, measure, turns, targets in (
+        ("time", _timed, 5, [Target(chunks, WHOLE, "at most", 1.10), Target(shared, WHOLE, "at most", 0.70)]),
+        ("memory", _measured, 3, [Target(chunks, WHOLE, "at most", 1.20), Target(shared, WHOLE, "at most", 0.70)]),
+    ):
+        contestants = {
+            name: Contestant(partial(measure, strategy, each), size) for name, (size, strategy, each) in sides.items()
+        }
+        yield compare(
+            f"context-{what}-{work.tokens}",
+            f"long sequences, {what} of a step: {described}",
+            "s of the processor a step, the largest rank" if what == "time" else "MiB, the largest rank",
+            take_turns(contestants, 1 if quick else turns),
+            WHOLE,
+            targets,
+        )
+
+
+def stepping(strategy: str, work: Work, world: World) -> Do:
+    """Return what does a step under one of our strategies."""
+    fix_kernels(threads=1)
+    kind: Any = import_module(f"lockstep.strategies.{strategy}").Strategy()
+    engine = kind.start(
+        Problem(Language(), work.build),
+        lambda trained, _: make_optimizer(trained, name="AdamW", lr=LR, weight_decay=DECAY),
+        world,
+        Numerics(microbatches=1, sequence_chunks=work.chunks),
+    )
+    ids = torch.randint(256, (1, work.tokens + 1), generator=torch.Generator().manual_seed(0))
+    step = Step(0, 0, 0, 1, 0, False, counted=work.tokens)
+
+    def do() -> object:
+        sums = engine.forward_backward([MicroBatch(0, ids, 1, work.tokens)], step)
+        engine.update(LR, None)
+        return sums.loss
+
+    return do
+
+
+def _timed(strategy: str, work: Work, world: World) -> Turn:
+    keep_freed_memory()
+    do = stepping(strategy, work, world)
+
+    def turn() -> float:
+        world.barrier()
+        began = time.process_time()
+        do()
+        return time.process_time() - began
+
+    return turn
+
+
+def _measured(strategy: str, work: Work, world: World) -> Turn:
+    stepping(strategy, Work(8 * HEADS, 1, 64, work.chunks), world)()
+    live = LiveBytes()
+    do = stepping(strategy, work, world)
+    do()
+    return lambda: live.peak(do) / 2**20
