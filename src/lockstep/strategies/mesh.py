@@ -30,6 +30,7 @@ from lockstep.parallel.layouts.sharded import sharded
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
+from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
@@ -43,9 +44,11 @@ class Strategy:
     """The lengths of the mesh: `replicate`, how many replicas share the micro-batches, by default as many as the other
     lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
     optimizer state by rows, in pipelines the optimizer state alone; `expert`, how many processes share the experts of
-    mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer. `cut`: the modules
-    that begin the stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`,
-    gradients are exchanged in pieces of about this size, while backward goes on.
+    mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer. Of
+    pipelines, `schedule`: the order of the work; `stages_per_rank`: how many stages each process has (interleaved: 2
+    unless said otherwise, else 1); `cut`: the modules that begin the stages but the first; left out, stages are cut by
+    cost. `bucket_mib`: without `shard` and `pipe`, gradients are exchanged in pieces of about this size, while backward
+    goes on.
     """
 
     replicate: Length | None = None
@@ -53,6 +56,8 @@ class Strategy:
     shard: Length = 1
     expert: Length = 1
     tensor: Length = 1
+    schedule: Schedule = "1f1b"
+    stages_per_rank: Length | None = None
     cut: tuple[str, ...] = ()
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
 
@@ -66,7 +71,7 @@ class Strategy:
             "model; expert goes with replicate alone",
             communication="as pipeline, hsdp, expert and tensor, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
-            compiles=self.expert == self.tensor == 1,
+            compiles=self.expert == self.tensor == 1 and self.schedule != "zero_bubble",
             syncs_batchnorm=self.pipe == self.expert == self.tensor == 1,
         )
 
@@ -91,10 +96,17 @@ class Strategy:
                 f"strategy mesh: expert={self.expert} goes with replicate alone, not with {' and '.join(others)}; "
                 f"leave expert out: tensor shares the experts too, and shard cuts them by rows"
             )
-        if self.cut and len(self.cut) != self.pipe - 1:
+        if self.pipe == 1 and (self.schedule != "1f1b" or self.stages_per_rank is not None):
             raise UsageError(
-                f"strategy mesh: cut names {len(self.cut)} modules, but there are {self.pipe} stages; name "
-                f"{self.pipe - 1}, or leave cut out"
+                "strategy mesh: schedule and stages_per_rank are of pipelines, and pipe is 1; make it 2 or more, or "
+                "leave them out"
+            )
+        check_stages("mesh", self.schedule, self._per_rank())
+        stages = self.pipe * self._per_rank()
+        if self.cut and len(self.cut) != stages - 1:
+            raise UsageError(
+                f"strategy mesh: cut names {len(self.cut)} modules, but there are {stages} stages; name {stages - 1}, "
+                f"or leave cut out"
             )
         check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
 
@@ -108,7 +120,7 @@ class Strategy:
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.tensor)
         if self.pipe > 1:
-            find_cut(blank, self.pipe, example, self.cut, whole_blocks=whole_blocks)
+            find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
@@ -120,7 +132,9 @@ class Strategy:
         """Return the engine."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if self.pipe > 1:
-            pipe = Pipe(replicas=self._replicas(world.size), sharers=self.shard, slices=self.tensor, cut=self.cut)
+            replicas, per_rank = self._replicas(world.size), self._per_rank()
+            recompute = bool(numerics.recompute)
+            pipe = Pipe(self.schedule, replicas, self.shard, self.tensor, per_rank, self.cut, recompute)
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
         if self.expert > 1:
             problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
@@ -135,6 +149,9 @@ class Strategy:
             problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
             make_layout = sliced(world, mesh, make_layout)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+
+    def _per_rank(self) -> int:
+        return stages_of_each(self.schedule, self.stages_per_rank)
 
     def _replicas(self, processes: int) -> int:
         return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor)

@@ -22,7 +22,7 @@ from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
-from lockstep.parallel.pipeline.schedule import Schedule
+from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
@@ -60,13 +60,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the options do not fit each other or the number of processes."""
         per_rank = self._per_rank()
-        if per_rank > 1 and self.schedule not in ("interleaved", "zero_bubble"):
-            raise UsageError(
-                f"strategy pipeline: schedule {self.schedule} has one stage for each process, not {per_rank}; use "
-                f"schedule interleaved or zero_bubble, or leave stages_per_rank out"
-            )
-        if per_rank == 1 and self.schedule == "interleaved":
-            raise UsageError("strategy pipeline: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
+        check_stages("pipeline", self.schedule, per_rank)
         pipelines = self._pipelines
         asked = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
@@ -108,4 +102,4 @@ class Strategy:
         return self.replicate * self.shard
 
     def _per_rank(self) -> int:
-        return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+        return stages_of_each(self.schedule, self.stages_per_rank)

@@ -88,6 +88,16 @@ def test_a_mesh_has_the_bits_of_one_process(name: str, placed: tuple[int, Any]) 
 
 
 @pytest.mark.worlds
+@pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "interleaved"}, {"schedule": "zero_bubble"}])
+@pytest.mark.parametrize("beside", [{"tensor": 2}, {"shard": 2}])
+def test_the_schedule_of_its_pipelines_changes_no_bit(options: dict[str, Any], beside: dict[str, Any]) -> None:
+    placed = tuple({"pipe": 2, **beside, **options}.items())
+    _agree(CASES["clipped, averaged"], [("mesh", 4, placed)])
+    if options["schedule"] == "gpipe":
+        _agree(replace(CASES["clipped, averaged"], recompute=1), [("mesh", 4, placed)])
+
+
+@pytest.mark.worlds
 @pytest.mark.parametrize(
     "ways",
     [

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from lockstep.core.order import cut
+from lockstep.errors import UsageError
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -31,6 +32,22 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     microbatch: int
+
+
+def stages_of_each(schedule: Schedule, stages_per_rank: int | None) -> int:
+    """Return how many stages each rank has, where none are asked for as many as the schedule is made for."""
+    return stages_per_rank or (2 if schedule == "interleaved" else 1)
+
+
+def check_stages(strategy: str, schedule: Schedule, per_rank: int) -> None:
+    """Raise UsageError where the schedule is none for so many stages of each rank."""
+    if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
+        raise UsageError(
+            f"strategy {strategy}: schedule {schedule} has one stage for each process, not {per_rank}; use schedule "
+            f"interleaved or zero_bubble, or leave stages_per_rank out"
+        )
+    if per_rank == 1 and schedule == "interleaved":
+        raise UsageError(f"strategy {strategy}: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
 
 
 def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
