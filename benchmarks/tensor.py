@@ -10,6 +10,7 @@ process has one thread, and all keep freed memory.
 - 2 and 4 processes: whole steps under the strategy `tensor`, with as many chunks as processes and with 8, beside
   torch's parallelize_module. Memory is what a rank has in use at most in a step (live_bytes.py), from before the model
   is built on; a process first trains a small one. Under `ddp` a rank has the whole model and one such micro-batch.
+- 2 and 4 processes with a large vocabulary: time and memory of a step with table and head cut into chunks, and whole.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ WHOLE: Final = "1 chunk"
 CUT: Final = f"{HEADS} chunks"
 TORCH: Final = "torch's parallelize_module"
 DDP: Final = "lockstep ddp"
+ROWS: Final = "table and head in chunks"
+NO_ROWS: Final = "table and head whole"
 MOST: Final = 1.10  # at most so many times what one chunk takes, or torch
 PRICES: Final[Mapping[str, Side]] = {"forward and backward": gradients, "a whole step": partial(ours, "single")}
 KERNELS: Final = {
@@ -56,6 +59,8 @@ def results(quick: bool) -> Iterator[Result]:
     yield where_time_goes(works[0], turns)
     yield from (time_of(work, size, turns) for work in works for size in sizes)
     yield from (memory_of(work, size, 1 if quick else 5) for work in works[1:] or works for size in sizes)
+    large = replace(works[0], vocabulary=64) if quick else Work(256, layers=1, vocabulary=16_384)
+    yield from (of_rows(what, large, size, 1 if quick else 5) for what in ("time", "memory") for size in sizes)
 
 
 def price_of(what: str, work: Work, turns: int) -> Result:
@@ -117,6 +122,24 @@ def memory_of(work: Work, size: int, turns: int) -> Result:
         take_turns(contestants, turns),
         TORCH,
         _targets(size),
+    )
+
+
+def of_rows(what: str, work: Work, size: int, turns: int) -> Result:
+    """Compare the time, or the memory, of a rank that has some rows of table and head with one that has all."""
+    side, work = partial(ours, "tensor"), replace(work, chunks=size)
+    measure = partial(_timed, time.perf_counter) if what == "time" else _measured
+    contestants = {
+        name: Contestant(partial(measure, side, replace(work, by_rows=by_rows)), size)
+        for name, by_rows in {NO_ROWS: False, ROWS: True}.items()
+    }
+    return compare(
+        f"tensor-rows-{what}-{size}",
+        f"tensor, {what} of a step: {_described(work)}, vocabulary of {work.vocabulary:,}, {size} processes",
+        "s a step" if what == "time" else "MiB, the largest rank",
+        take_turns(contestants, turns),
+        NO_ROWS,
+        [Target(ROWS, NO_ROWS, "at most", 1.0)],
     )
 
 

@@ -31,6 +31,7 @@ from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
 HEADS: Final = 8
+VOCAB: Final = {"embedding.tokens": "vocab", "head": "vocab"}
 LR: Final = 1e-3
 DECAY: Final = 0.05
 
@@ -40,7 +41,10 @@ Side = Callable[["Work", World], Do]
 
 @dataclass(frozen=True)
 class Work:
-    """A GPT, and the tokens that it learns from in a step; `chunks` are those of the recipe."""
+    """A GPT, and the tokens that it learns from in a step; `chunks` are those of the recipe.
+
+    With `by_rows` the table of `vocabulary` rows, and the head that is tied to it, are in chunks too.
+    """
 
     width: int
     layers: int
@@ -48,20 +52,22 @@ class Work:
     tokens: int = 128
     chunks: int = 1
     microbatches: int = 1
+    vocabulary: int = 256
+    by_rows: bool = False
 
     def build(self) -> GPT:
         """Build the model, each time with the same weights."""
         torch.manual_seed(0)
-        model = gpt(context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
+        model = gpt(self.vocabulary, context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
         assert isinstance(model, GPT)
         if self.chunks > 1:
-            cut_into_chunks(model, known_plan(model), self.chunks)
+            cut_into_chunks(model, known_plan(model) | (VOCAB if self.by_rows else {}), self.chunks)
         return model
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Make the tokens of a micro-batch, and those that follow."""
         generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(256, (self.sequences, self.tokens + 1), generator=generator)
+        ids = torch.randint(self.vocabulary, (self.sequences, self.tokens + 1), generator=generator)
         return ids[:, :-1], ids[:, 1:]
 
     def loss(self, model: nn.Module) -> Tensor:

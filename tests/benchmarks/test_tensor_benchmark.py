@@ -66,6 +66,8 @@ def test_all_figures_are_measured() -> None:
         "tensor-where-32",
         "tensor-time-2-32",
         "tensor-memory-2-32",
+        "tensor-rows-time-2",
+        "tensor-rows-memory-2",
     ]
     figures = json.loads(json.dumps(as_json(found, load_before=0.0, quick=True)))["results"]
     medians = [{row["name"]: row["median"] for row in each["rows"]} for each in figures]
@@ -73,7 +75,8 @@ def test_all_figures_are_measured() -> None:
     assert all(figure > 0 for each in (*medians[:2], *medians[3:]) for figure in each.values())
     assert list(medians[3]) == ["torch's parallelize_module", *(f"lockstep tensor, {each} chunks" for each in (2, 8))]
     assert list(medians[4]) == [*medians[3], "lockstep ddp"]
-    assert [len(each["verdicts"]) for each in figures] == [1, 1, 0, 2, 2]
+    assert [list(each) for each in medians[5:]] == [["table and head whole", "table and head in chunks"]] * 2
+    assert [len(each["verdicts"]) for each in figures] == [1, 1, 0, 2, 2, 1, 1]
     # What a step consists of adds up to it, in each turn.
     turns = {row["name"]: row["turns"] for row in figures[2]["rows"]}
     for cut in ("1 chunk", "8 chunks"):
