@@ -190,6 +190,24 @@ def jittering() -> tuple[Jittering, Jittering]:
     return Jittering(40, 0.1), Jittering(12, 0.0)
 
 
+class Tokens:
+    """Sequences of tokens, each of which is one tensor; they may be drawn anew for each call."""
+
+    def __init__(self, anew: bool) -> None:
+        self._anew = anew
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(np.random.default_rng(None if self._anew else index).integers(0, 7, 17))
+
+
+def tokens() -> tuple[Tokens, Tokens]:
+    """Training data that is random for each call, and validation data that is not."""
+    return Tokens(anew=True), Tokens(anew=False)
+
+
 class Relabelled:
     """A split of Lockstep's own protocol that draws labels from NumPy's global generator."""
 

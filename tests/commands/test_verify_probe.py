@@ -203,9 +203,19 @@ def test_mixtures_of_classes_have_a_loss_that_adds_up():
     assert findings(look(LINEAR, "recipe.mix={mixup: 0.2, cutmix: 1.0}")) == []
 
 
-@pytest.mark.parametrize(("data", "what"), [("jittering", "inputs"), ("relabelled", "targets")])
-def test_a_data_set_that_is_random_for_each_call(data, what):
-    probed = look(LINEAR, f'recipe.data={{name: "planted:{data}"}}')
+GPT = (
+    "recipe.task=language",
+    "recipe.loss=",
+    "recipe.model={name: gpt, options: {vocabulary: 7, context: 16, width: 16}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "what"),
+    [((LINEAR,), "jittering", "inputs"), ((LINEAR,), "relabelled", "targets"), (GPT, "tokens", "values")],
+)
+def test_a_data_set_that_is_random_for_each_call(model, data, what):
+    probed = look(*model, f'recipe.data={{name: "planted:{data}"}}')
     assert probed.random_samples[0].part == "training"
     assert {sample.what for sample in probed.random_samples} == {what}
     assert list(faults(probed)) == [causes.RANDOM_DATA]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.core import random
-from lockstep.core.batch import Inputs, call, mapped, tensors_of
+from lockstep.core.batch import Inputs, call, mapped, tensors_of, with_paths
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
@@ -103,7 +103,7 @@ def random_samples(ready: Setup, count: int) -> list[RandomSample]:
 
 
 def _random(part: str, split: Split, indices: Sequence[int], draw: int | None) -> Iterator[RandomSample]:
-    def fetched() -> list[list[str]]:
+    def fetched() -> list[dict[str, str]]:
         return [_fetched(split, index, draw) for index in indices]
 
     first, again = fetched(), [_fetched(split, index, draw) for index in reversed(indices)][::-1]
@@ -310,12 +310,17 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: place for name, place in found.items() if place}
 
 
-def _fetched(split: Split, index: int, draw: int | None) -> list[str]:
-    return [trace.digest([tensor]) for tensor in tensors_of(split.fetch(np.array([index]), draw))]
+def _fetched(split: Split, index: int, draw: int | None) -> dict[str, str]:
+    """Return a digest of each tensor of a sample, by where it stands."""
+    leaves = with_paths(split.fetch(np.array([index]), draw))
+    return {path: trace.digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _what_differs(one: Sequence[str], other: Sequence[str]) -> str:
-    return next((what for what, a, b in zip(("inputs", "targets"), one, other, strict=True) if a != b), "")
+def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return what differs first of two samples, in words."""
+    names = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(one) <= 2 else {}
+    paths = [path for path in (*one, *other) if one.get(path) != other.get(path)]
+    return names.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _first_difference(one: Computed, other: Computed) -> str:

@@ -39,20 +39,25 @@ def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
 
 def check_experts(build: Callable[[], nn.Module], ranks: int, strategy: str) -> None:
     """Raise UsageError where the model that `build` builds has no groups of experts for so many ranks."""
-    blank = on_meta(build)
-    experts = expert_layers(blank)
-    if cut_layers(blank) and not experts:
+    _shared_experts(on_meta(build), ranks, strategy)
+
+
+def _shared_experts(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, CutLayer]:
+    """Return the experts of a model, of which each of so many ranks can have as many groups; else UsageError."""
+    experts = expert_layers(model)
+    if cut_layers(model) and not experts:
         raise UsageError(
             f"strategy {strategy}: the model has no experts that are known; say in recipe.model.plan which they are "
             f"(docs/tensor-slicing.md#experts), or use strategy tensor, which shares the other layers"
         )
     check_shared(experts, ranks, strategy)
+    return experts
 
 
 def own_experts(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
     """Build a model, of whose experts a rank keeps its own. All ranks call it."""
     model, rank = build(), mesh.coordinate(world.rank).expert
-    layers = expert_layers(model)
+    layers = _shared_experts(model, mesh.expert)
     keep_part(layers.values(), rank, mesh.expert)
     for layer in layers.values():
         experts = layer.module.forward
