@@ -1,5 +1,6 @@
 """Horovod itself: under its own launcher, under ours, and with a rank that is killed."""
 
+import json
 import os
 import re
 import signal
@@ -61,6 +62,31 @@ def test_two_ranks_by_horovodrun_add_as_one_process_does(tmp_path: Path) -> None
     assert "rank 1 of 2" in by_horovodrun
     alone = ended(start(tmp_path, *lockstep(*RUN, *FEW, "placement.processes=1", "run.dir=alone")))
     assert sha256(by_horovodrun) == sha256(alone)
+
+
+OWN = """
+from torch import nn
+
+
+class Wide(nn.Sequential):
+    def forward(self, images):
+        return super().forward(images.double())
+
+
+def net(num_classes):
+    return Wide(nn.Flatten(), nn.Linear(64, 37), nn.ReLU(), nn.Linear(37, num_classes)).double()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_in_float64_three_ranks_are_one_process_but_for_rounding(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    words = ("recipe.model=own:net", "recipe.microbatches=6", "placement.device=cpu", "placement.processes=3")
+    verify = lockstep("verify", "digits", *words, "placement.strategy=horovod", "--json", "found.json")
+    ended(start(tmp_path, *verify))
+    [row] = [row for row in json.loads((tmp_path / "found.json").read_text())["rows"] if row["strategy"] == "horovod"]
+    assert row["verdict"] in ("identical", "within tolerance")
+    assert (row["largest"] or 0.0) < 1e-10
 
 
 @pytest.mark.timeout(300)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from component import require_package
 
 from lockstep.errors import UsageError
@@ -80,6 +81,14 @@ def test_optimizers_that_look_at_whole_tensors_are_not(name: str, options: dict[
     make = partial(make_optimizer, name=name, lr=0.1, weight_decay=0.01, options=options)
     with pytest.raises(UsageError, match="it cannot be handed over"):
         Strategy().check_recipe(Numerics(1), make)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_that_would_be_trained_in_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UsageError, match=f"head.weight is in {name}, and DeepSpeed would train it in float32"):
+        Strategy().check_trained({"stem.weight": torch.float32, "head.weight": dtype})
+    Strategy().check_trained({"stem.weight": torch.float32})
 
 
 @pytest.mark.parametrize(

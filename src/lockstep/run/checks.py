@@ -154,6 +154,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
     if isinstance(strategy, Foreign):
         for make in with_each(ready.recipe, ready.special)[1:]:
             strategy.check_recipe(placed_numerics(resolved), make)
+        strategy.check_trained({name: form.dtype for name, form in ready.trained.items()})
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -76,6 +77,10 @@ class Foreign(Protocol):
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
         """Raise UsageError for what of a recipe the framework cannot do; `make` makes its optimizer."""
+        ...
+
+    def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raise UsageError for parameters, by their names, that the framework would train in another dtype."""
         ...
 
     def preload(self) -> None:

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any, Final, Literal, final
 
+import torch
 from pydantic import Field
 from torch.optim import Optimizer
 
@@ -93,6 +94,15 @@ class Strategy:
                 "zero1, zero2, zero3"
             )
         check_flat(make, "deepspeed")
+
+    def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """See Foreign: its masters are in float32, whatever the model's weights are in."""
+        other = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
+        if other is not None:
+            raise UsageError(
+                f"strategy deepspeed: {other} is in {str(dtypes[other]).removeprefix('torch.')}, and DeepSpeed would "
+                f"train it in float32; give the model weights in float32, or use zero1, zero2 or zero3"
+            )
 
     def preload(self) -> None:
         """See Foreign."""

@@ -30,7 +30,7 @@ from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, 
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
 from lockstep.run.build import Setup, evaluation_batch
-from lockstep.run.checks import check_kernels, check_placement
+from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import in_workers_silently
 from lockstep.strategies import names
@@ -106,9 +106,11 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     check_kernels(asked.placement, ready)
     check_chunks(ready)
     check_sequence_chunks(ready)
+    if not everything:
+        check_cut(asked, ready)
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
     evaluated = min(samples, _validation(evaluation_batch(recipe)))
-    cases = _all(loaded) if everything else _given(loaded, asked.processes)
+    cases = _all(loaded, ready) if everything else _given(loaded, asked.processes)
     if everything:
         _import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -165,7 +167,7 @@ def _given(loaded: Loaded, count: int) -> list[Case]:
     return [asked] if (asked.strategy, count) == ("single", 1) else [single, asked]
 
 
-def _all(loaded: Loaded) -> list[Case]:
+def _all(loaded: Loaded, ready: Setup) -> list[Case]:
     """Return the strategies that promise bits, and that of the placement, on all numbers of processes there may be."""
     placement = loaded.config.placement
     own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
@@ -175,7 +177,7 @@ def _all(loaded: Loaded) -> list[Case]:
     ordered = sorted(names(), key=lambda name: (name != "single", name))
     exact = [each for each in ordered if _named(loaded, each, 1).exactness == "bits"]
     also = [asked] if asked not in (*exact, "auto") else []
-    return [_checked(_named(loaded, name, size)) for name in [*exact, *also] for size in sizes]
+    return [_checked(_named(loaded, name, size), ready) for name in [*exact, *also] for size in sizes]
 
 
 def _named(loaded: Loaded, name: str, processes: int) -> Case:
@@ -192,10 +194,11 @@ def _case(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[s
     return Case(resolve(placed, processes))
 
 
-def _checked(case: Case) -> Case:
+def _checked(case: Case, ready: Setup) -> Case:
     try:
         check_placement(case.resolved)
         _check_promise(case.resolved)
+        check_cut(case.resolved, ready)
     except UsageError as error:
         return replace(case, reason=str(error))
     return case
