@@ -73,6 +73,7 @@ DIGITS = ("recipe.data=digits", "recipe.task=auto")
         (("placement.strategy=context", "placement.processes=3"), "3 processes cannot share chunks of which each"),
         ((*ON_2, f"{CHUNKS}=1"), "set the key to a multiple of 2, which is another recipe"),
         (("placement.strategy=zero3", "placement.processes=2"), "strategy zero3 does not compute sequences in chunks"),
+        (("placement.strategy={name: mesh, shard: 2, context: 2}", "placement.processes=4"), "set context to 4"),
         ((*ON_2, "recipe.compile=true"), "a compiled block cannot wait in its middle"),
         ((*ON_2, "placement.recompute=full"), "leave placement.recompute out"),
         ((*ON_2, "placement.audit_every=2"), "leave placement.audit_every out"),

@@ -146,15 +146,18 @@ def test_each_validation_batch_is_evaluated_once(replicas: int, members: int, ba
         assert not any(number is None for own in turns for number in own)
 
 
-@given(SHORT, SHORT, SHORT, st.integers(1, 9))
-def test_ranks_share_the_chunks_of_sequences(replicate: int, context: int, own: int, microbatches: int) -> None:
-    mesh, chunks = Mesh(replicate=replicate, context=context), context * own
+@given(SHORT, SHORT, SHORT, SHORT, st.integers(1, 9))
+def test_ranks_share_the_chunks_of_sequences(
+    replicate: int, shard: int, context: int, own: int, microbatches: int
+) -> None:
+    own = own if shard == 1 else 1
+    mesh, chunks = Mesh(replicate=replicate, shard=shard, context=context), context * own
     places = [mesh.data_rank(rank) for rank in range(mesh.size)]
     pieces = {}
     for place in places:
         counter = Counter(_bracketed)
-        for index, _ in place.indices(microbatches):  # as an engine goes: all its chunks of one, then of the next
-            for chunk in range(place.seat * own, (place.seat + 1) * own):
+        for index, dummy in place.indices(microbatches):  # as an engine goes: all its chunks of one, then of the next
+            for chunk in range(place.seat * own, (place.seat + 1) * own) if not dummy else ():
                 leaf = chunk * microbatches + index
                 counter.push(leaf, str(leaf))
         found = counter.pieces()
@@ -162,10 +165,13 @@ def test_ranks_share_the_chunks_of_sequences(replicate: int, context: int, own: 
         pieces |= found
     leaves = {Block(leaf, 1): str(leaf) for leaf in range(microbatches * chunks)}
     assert total(pieces, len(leaves), _bracketed) == total(leaves, len(leaves), _bracketed)
-    primary = [index for each in places if each.primary for index, _ in each.indices(microbatches)]
-    assert primary == list(range(microbatches))
-    turns = [number for each in places if each.evaluates for number in each.turns(microbatches)]
-    assert sorted(number for number in turns if number is not None) == list(range(microbatches))
+    primary = [index for each in places if each.primary for index, dummy in each.indices(microbatches) if not dummy]
+    assert sorted(primary) == list(range(microbatches))
+    turns = [each.turns(microbatches) for each in places if each.evaluates]
+    assert sorted(number for own in turns for number in own if number is not None) == list(range(microbatches))
+    if shard > 1:  # the members of a replica evaluate together
+        for first in range(0, mesh.size, shard * context):
+            assert len({len(own) for own in turns[first : first + shard * context]}) == 1
 
 
 def _bracketed(left: str, right: str) -> str:

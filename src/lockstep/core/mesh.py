@@ -118,10 +118,11 @@ class DataRank(NamedTuple):
         """
         microbatches = leaves // chunks
         ours = part(microbatches, self.replicas, self.replica)
-        if self.members > 1:
-            return [Block(leaf, 1) for leaf in ours[self.member :: self.members]]
-        ours = range(ours.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
         own = part(chunks, self.seats, self.seat)
+        if self.members > 1:
+            [chunk] = own  # which members compute one at a time
+            return [Block(chunk * microbatches + leaf, 1) for leaf in ours[self.member :: self.members]]
+        ours = range(ours.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
         if len(ours) == microbatches:
             return blocks(range(own.start * microbatches, own.stop * microbatches))
         firsts = [chunk * microbatches for chunk in own]
@@ -138,5 +139,6 @@ class DataRank(NamedTuple):
         ranks = self.replicas * self.members * self.seats
         own: list[int | None] = list(range(rank, batches, ranks))
         company = self.members * self.in_step
+        company *= self.seats if company > 1 else 1
         most = len(range(rank - rank % company, batches, ranks))
         return own + [None] * (most - len(own))

@@ -124,7 +124,12 @@ def _check_sequences(resolved: Resolved) -> None:
     if not strategy.traits.cuts_sequences:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
-            f"single, zero1, or ddp without compress"
+            f"mesh with shard and context, single, zero1, or ddp without compress"
+        )
+    if strategy.mesh(resolved.processes).shard > 1 and seats != chunks:
+        raise UsageError(
+            f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
+            f"process has one; set context to {chunks}, or leave shard out"
         )
     if recipe.compile:
         raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Annotated, final
+from typing import Annotated, Final, final
 
 from pydantic import Field
 from torch import nn
@@ -35,6 +35,7 @@ from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice,
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
+_AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 Length = Annotated[int, Field(ge=1)]
 
 
@@ -44,11 +45,11 @@ class Strategy:
     """The lengths of the mesh: `replicate`, how many replicas share the micro-batches, by default as many as the other
     lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
     optimizer state by rows, in pipelines the optimizer state alone; `expert`, how many processes share the experts of
-    mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer. Of
-    pipelines, `schedule`: the order of the work; `stages_per_rank`: how many stages each process has (interleaved: 2
-    unless said otherwise, else 1); `cut`: the modules that begin the stages but the first; left out, stages are cut by
-    cost. `bucket_mib`: without `shard` and `pipe`, gradients are exchanged in pieces of about this size, while backward
-    goes on.
+    mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer; `context`, how many
+    share the chunks of each sequence, with `replicate` and `shard` alone. Of pipelines, `schedule`: the order of the
+    work; `stages_per_rank`: how many stages each process has (interleaved: 2 unless said otherwise, else 1); `cut`: the
+    modules that begin the stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and
+    `pipe`, gradients are exchanged in pieces of about this size, while backward goes on.
     """
 
     replicate: Length | None = None
@@ -56,6 +57,7 @@ class Strategy:
     shard: Length = 1
     expert: Length = 1
     tensor: Length = 1
+    context: Length = 1
     schedule: Schedule = "1f1b"
     stages_per_rank: Length | None = None
     cut: tuple[str, ...] = ()
@@ -66,18 +68,20 @@ class Strategy:
         """See Strategy."""
         return Traits(
             cuts="with replicate the micro-batches of a step, with pipe the model into stages, with shard parameters, "
-            "gradients and optimizer state by rows, with expert experts of mixtures, with tensor heads and features",
-            needs="as many processes as the lengths give, multiplied; what pipeline, hsdp, expert and tensor need of a "
-            "model; expert goes with replicate alone",
-            communication="as pipeline, hsdp, expert and tensor, each between the ranks along its axis",
+            "gradients and optimizer state by rows, with expert experts of mixtures, with tensor heads and features, "
+            "with context the positions of sequences",
+            needs="as many processes as the lengths give, multiplied; what pipeline, hsdp, expert, tensor and "
+            "context need of a model; expert goes with replicate alone, context with replicate and shard",
+            communication="as pipeline, hsdp, expert, tensor and context, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
+            cuts_sequences=self.pipe == self.expert == self.tensor == 1,
             compiles=self.expert == self.tensor == 1 and self.schedule != "zero_bubble",
             syncs_batchnorm=self.pipe == self.expert == self.tensor == 1,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the lengths do not give so many processes, or some would never have work."""
-        lengths = {name: getattr(self, name) for name in ("replicate", "pipe", "shard", "expert", "tensor")}
+        lengths = {name: getattr(self, name) for name in _AXES}
         given = {
             name: length
             for name, length in lengths.items()
@@ -95,6 +99,12 @@ class Strategy:
             raise UsageError(
                 f"strategy mesh: expert={self.expert} goes with replicate alone, not with {' and '.join(others)}; "
                 f"leave expert out: tensor shares the experts too, and shard cuts them by rows"
+            )
+        others = [f"{name}={given[name]}" for name in ("pipe", "expert", "tensor") if name in given]
+        if self.context > 1 and others:
+            raise UsageError(
+                f"strategy mesh: context={self.context} goes with replicate and shard, not with "
+                f"{' and '.join(others)}; leave context out, or those"
             )
         if self.pipe == 1 and (self.schedule != "1f1b" or self.stages_per_rank is not None):
             raise UsageError(
@@ -126,7 +136,7 @@ class Strategy:
         """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
         if self.pipe > 1:
             return Mesh(replicate=self._replicas(processes) * self.shard, pipe=self.pipe, tensor=self.tensor)
-        return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.tensor)
+        return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.tensor, self.context)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
@@ -140,10 +150,11 @@ class Strategy:
             problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
             make_layout = dispatched(world, mesh, bucket_bytes)
             return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+        chunks = numerics.sequence_chunks
         make_layout = (
-            sharded(world, mesh, keep_gathered=False, offload=False)
+            sharded(world, mesh, keep_gathered=False, offload=False, chunks=chunks)
             if self.shard > 1
-            else replicated(world, mesh, bucket_bytes)
+            else replicated(world, mesh, bucket_bytes, chunks=chunks)
         )
         if self.tensor > 1:
             problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
@@ -154,4 +165,4 @@ class Strategy:
         return stages_of_each(self.schedule, self.stages_per_rank)
 
     def _replicas(self, processes: int) -> int:
-        return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor)
+        return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor * self.context)

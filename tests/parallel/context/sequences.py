@@ -103,7 +103,7 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
     for step, batch in list(steps(case))[first:]:
         cuts = cut(step.samples, min(case.microbatches, step.samples))
         own = strategy(world, case).mesh(world.size).data_rank(world.rank).indices(len(cuts))
-        parts = [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0) for index, _ in own]
+        parts = [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0, dummy) for index, dummy in own]
         sums = training.forward_backward(parts, step)
         update = training.update(0.02, 0.5)
         norm = None if update.norm is None else update.norm.item().hex()

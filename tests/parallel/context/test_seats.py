@@ -21,6 +21,7 @@ CASES = {
     "gpt": Case(),
     "rotary, averaged, bf16": Case("rotary", precision="bf16", ema=True),
     "llama": Case("llama", microbatches=4, samples=(8, 5)),
+    "sharded": Case("llama", chunks=2, ema=True),  # a rank without work in a round computes another's chunk along
     "fp16": Case(precision="fp16", chunks=2, microbatches=4, samples=(8, 4)),  # whose sums go by halves
 }
 # With 3 micro-batches a replica of 2 has one more than the other; steps of 2 samples leave one of 3 without work.
@@ -34,6 +35,10 @@ PLACED: dict[str, list[tuple[str, int, tuple[tuple[str, Any], ...]]]] = {
     ],
     "rotary, averaged, bf16": [("context", 4, (("replicate", 2),)), ("zero1", 2, ())],
     "llama": [("context", 2, ())],
+    "sharded": [
+        ("mesh", 4, (("context", 2), ("shard", 2))),
+        ("mesh", 4, (("context", 2), ("replicate", 2))),
+    ],
     "fp16": [("context", 4, (("replicate", 2),))],
 }
 
@@ -57,8 +62,10 @@ def test_a_run_goes_on_elsewhere() -> None:
     [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
     before = replace(case, samples=case.samples[:2])
     state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
-    for strategy, size in (("zero1", 2), ("context", 2)):
-        for _, trace in worlds.run(size, sequences.states, replace(case, strategy=strategy), 2, state):
+    sharded = ("mesh", 8, (("context", 4), ("shard", 2)))
+    for strategy, size, options in (("zero1", 2, ()), ("context", 2, ()), sharded):
+        placed = replace(case, strategy=strategy, options=options)
+        for _, trace in worlds.run(size, sequences.states, placed, 2, state):
             assert [key for key in trace if trace[key] != expected[key]] == []
 
 

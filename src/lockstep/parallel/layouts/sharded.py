@@ -35,16 +35,17 @@ from lockstep.tasks.base import MicroBatch, Note
 _UNDER_WAY: Final = 4
 
 
-def sharded(world: World, mesh: Mesh, keep_gathered: bool, offload: bool) -> MakeLayout:
+def sharded(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return what puts a model in rows on the members of this rank's replica.
 
     With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
+    Sequences are cut into so many `chunks`, of which each rank computes one.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
         stream = InlineStream() if world.on_gpu else stream
-        layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype)
+        layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, chunks)
         return layout, layout.gradients
 
     return make
@@ -66,19 +67,21 @@ class ShardedLayout:
         offload: bool,
         stream: CommStream,
         dtype: torch.dtype | None,
+        chunks: int = 1,
     ) -> None:
         _check(model)
         self._world = world
         rank = mesh.data_rank(world.rank)
-        self._primary = rank.replica == 0
+        self._primary = not (rank.replica or rank.seat)
         units = find_units(model)
         paths = {module: path for path, module in model.named_modules()}
         dealt = _ShardSums(
             rank,
             AllToAllRows(rank.member, rank.members, world.carrier(mesh, "shard")),
-            world.canonical(mesh, "replicate"),
+            world.canonical(mesh, "replicate", "context", chunks=chunks),
             stream,
             [*(paths[unit] for unit in units), "what is in no block"],
+            chunks,
         )
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
@@ -171,7 +174,13 @@ class _ShardSums:
     """
 
     def __init__(
-        self, rank: DataRank, deal: AllToAllRows, across: CanonicalSum, stream: CommStream, units: Sequence[str]
+        self,
+        rank: DataRank,
+        deal: AllToAllRows,
+        across: CanonicalSum,
+        stream: CommStream,
+        units: Sequence[str],
+        chunks: int = 1,
     ) -> None:
         self.note: Note | None = None
         self._units = units
@@ -183,7 +192,9 @@ class _ShardSums:
         last = len(units) - 1
         self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
         self._incomplete: deque[int] = deque()
+        self._chunks = chunks
         self._leaves = 0
+        self._first = 0  # the leaf of this rank's chunk of the first micro-batch
         self._rounds: Iterator[tuple[int, int]] = iter(())
         self._round = (0, 0)  # of no holders
         self._remaining = 0
@@ -191,7 +202,8 @@ class _ShardSums:
         self._outputs: dict[int, Tensor] = {}
 
     def begin(self, leaves: int) -> None:
-        rounds = self._rank.rounds(leaves)
+        microbatches = leaves // self._chunks
+        rounds, self._first = self._rank.rounds(microbatches), self._rank.seat * microbatches
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
@@ -228,7 +240,7 @@ class _ShardSums:
 
     def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
         for number, part in enumerate(self._deal(gradients, holders)):
-            self._counters[unit].push(first + number, part)
+            self._counters[unit].push(self._first + first + number, part)
 
     def _complete(self, unit: int, output: Tensor) -> None:
         pieces = self._counters[unit].pieces()
