@@ -9,10 +9,10 @@ import pytest
 from forked import Command
 
 from lockstep import strategies
-from lockstep.config.load import load
+from lockstep.config.load import Loaded, load
 from lockstep.core.order import Steps
 from lockstep.verification import cases
-from lockstep.verification.traced_run import Job
+from lockstep.verification.traced_run import Job, prepared
 
 # A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
 PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
@@ -124,8 +124,12 @@ def test_an_interrupt_ends_everything(start):
     assert command.left() == []
 
 
+def every(loaded: Loaded) -> list[cases.Case]:
+    return cases._all(loaded, prepared(loaded))
+
+
 def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_why_not():
-    places = cases._all(load("digits", ["placement.device=cpu"]))
+    places = every(load("digits", ["placement.device=cpu"]))
     traits = {name: import_module(f"lockstep.strategies.{name}").Strategy().traits for name in strategies.names()}
     exact = [name for name in traits if traits[name].exactness == "bits"]
     assert {(place.strategy, place.processes) for place in places} == {
@@ -140,11 +144,11 @@ def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_w
 
 def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
     loaded = load("digits", ["placement.strategy={name: ddp, bucket_mib: 1.5}", "recipe.microbatches=2"])
-    places = {(place.strategy, place.processes): place for place in cases._all(loaded)}
+    places = {(place.strategy, place.processes): place for place in every(loaded)}
     assert places["ddp", 2].resolved.placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert places["single", 1].resolved.placement.strategy.model_extra == {}
     assert "3 processes but only 2 micro-batches" in places["ddp", 3].reason
-    asked = cases._all(load("digits", ["placement.strategy={name: deepspeed, stage: 3}"]))
+    asked = every(load("digits", ["placement.strategy={name: deepspeed, stage: 3}"]))
     assert [place.resolved.strategy.stage for place in asked if place.strategy == "deepspeed"] == [3, 3, 3, 3]
 
 
@@ -182,6 +186,7 @@ def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_
 @pytest.mark.parametrize(("options", "refused"), [({}, False), ({"schedule": "zero_bubble"}, True)])
 def test_what_would_not_compile_to_the_same_bits_is_not_possible(options, refused):
     asked = f"placement.strategy={json.dumps({'name': 'pipeline', **options})}"
-    place = cases._checked(cases._named(load("digits", ["recipe.compile=true", asked]), "pipeline", 2))
+    loaded = load("digits", ["recipe.compile=true", asked])
+    place = cases._checked(cases._named(loaded, "pipeline", 2), prepared(loaded))
     assert place.reason.startswith("recipe.compile: strategy pipeline takes the backward of a block apart") is refused
     assert bool(place.reason) is refused
