@@ -77,24 +77,13 @@ def check_compile(resolved: Resolved) -> None:
 
 def _check_batchnorm(resolved: Resolved) -> None:
     """Raise UsageError where the forwards of a step cannot go through BatchNorm layers together."""
-    recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
+    recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
     key, count = "recipe.batchnorm: sync", recipe.microbatches
-    if recipe.compile:
-        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
     if recipe.model.chunks > 1:
         raise UsageError(f"{key}: a model in chunks is called once for each; leave recipe.model.chunks out")
-    if placement.recompute != "none":
-        raise UsageError(
-            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
-            f"placement.recompute out"
-        )
-    if placement.audit_every is not None:
-        raise UsageError(
-            f"{key}: no micro-batch can be repeated by itself, without all others of its step; leave "
-            f"placement.audit_every out"
-        )
+    _check_waiting(resolved, key, "no micro-batch can be repeated by itself, without all others of its step")
     if not strategy.traits.syncs_batchnorm:
         raise UsageError(
             f"{key}: under strategy {resolved.strategy_name} the forwards of a step do not reach a layer together; use "
@@ -107,9 +96,25 @@ def _check_batchnorm(resolved: Resolved) -> None:
         )
 
 
+def _check_waiting(resolved: Resolved, key: str, audited: str) -> None:
+    """Raise UsageError for what forwards that wait for each other cannot do, which `key` asks for: `audited` says why
+    no rank can repeat another's work.
+    """
+    placement = resolved.placement
+    if resolved.recipe.compile:
+        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
+    if placement.recompute != "none":
+        raise UsageError(
+            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
+            f"placement.recompute out"
+        )
+    if placement.audit_every is not None:
+        raise UsageError(f"{key}: {audited}; leave placement.audit_every out")
+
+
 def _check_sequences(resolved: Resolved) -> None:
     """Raise UsageError where the processes cannot share the chunks of sequences, or not compute chunks at all."""
-    recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
+    recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     seats = strategy.mesh(resolved.processes).context
     if chunks % seats:
@@ -131,18 +136,7 @@ def _check_sequences(resolved: Resolved) -> None:
             f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
             f"process has one; set context to {chunks}, or leave shard out"
         )
-    if recipe.compile:
-        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
-    if placement.recompute != "none":
-        raise UsageError(
-            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
-            f"placement.recompute out"
-        )
-    if placement.audit_every is not None:
-        raise UsageError(
-            f"{key}: a rank that has but a chunk of each sequence can repeat no micro-batch; leave "
-            f"placement.audit_every out"
-        )
+    _check_waiting(resolved, key, "a rank that has but a chunk of each sequence can repeat no micro-batch")
 
 
 def check_cut(resolved: Resolved, ready: Setup) -> None:
