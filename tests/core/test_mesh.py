@@ -44,13 +44,15 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(
 
 
 @settings(deadline=None)
-@given(SHORT, SHORT, SHORT, SHORT, LEAVES)
+@given(SHORT, SHORT, SHORT, SHORT, SHORT, LEAVES)
 def test_each_micro_batch_has_one_primary_rank_on_any_mesh(
-    replicate: int, pipe: int, shard: int, tensor: int, leaves: int
+    replicate: int, pipe: int, shard: int, tensor: int, context: int, leaves: int
 ) -> None:
-    mesh = Mesh(replicate, pipe, shard, tensor)
+    mesh = Mesh(replicate, pipe, shard, 1, tensor, context)
     ranks = [mesh.data_rank(rank) for rank in range(mesh.size)]
-    assert ranks == [each for each in ranks if each.primary or each._replace(primary=True) in ranks]
+    assert all(each._replace(first=True) in ranks and each._replace(seat=0) in ranks for each in ranks)
+    evaluated = [number for each in ranks if each.first for number in each.turns(leaves) if number is not None]
+    assert sorted(evaluated) == list(range(leaves))
     own = [index for each in ranks if each.primary for index, dummy in each.indices(leaves) if not dummy]
     assert sorted(own) == list(range(leaves))
 
@@ -167,7 +169,7 @@ def test_ranks_share_the_chunks_of_sequences(
     assert total(pieces, len(leaves), _bracketed) == total(leaves, len(leaves), _bracketed)
     primary = [index for each in places if each.primary for index, dummy in each.indices(microbatches) if not dummy]
     assert sorted(primary) == list(range(microbatches))
-    turns = [each.turns(microbatches) for each in places if each.evaluates]
+    turns = [each.turns(microbatches) for each in places if each.first]
     assert sorted(number for own in turns for number in own if number is not None) == list(range(microbatches))
     if shard > 1:  # the members of a replica evaluate together
         for first in range(0, mesh.size, shard * context):

@@ -66,8 +66,8 @@ class Mesh(NamedTuple):
         """Return which data a rank computes."""
         at = self.coordinate(rank)
         replica, replicas = at.replicate * self.expert + at.expert, self.replicate * self.expert
-        primary = not (at.pipe or at.tensor or at.context)
-        return DataRank(replica, replicas, at.shard, self.shard, primary, self.expert, at.context, self.context)
+        first = not (at.pipe or at.tensor)
+        return DataRank(replica, replicas, at.shard, self.shard, first, self.expert, at.context, self.context)
 
 
 class DataRank(NamedTuple):
@@ -75,9 +75,9 @@ class DataRank(NamedTuple):
 
     Replicas have contiguous parts of a step's micro-batches, so that each can add its own part first. The members of
     one take turns in its part: in round k they have k * members, k * members + 1, ..., which they add across before the
-    next round. Of several ranks with the same data one is `primary`: it reports what all of them know. So many replicas
-    as are `in_step` have as many rounds as the one of them with most micro-batches. Of `seats` ranks with the same
-    data each computes as many chunks of the sequences, in the order of their `seat`. A rank that has the sums of
+    next round. Of several ranks that know the same one is `first`: it reports that. So many replicas as are `in_step`
+    have as many rounds as the one of them with most micro-batches. Of `seats` ranks with the same data each computes as
+    many chunks of the sequences, in the order of their `seat`, and evaluates by itself. A rank that has the sums of
     several replicas, its own and those that follow, `spans` so many.
     """
 
@@ -85,7 +85,7 @@ class DataRank(NamedTuple):
     replicas: int = 1
     member: int = 0
     members: int = 1
-    primary: bool = True
+    first: bool = True
     in_step: int = 1
     seat: int = 0
     seats: int = 1
@@ -129,9 +129,9 @@ class DataRank(NamedTuple):
         return [block for first in firsts for block in blocks(range(first + ours.start, first + ours.stop))]
 
     @property
-    def evaluates(self) -> bool:
-        """Whether what this rank evaluates counts: a rank that computes chunks in training evaluates by itself."""
-        return self.primary or self.seat > 0
+    def primary(self) -> bool:
+        """Whether this rank, of all with the same micro-batches, is the one that counts them."""
+        return self.first and self.seat == 0
 
     def turns(self, batches: int) -> list[int | None]:
         """Return which of `batches` this rank evaluates; None where it only keeps the other members company."""

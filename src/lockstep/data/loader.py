@@ -138,7 +138,7 @@ class Loader:
             sent = started_ahead(copied, self._copies.steps_ahead)
             for number, each in zip(numbers, sent, strict=True):
                 batch = self._transforms.for_evaluation(each.arrival())
-                yield number if self._data_rank.evaluates else None, batch, each.weight
+                yield number if self._data_rank.first else None, batch, each.weight
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""

@@ -118,7 +118,7 @@ class DataParallelEngine:
         self._autocast = autocast(numerics.precision, world.device)
         self._training = self._around_forward()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._primary = mesh.data_rank(world.rank).primary or mesh.context > 1
+        self._first = mesh.data_rank(world.rank).first
         self._alone = world.size == 1
         self._on_close = on_close
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
@@ -280,7 +280,7 @@ class DataParallelEngine:
                 outputs = self._seats.call(self._model, inputs, microbatch.index)
         given = self._numerics.given_out(outputs)
         loss = self._task.loss(given, microbatch.batch)
-        if observed is not None and self._primary and not microbatch.dummy:
+        if observed is not None and self._first and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
         return loss
