@@ -56,7 +56,7 @@ TOGETHER: Final[dict[str, str]] = {
     "launchers/test_example.py": "launchers: base",
     "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: ghost layout loans replay trace",
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
-    "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine numerics\n"
+    "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\n"
     "parallel/layouts: base replicated sharded",
     "parallel/test_deepspeed_engine.py": "comm: deepspeed\nparallel: deepspeed_places",
     "parallel/test_operations_used.py": "device: kernels",

@@ -43,7 +43,7 @@ from lockstep.parallel.activations import around_forward
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
-from lockstep.parallel.context.seats import seated
+from lockstep.parallel.context.seats import leaves_of
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layouts.base import HoldsBack, MakeLayout, Slots, check_names, take_over
@@ -104,7 +104,7 @@ class DataParallelEngine:
         chunks = numerics.sequence_chunks
         self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Together(self._generators)
-        self._seats = seated(problem.task, chunks, world, mesh, self._together) if chunks > 1 else None
+        self._leaves = leaves_of(problem.task, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", beside=False))
@@ -162,7 +162,7 @@ class DataParallelEngine:
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
-        alone = self._step_sums is None and self._seats is None
+        alone = self._step_sums is None and self._numerics.sequence_chunks == 1
         with self._training if alone else self._around_forward():
             yield
 
@@ -272,12 +272,9 @@ class DataParallelEngine:
         return Ema({name: local_tensor(held) for name, held in self._layout.state().items()}, decay)
 
     def _loss_of(self, microbatch: MicroBatch, observed: NamedSums | None = None) -> Tensor:
-        inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
-        with self._model_code:
-            if self._seats is None:
-                outputs = call(self._model, inputs)
-            else:
-                outputs = self._seats.call(self._model, inputs, microbatch.index)
+        inputs = self._numerics.laid_out(self._leaves.inputs(microbatch))
+        with self._model_code, self._leaves.around():
+            outputs = call(self._model, inputs)
         given = self._numerics.given_out(outputs)
         loss = self._task.loss(given, microbatch.batch)
         if observed is not None and self._first and not microbatch.dummy:
@@ -307,9 +304,9 @@ class DataParallelEngine:
 
     def _rounds(self, microbatches: Sequence[MicroBatch], leaves: int) -> Sequence[Sequence[MicroBatch]]:
         """Return what is computed one after the other, each of it with all forwards that are under way together."""
-        if self._seats is not None:
-            return [self._seats.of(each, leaves) for each in microbatches]
-        return [microbatches] if self._step_sums is not None else [[each] for each in microbatches]
+        if self._step_sums is not None:
+            return [microbatches]
+        return [self._leaves.of(each, leaves) for each in microbatches]
 
     def _at_once(self, microbatches: Sequence[MicroBatch], step: Step, observed: NamedSums | None) -> None:
         """Do the forwards of all these micro-batches together, and one backward through all of them."""
@@ -351,5 +348,5 @@ class DataParallelEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:
-            outputs = call(self._model, self._numerics.laid_out(inputs))
+            outputs = call(self._model, self._numerics.laid_out(self._leaves.evaluated(inputs)))
         return self._numerics.given_out(outputs)

@@ -185,13 +185,14 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     build = in_chunks(uncut, recipe.model)
     if recipe.model.chunks > 1:
         check(build)
+    given = task.inputs(repeated(example, 2))
     if recipe.model.sequence_chunks > 1:
         if summary.batchnorm:
             raise UsageError(
                 f"recipe.model.sequence_chunks: {name} has BatchNorm, which would normalise over a chunk; leave the "
                 f"key out, or use another model"
             )
-        check_sequences(uncut, task, repeated(example, 2), recipe.model.sequence_chunks, name)
+        given = check_sequences(uncut, task, repeated(example, 2), recipe.model.sequence_chunks, name)
     if dtype is not None:
         inputs = task.inputs(repeated(evaluation, 2))
         check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)
@@ -211,7 +212,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         task,
         partial(initialise, whole, recipe.seed),
         name,
-        mapped(lambda tensor: tensor.to("meta"), task.inputs(repeated(example, 2))),
+        mapped(lambda tensor: tensor.to("meta"), given),
     )
     warnings = tuple(few_samples(recipe, steps)) if summary.batchnorm else ()
     if first is not None and taken is not None and (taken.fresh or taken.left_over):

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.core.batch import Batch, length, mapped
+from lockstep.core.batch import Batch, Inputs, length, mapped
 from lockstep.errors import LockstepError, UsageError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.context.attention import KEY
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.context.seats import POSITIONS, Seats, cutting
+from lockstep.parallel.context.seats import POSITIONS, Seats, cutting, positioned, taken_by
 from lockstep.parallel.together import Together
 from lockstep.tasks.base import MicroBatch, Task
 
 
-def check_sequences(build: Callable[[], nn.Module], task: Task, batch: Batch, chunks: int, name: str) -> None:
-    """Raise UsageError where the model, or the task, cannot be computed in so many chunks; `batch` has real samples.
+def check_sequences(build: Callable[[], nn.Module], task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
+    """Return what the model takes for a batch; UsageError where it, or the task, cannot be computed in so many chunks.
 
-    The model is tried on the meta device, and on the CPU where that fails. It is called `name` in errors.
+    `batch` has real samples. The model is tried on the meta device, and on the CPU where that fails. It is called
+    `name` in errors.
     """
     cutting(task)
     trial = partial(_trial, build, task, batch, chunks, name)
     with warnings.catch_warnings(action="ignore"), OwnCode(name):
         try:
-            trial("meta")
+            takes = trial("meta")
         except LockstepError:
             raise
         except Exception:  # a model may read values while it is built or runs
-            trial("cpu")
+            takes = trial("cpu")
+    return positioned(task.inputs(batch), takes)
 
 
-def _trial(build: Callable[[], nn.Module], task: Task, batch: Batch, chunks: int, name: str, device: str) -> None:
+def _trial(
+    build: Callable[[], nn.Module], task: Task, batch: Batch, chunks: int, name: str, device: str
+) -> Sequence[str]:
     with torch.device(device):
         model = build().train()
-    if POSITIONS not in inspect.signature(model.forward).parameters:
+    takes = taken_by(model)
+    if POSITIONS not in takes:
         raise UsageError(
             f"{KEY}: {name} does not take {POSITIONS}, so it cannot know where in a sequence a chunk is; give its "
             f"forward that argument, of shape [1, positions], or leave the key out"
@@ -49,16 +53,17 @@ def _trial(build: Callable[[], nn.Module], task: Task, batch: Batch, chunks: int
     with torch.no_grad():
         losses_in(model, task, given, 1)  # whether there is a mask over the whole sequence, as a sliding window's
         losses_in(model, task, given, chunks)
+    return takes
 
 
 def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Return the loss of each chunk of a batch, where its sequences are cut into so many."""
     together = Together([])
-    seats = Seats(cutting(task), range(chunks), Exchange(chunks), together)
+    seats = Seats(cutting(task), taken_by(model), range(chunks), Exchange(chunks), together)
     [*parts] = seats.of(MicroBatch(0, batch, length(batch), 0), 1)
 
     def loss_of(part: MicroBatch) -> Any:
-        return task.loss(seats.call(model, task.inputs(part.batch), part.index), part.batch)
+        return task.loss(seats.call(model, part), part.batch)
 
     return together.run([partial(loss_of, part) for part in parts], _nothing)
 

@@ -112,8 +112,8 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class CutsSequences(Protocol):
-    """What a task has besides whose samples are sequences that can be computed in chunks."""
+class CutsSequences(Task, Protocol):
+    """A task whose samples are sequences that can be computed in chunks."""
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
         """Return the part `number` of `chunks` equal ones of each sequence of a batch, which is a batch of this task.

@@ -9,7 +9,8 @@ With M micro-batches in a step, leaf c * M + m is chunk c of micro-batch m.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -17,12 +18,13 @@ import torch
 from torch import nn
 
 from lockstep.comm.world import World
-from lockstep.core.batch import Inputs, tensors_of
+from lockstep.core.batch import Inputs, call, tensors_of
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.errors import UsageError
 from lockstep.parallel.context.attention import KEY, Attention
 from lockstep.parallel.context.exchange import Exchange
+from lockstep.parallel.leaves import Leaves, WholeMicroBatches
 from lockstep.parallel.together import Together
 from lockstep.tasks.base import CutsSequences, MicroBatch, Task
 
@@ -31,51 +33,75 @@ POSITIONS: Final = "position_ids"  # what models call the argument, as transform
 
 @final
 class Seats:
-    """The chunks `own` of the sequences of a micro-batch, whose forwards run in `together`."""
+    """The chunks `own` of the sequences of a micro-batch, whose forwards run in `together`.
 
-    def __init__(self, task: CutsSequences, own: range, exchange: Exchange, together: Together) -> None:
-        self.chunks = exchange.seats
+    `takes` are the names of what the model's forward takes, in order.
+    """
+
+    def __init__(
+        self, task: CutsSequences, takes: Sequence[str], own: range, exchange: Exchange, together: Together
+    ) -> None:
         self._task = task
+        self._takes = takes
         self._own = own
         self._exchange = exchange
         self._together = together
         self._microbatches = 1
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> list[MicroBatch]:
-        """Return this rank's chunks of one of so many micro-batches, which then are what `call` calls a model for.
-
-        The weight of each is that of the whole micro-batch.
-        """
+    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+        """See Leaves. The weight of each chunk is that of the whole micro-batch."""
         self._microbatches = microbatches
         return [
             replace(
                 microbatch,
                 index=chunk * microbatches + microbatch.index,
-                batch=self._task.chunk(microbatch.batch, chunk, self.chunks),
+                batch=self._task.chunk(microbatch.batch, chunk, self._exchange.seats),
             )
             for chunk in self._own
         ]
 
-    def call(self, model: nn.Module, inputs: Inputs, leaf: int) -> Any:
-        """Return what the model gives for the inputs of a chunk, at its positions."""
-        ids = tensors_of(inputs)[0]
-        first = leaf // self._microbatches * ids.shape[1]
-        positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
-        attention = Attention(self._exchange, self._together)
-        with attention:
-            if isinstance(inputs, Mapping):
-                outputs = model(**inputs, **{POSITIONS: positions})
-            else:
-                outputs = model(*inputs, **{POSITIONS: positions})
+    def inputs(self, leaf: MicroBatch) -> Inputs:
+        """See Leaves: a chunk has the positions that it has in the sequence."""
+        return positioned(self._task.inputs(leaf.batch), self._takes, leaf.index // self._microbatches)
+
+    def around(self) -> Attention:
+        """See Leaves."""
+        return Attention(self._exchange, self._together)
+
+    def evaluated(self, inputs: Inputs) -> Inputs:
+        """See Leaves."""
+        return positioned(inputs, self._takes)
+
+    def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
+        """Return what a whole model gives for a chunk; UsageError where it attends to nothing."""
+        with self.around() as attention:
+            outputs = call(model, self.inputs(leaf))
         attention.check()
         return outputs
 
 
-def seated(task: Task, chunks: int, world: World, mesh: Mesh, together: Together) -> Seats:
-    """Return the seats of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
+def positioned(inputs: Inputs, takes: Sequence[str], chunk: int = 0) -> Inputs:
+    """Return the inputs of a forward that takes arguments of these names, with the positions of such a chunk."""
+    ids = tensors_of(inputs)[0]
+    first = chunk * ids.shape[1]
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
+    named = inputs if isinstance(inputs, Mapping) else dict(zip(takes, inputs, strict=False))
+    return {**named, POSITIONS: positions}
+
+
+def taken_by(model: nn.Module) -> Sequence[str]:
+    """Return the names of what the model's forward takes."""
+    return [*inspect.signature(model.forward).parameters]
+
+
+def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Together) -> Leaves:
+    """Return the leaves of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
+    if chunks == 1:
+        return WholeMicroBatches(task)
     rank, ranks = mesh.coordinate(world.rank).context, mesh.context
     carrier = world.carrier(mesh, "context", beside=False) if ranks > 1 else None
-    return Seats(cutting(task), part(chunks, ranks, rank), Exchange(chunks, rank, ranks, carrier), together)
+    exchange = Exchange(chunks, rank, ranks, carrier)
+    return Seats(cutting(task), taken_by(model), part(chunks, ranks, rank), exchange, together)
 
 
 def cutting(task: Task) -> CutsSequences:

@@ -1,0 +1,54 @@
+"""What a rank computes of a micro-batch: the leaves of the tree (core/tree.py) that have their forwards together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, final
+
+from lockstep.core.batch import Inputs
+from lockstep.tasks.base import MicroBatch, Task
+
+
+class Leaves(Protocol):
+    """How a micro-batch is cut into leaves, and what a model is given and called in for each of them."""
+
+    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+        """Return this rank's leaves of one of so many micro-batches, as micro-batches with the numbers of leaves."""
+        ...
+
+    def inputs(self, leaf: MicroBatch) -> Inputs:
+        """Return what the model's forward takes for a leaf."""
+        ...
+
+    def around(self) -> AbstractContextManager[object]:
+        """Return the context of the forward of one leaf, or of a part of it."""
+        ...
+
+    def evaluated(self, inputs: Inputs) -> Inputs:
+        """Return what the model's forward takes in evaluation, which is of whole samples, for the task's `inputs`."""
+        ...
+
+
+@final
+class WholeMicroBatches:
+    """Micro-batches that are leaves themselves."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+        """See Leaves."""
+        return [microbatch]
+
+    def inputs(self, leaf: MicroBatch) -> Inputs:
+        """See Leaves."""
+        return self._task.inputs(leaf.batch)
+
+    def around(self) -> AbstractContextManager[object]:
+        """See Leaves."""
+        return nullcontext()
+
+    def evaluated(self, inputs: Inputs) -> Inputs:
+        """See Leaves."""
+        return inputs
