@@ -7,14 +7,13 @@ time is the time of one step; so an audited step may take at most twice as long.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
 from benchmarks.learners import LR, Work, start
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.rota import Rota
@@ -63,11 +62,8 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
         given = [replace(work.batch(index), dummy=True), *given]
         engine = AuditedEngine(engine, world, rota, work.batch)
 
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
+    def do() -> None:
         engine.forward_backward(given, step)
         engine.update(LR, None)
-        return time.perf_counter() - began
 
-    return turn
+    return timed(do, world)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from benchmarks.learners import LR, Do, Work, ours
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, compare
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank
@@ -78,14 +78,7 @@ def _compared(work: Work, what: str, unit: str, measured: _Measure, turns: int) 
 
 def _timed(side: _Side, work: Work, world: World) -> Turn:
     keep_freed_memory()
-    do = side(work, world)
-
-    def turn() -> float:
-        began = time.process_time()
-        do()
-        return time.process_time() - began
-
-    return turn
+    return timed(side(work, world), world, time.process_time)
 
 
 def _measured(side: _Side, work: Work, world: World) -> Turn:

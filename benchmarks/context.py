@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from benchmarks.tensor_learners import DECAY, HEADS, LR, Do
 from lockstep.comm.world import World
@@ -102,15 +102,7 @@ def stepping(strategy: str, work: Work, world: World) -> Do:
 
 def _timed(strategy: str, work: Work, world: World) -> Turn:
     keep_freed_memory()
-    do = stepping(strategy, work, world)
-
-    def turn() -> float:
-        world.barrier()
-        began = time.process_time()
-        do()
-        return time.process_time() - began
-
-    return turn
+    return timed(stepping(strategy, work, world), world, time.process_time)
 
 
 def _measured(strategy: str, work: Work, world: World) -> Turn:

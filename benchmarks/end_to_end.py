@@ -8,7 +8,6 @@ processes share a step later, cost what smaller batches cost. One thread each, n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
 from benchmarks.loop import no_evaluation, no_save
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank
@@ -124,14 +123,11 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
 def _turn(steps: int, world: World, training: Iterator[object]) -> Turn:
     """Return a turn of `steps` steps: `training` does one for each `next`."""
 
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
+    def do() -> None:
         for _ in range(steps):
             next(training)
-        return time.perf_counter() - began
 
-    return turn
+    return timed(do, world)
 
 
 class _Pictures(Dataset[tuple[Tensor, int]]):

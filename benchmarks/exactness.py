@@ -8,7 +8,6 @@ sum and what belongs to it: losses and BatchNorm statistics over all micro-batch
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.order import Step, cut
@@ -69,14 +68,11 @@ def _lockstep(microbatches: int, world: World) -> Turn:
     own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
     step = Step(0, 0, 0, microbatches * SAMPLES, 0, False)
 
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
+    def do() -> None:
         engine.forward_backward(own, step)
         engine.update(LR, None)
-        return time.perf_counter() - began
 
-    return turn
+    return timed(do, world)
 
 
 def _torch(microbatches: int, world: World) -> Turn:
@@ -85,17 +81,14 @@ def _torch(microbatches: int, world: World) -> Turn:
     optimizer = _optimizer(model.named_parameters())
     own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
 
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
+    def do() -> None:
         for microbatch in own:
             with model.no_sync() if microbatch is not own[-1] else nullcontext():
                 (F.cross_entropy(model(microbatch.batch[0]), microbatch.batch[1]) / len(own)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - began
 
-    return turn
+    return timed(do, world)
 
 
 def _model() -> nn.Module:

@@ -14,7 +14,6 @@ Both cut at the same blocks and have the same multi-tensor optimizer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import processes
 from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
 from benchmarks.processes import Turn
 from lockstep.comm.world import World
@@ -148,15 +148,7 @@ def torchs(name: str, work: Work, world: World) -> Do:
 def timed(side: Side, name: str, work: Work, world: World) -> Turn:
     """Return what times a step of a contestant, which all ranks begin together."""
     keep_freed_memory()
-    do = side(name, work, world)
-
-    def turn() -> float:
-        world.barrier()
-        began = time.perf_counter()
-        do()
-        return time.perf_counter() - began
-
-    return turn
+    return processes.timed(side(name, work, world), world)
 
 
 def _options(kind: str, schedule: str) -> dict[str, Any]:

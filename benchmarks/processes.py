@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,6 +38,18 @@ class Contestant:
 
     start: Start
     size: int = 1
+
+
+def timed(do: Callable[[], object], world: World, clock: Callable[[], float] = time.perf_counter) -> Turn:
+    """Return a turn that does `do`, which all ranks begin together, and takes its time by `clock`."""
+
+    def turn() -> float:
+        world.barrier()
+        began = clock()
+        do()
+        return clock() - began
+
+    return turn
 
 
 def take_turns(contestants: Mapping[str, Contestant], turns: int) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import turns as dictionaries
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.processes import Contestant, Turn, take_turns
+from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from benchmarks.tensor_learners import HEADS, Side, Work, gradients, ours, torchs
 from lockstep.comm.world import World
@@ -162,15 +162,7 @@ def _mine(count: int) -> str:
 
 def _timed(clock: Callable[[], float], side: Side, work: Work, world: World) -> Turn:
     keep_freed_memory()
-    do = side(work, world)
-
-    def turn() -> float:
-        world.barrier()
-        began = clock()
-        do()
-        return clock() - began
-
-    return turn
+    return timed(side(work, world), world, clock)
 
 
 def _measured(side: Side, work: Work, world: World) -> Turn:
