@@ -11,6 +11,9 @@ from held import HOLD, hold
 
 ON_2 = ("placement.strategy=context", "placement.processes=2")
 ON_2_X_2 = ("placement.strategy={name: context, replicate: 2}", "placement.processes=4")
+BOTH = ("recipe.model.chunks=2", "recipe.model.sequence_chunks=2")
+MESH = ("placement.strategy={name: mesh, tensor: 2, context: 2}", "placement.processes=4")
+TENSOR = ("placement.strategy=tensor", "placement.processes=2")
 DDP = ("placement.strategy=ddp", "placement.processes=3")
 MANIFEST = "run/checkpoints/step-00000008/manifest.json"
 
@@ -35,12 +38,17 @@ def recipe(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe):
-    whole = run("train", recipe, "run.dir=run", "placement.processes=1")
+@pytest.mark.parametrize(
+    ("words", "first", "second", "evaluated"),
+    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, TENSOR, MESH)],
+    ids=["sequences", "sequences and features"],
+)
+def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe, words, first, second, evaluated):
+    whole = run("train", recipe, "run.dir=run", "placement.processes=1", *words)
     expected = (whole.folder / MANIFEST).read_bytes()
     (whole.folder / "run").rename(whole.folder / "whole")
     hold("run", 4)
-    stopped = start("train", recipe, "run.dir=run", *ON_2_X_2)
+    stopped = start("train", recipe, "run.dir=run", *words, *first)
     stopped.until_step(4)
     stopped.signal(signal.SIGTERM)
     stopped.until_heard()
@@ -48,18 +56,20 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe):
     stopped.wait()
     (end,) = events(stopped.folder / "run", "stopped")
     assert 0 < end["step"] < 8
-    resumed = run("train", recipe, "run.dir=run", *DDP)
+    resumed = run("train", recipe, "run.dir=run", *words, *second)
     assert resumed.sha256 == whole.sha256
     assert (resumed.folder / MANIFEST).read_bytes() == expected
-    lines = [line for line in run("eval", "run", *ON_2).out.splitlines() if line.startswith("evaluated")]
+    lines = [line for line in run("eval", "run", *evaluated).out.splitlines() if line.startswith("evaluated")]
     assert lines[0].split("  ")[:3] == next(
         line.split("  ")[:3] for line in whole.out.splitlines()[::-1] if line.startswith("evaluated")
     )
 
 
-def test_it_is_verified_on_several_processes(run, recipe):
-    verified = run("verify", recipe, *ON_2)
+@pytest.mark.parametrize("words", [ON_2, (*BOTH, *MESH)], ids=["sequences", "sequences and features"])
+def test_it_is_verified_on_several_processes(run, recipe, words):
+    verified = run("verify", recipe, *words)
     assert "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed" in verified.out
+    assert "note:" not in verified.out + verified.err
 
 
 CHUNKS = "recipe.model.sequence_chunks"
@@ -77,7 +87,8 @@ DIGITS = ("recipe.data=digits", "recipe.task=auto")
         ((*ON_2, "recipe.compile=true"), "a compiled block cannot wait in its middle"),
         ((*ON_2, "placement.recompute=full"), "leave placement.recompute out"),
         ((*ON_2, "placement.audit_every=2"), "leave placement.audit_every out"),
-        (("recipe.model.chunks=2",), "heads that are cut into chunks cannot be dealt out"),
+        (("recipe.model.chunks=2",), "4 chunks cannot share out 2 heads of queries, keys and values; use 1, 2 (where"),
+        ((*BOTH, *MESH, "placement.processes=6", "placement.strategy.tensor=3"), "cannot share the 2 chunks of blocks"),
         ((f"{NET}={{name: digits_convnet, sequence_chunks: 2}}", *DIGITS), "has BatchNorm"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value[-1],

@@ -48,7 +48,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(
 def test_each_micro_batch_has_one_primary_rank_on_any_mesh(
     replicate: int, pipe: int, shard: int, tensor: int, context: int, leaves: int
 ) -> None:
-    mesh = Mesh(replicate, pipe, shard, 1, tensor, context)
+    mesh = Mesh(replicate, pipe, shard, 1, context, tensor)
     ranks = [mesh.data_rank(rank) for rank in range(mesh.size)]
     assert all(each._replace(first=True) in ranks and each._replace(seat=0) in ranks for each in ranks)
     evaluated = [number for each in ranks if each.first for number in each.turns(leaves) if number is not None]
@@ -148,12 +148,12 @@ def test_each_validation_batch_is_evaluated_once(replicas: int, members: int, ba
         assert not any(number is None for own in turns for number in own)
 
 
-@given(SHORT, SHORT, SHORT, SHORT, st.integers(1, 9))
+@given(SHORT, SHORT, SHORT, SHORT, st.integers(1, 2), st.integers(1, 9))
 def test_ranks_share_the_chunks_of_sequences(
-    replicate: int, shard: int, context: int, own: int, microbatches: int
+    replicate: int, shard: int, context: int, own: int, tensor: int, microbatches: int
 ) -> None:
     own = own if shard == 1 else 1
-    mesh, chunks = Mesh(replicate=replicate, shard=shard, context=context), context * own
+    mesh, chunks = Mesh(replicate=replicate, shard=shard, context=context, tensor=tensor), context * own
     places = [mesh.data_rank(rank) for rank in range(mesh.size)]
     pieces = {}
     for place in places:
@@ -172,7 +172,7 @@ def test_ranks_share_the_chunks_of_sequences(
     turns = [each.turns(microbatches) for each in places if each.first]
     assert sorted(number for own in turns for number in own if number is not None) == list(range(microbatches))
     if shard > 1:  # the members of a replica evaluate together
-        for first in range(0, mesh.size, shard * context):
+        for first in range(0, len(turns), shard * context):
             assert len({len(own) for own in turns[first : first + shard * context]}) == 1
 
 

@@ -38,7 +38,7 @@ from lockstep.strategies.mesh import Strategy
             Strategy(context=2, pipe=2),
             4,
             4,
-            "context=2 goes with replicate and shard, not with pipe=2; leave context out",
+            "context=2 goes with replicate, shard and tensor, not with pipe=2; leave context out",
         ),
         (Strategy(replicate=2, expert=3), 6, 4, "6 processes but only 4 micro-batches"),
         (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
@@ -85,8 +85,8 @@ def test_replicas_are_what_the_other_lengths_leave() -> None:
 
 
 def test_slices_are_next_to_each_other() -> None:
-    mesh = Strategy(replicate=2, pipe=2, tensor=2).mesh(8)
-    assert mesh.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for strategy in (Strategy(replicate=2, pipe=2, tensor=2), Strategy(shard=2, context=2, tensor=2)):
+        assert strategy.mesh(8).groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def _gpt(chunks: int) -> nn.Module:

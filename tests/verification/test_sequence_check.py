@@ -1,11 +1,15 @@
 """A model that mixes positions outside of attention, or does not heed where it is, is found by its loss in chunks."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.models.gpt import gpt
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.tasks.language import Language
 from lockstep.verification.sequence_check import departure
 
@@ -57,6 +61,14 @@ def test_what_is_right_agrees(narrow: bool) -> None:
 def test_ours_agrees(positions: str) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32, positions=positions)  # type: ignore[arg-type]
     assert departure(model.eval(), Language(), IDS, 4) is None
+
+
+@pytest.mark.parametrize(("parts", "what"), [(3, None), (1, "the loss")])
+def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, what: str | None) -> None:
+    model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32).eval()
+    plan = {**known_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
+    found = departure(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
+    assert (found and found[0]) == what
 
 
 @pytest.mark.parametrize("narrow", [False, True])

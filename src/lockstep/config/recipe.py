@@ -92,10 +92,6 @@ class Model(Section):
             raise ValueError("plan: it says what is cut into chunks, and chunks is 1; set chunks, or leave plan out")
         if self.lora is not None and self.chunks > 1:
             raise ValueError("chunks: layers that have adapters cannot be cut; leave chunks out, or lora")
-        if self.chunks > 1 and self.sequence_chunks > 1:
-            raise ValueError(
-                "sequence_chunks: heads that are cut into chunks cannot be dealt out; leave one of both out"
-            )
         return self
 
 

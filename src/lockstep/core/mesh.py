@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from lockstep.core.order import part
 from lockstep.core.tree import Block, blocks
 
-Axis = Literal["replicate", "pipe", "shard", "expert", "tensor", "context"]
+Axis = Literal["replicate", "pipe", "shard", "expert", "context", "tensor"]
 
 
 class Mesh(NamedTuple):
@@ -23,16 +23,16 @@ class Mesh(NamedTuple):
     micro-batches together, in rounds of one for each.
     `expert`: ranks with other experts of a mixture each, which send each other what is for these. Each has a contiguous
     part of the micro-batches, as a replica has, and goes through it in step with the others, in rounds of one each.
-    `tensor`: ranks that compute a part of each product, for the same micro-batches.
     `context`: ranks that compute other chunks of the same sequences, and send each other what attention needs.
+    `tensor`: ranks that compute a part of each product, for the same micro-batches and chunks of sequences.
     """
 
     replicate: int = 1
     pipe: int = 1
     shard: int = 1
     expert: int = 1
-    tensor: int = 1
     context: int = 1
+    tensor: int = 1
 
     @property
     def size(self) -> int:

@@ -192,7 +192,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
                 f"recipe.model.sequence_chunks: {name} has BatchNorm, which would normalise over a chunk; leave the "
                 f"key out, or use another model"
             )
-        given = check_sequences(uncut, task, repeated(example, 2), recipe.model.sequence_chunks, name)
+        given = check_sequences(build, task, repeated(example, 2), recipe.model.sequence_chunks, name)
     if dtype is not None:
         inputs = task.inputs(repeated(evaluation, 2))
         check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)

@@ -129,7 +129,7 @@ def _check_sequences(resolved: Resolved) -> None:
     if not strategy.traits.cuts_sequences:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
-            f"mesh with shard and context, single, zero1, or ddp without compress"
+            f"tensor, single, zero1, ddp without compress, or mesh without pipe and expert"
         )
     if strategy.mesh(resolved.processes).shard > 1 and seats != chunks:
         raise UsageError(

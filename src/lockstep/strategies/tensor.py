@@ -50,6 +50,7 @@ class Strategy:
             "replicate the sum of the gradients once a step",
             cuts_rows=True,
             compiles=False,
+            cuts_sequences=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -71,5 +72,6 @@ class Strategy:
         """Return the engine."""
         mesh = self.mesh(world.size)
         own = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        make_layout = sliced(world, mesh, replicated(world, mesh, bucket_bytes=int(self.bucket_mib * 2**20)))
+        whole = replicated(world, mesh, int(self.bucket_mib * 2**20), chunks=numerics.sequence_chunks)
+        make_layout = sliced(world, mesh, whole)
         return DataParallelEngine(own, make_optimizer, world, numerics, mesh, make_layout)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.batch import Batch, call, mapped
+from lockstep.core.shard import Chunked
 from lockstep.errors import VerificationError
 from lockstep.run.build import Setup
+from lockstep.run.chunking import cut
 from lockstep.run.examples import examples, repeated
 from lockstep.run.sequences import losses_in
 from lockstep.tasks.base import Task
@@ -27,33 +31,57 @@ class _Computed(NamedTuple):
 
 def check_sequence_chunks(ready: Setup) -> None:
     """Raise VerificationError where the model of a recipe has another loss, or another gradient, in its chunks."""
-    chunks, name = ready.recipe.model.sequence_chunks, ready.problem.name
-    if chunks == 1:
+    asked, name = ready.recipe.model, ready.problem.name
+    if asked.sequence_chunks == 1:
         return
+    features = partial(cut, chunks=asked.chunks, plan=asked.plan, name=asked.name) if asked.chunks > 1 else _whole
     example, _ = examples(ready.recipe, ready.data)
-    found = departure(ready.uncut().eval(), ready.task, repeated(example, _SAMPLES), chunks)
+    batch = repeated(example, _SAMPLES)
+    found = departure(ready.uncut().eval(), ready.task, batch, asked.sequence_chunks, features)
     if found is not None:
         what, apart = found
         raise VerificationError(
-            f"recipe.model.sequence_chunks: in {chunks} chunks {name} computes something else than whole: {what} "
-            f"differs by {apart:.2g} of the largest value; outside of attention it has to treat each position by "
-            f"itself, as position_ids say where it is: without convolutions, pooling or shifts along a sequence"
+            f"recipe.model.sequence_chunks: in {asked.sequence_chunks} chunks {name} computes something else than "
+            f"whole: {what} differs by {apart:.2g} of the largest value; outside of attention it has to treat each "
+            f"position by itself, as position_ids say where it is: without convolutions, pooling or shifts along a "
+            f"sequence"
         )
 
 
-def departure(model: nn.Module, task: Task, batch: Batch, chunks: int) -> tuple[str, float] | None:
-    """Return what is another in chunks, the loss or a gradient, and by what part; None where nothing is."""
+def _whole(_: nn.Module) -> dict[str, Chunked]:
+    """Leave a model's features whole."""
+    return {}
+
+
+def departure(
+    whole: nn.Module,
+    task: Task,
+    batch: Batch,
+    chunks: int,
+    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _whole,
+) -> tuple[str, float] | None:
+    """Return what is another in chunks of sequences, the loss or a gradient, and by what part; None where nothing is.
+
+    `cut_features` cuts a copy of the model into chunks of its features, in place, and returns how parameters are
+    rearranged by it.
+    """
+    in_chunks = copy.deepcopy(whole)
+    chunked = cut_features(in_chunks)
     for dtype, bound in _BOUNDS.items():
-        model.to(dtype)
+        whole.to(dtype)
+        in_chunks.to(dtype)
         given = mapped(lambda each: each.to(dtype) if each.is_floating_point() else each, batch)  # noqa: B023
         try:
-            whole = _computed(model, lambda: task.loss(call(model, task.inputs(given)), given))  # noqa: B023
+            expected = _computed(whole, lambda: task.loss(call(whole, task.inputs(given)), given))  # noqa: B023
         except RuntimeError:
             if dtype is torch.float32:
                 raise
             continue  # some kernels take no float64
-        parts = _computed(model, lambda: torch.stack(losses_in(model, task, given, chunks)).sum())  # noqa: B023
-        return _departure(whole, parts, bound)
+        found = _computed(in_chunks, lambda: torch.stack(losses_in(in_chunks, task, given, chunks)).sum())  # noqa: B023
+        rearranged = [
+            (name, chunked[name].rearranged(each) if name in chunked else each) for name, each in expected.gradients
+        ]
+        return _departure(expected._replace(gradients=rearranged), found, bound)
     return None
 
 

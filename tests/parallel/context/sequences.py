@@ -14,6 +14,7 @@ from toys import Trace
 from lockstep.comm.world import World
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
+from lockstep.core.shard import Chunked
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.engine import Engine, State
@@ -21,6 +22,9 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
@@ -36,6 +40,7 @@ LLAMA = {
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.2),
+    "many heads": partial(gpt, WORDS, LENGTH, 2, 8, 16, 0.2),
     "rotary": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.1, "rotary", True, False),
     "llama": partial(transformers_model, "llama", options=LLAMA, facts={"vocabulary": WORDS}),
 }
@@ -43,10 +48,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe and its placement: `samples` are the sizes of the steps."""
+    """A recipe and its placement: `samples` are the sizes of the steps, `features` the chunks of heads and features."""
 
     model: str = "gpt"
     chunks: int = 4
+    features: int = 1
+    vocabulary: tuple[str, ...] = ()  # what of it is cut by rows, as well
     microbatches: int = 3
     samples: tuple[int, ...] = (6, 7, 2)
     precision: Precision = "fp32"
@@ -55,10 +62,17 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def build(model: str) -> nn.Module:
+def build(case: Case) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return MODELS[model]()
+        model = MODELS[case.model]()
+    _cut(model, case)
+    return model
+
+
+def _cut(model: nn.Module, case: Case) -> dict[str, Chunked]:
+    plan = {**dict.fromkeys(case.vocabulary, "vocab"), **known_plan(model)}
+    return cut_into_chunks(model, plan, case.features) if case.features > 1 else {}
 
 
 def ids(samples: int, seed: int = 3) -> Tensor:
@@ -82,9 +96,9 @@ def engine(world: World, case: Case) -> Engine:
         ema_decay=0.9 if case.ema else None,
         sequence_chunks=case.chunks,
     )
-    problem = Problem(Language(), partial(build, case.model))
+    problem = Problem(Language(), partial(build, case))
     started: Engine = strategy(world, case).start(problem, optimizer, world, numerics)
-    return started
+    return UsualShapes(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor]]:

@@ -23,6 +23,8 @@ CASES = {
     "llama": Case("llama", microbatches=4, samples=(8, 5)),
     "sharded": Case("llama", chunks=2, ema=True),  # a rank without work in a round computes another's chunk along
     "fp16": Case(precision="fp16", chunks=2, microbatches=4, samples=(8, 4)),  # whose sums go by halves
+    "in chunks of both kinds": Case("many heads", features=2, vocabulary=("embedding.tokens", "head")),
+    "llama in chunks of both kinds": Case("llama", chunks=2, features=2, ema=True, precision="bf16"),
 }
 # With 3 micro-batches a replica of 2 has one more than the other; steps of 2 samples leave one of 3 without work.
 PLACED: dict[str, list[tuple[str, int, tuple[tuple[str, Any], ...]]]] = {
@@ -40,6 +42,18 @@ PLACED: dict[str, list[tuple[str, int, tuple[tuple[str, Any], ...]]]] = {
         ("mesh", 4, (("context", 2), ("replicate", 2))),
     ],
     "fp16": [("context", 4, (("replicate", 2),))],
+    "in chunks of both kinds": [
+        ("context", 2, ()),
+        ("tensor", 2, ()),
+        ("tensor", 4, (("replicate", 2),)),
+        ("mesh", 4, (("tensor", 2), ("context", 2))),
+        ("ddp", 3, ()),
+    ],
+    "llama in chunks of both kinds": [
+        ("zero1", 2, ()),
+        ("mesh", 8, (("replicate", 2), ("tensor", 2), ("context", 2))),
+        ("mesh", 8, (("shard", 2), ("tensor", 2), ("context", 2))),
+    ],
 }
 
 
@@ -63,16 +77,30 @@ def test_a_run_goes_on_elsewhere() -> None:
     before = replace(case, samples=case.samples[:2])
     state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
     sharded = ("mesh", 8, (("context", 4), ("shard", 2)))
-    for strategy, size, options in (("zero1", 2, ()), ("context", 2, ()), sharded):
-        placed = replace(case, strategy=strategy, options=options)
-        for _, trace in worlds.run(size, sequences.states, placed, 2, state):
-            assert [key for key in trace if trace[key] != expected[key]] == []
+    _goes_on(case, expected, state, [("zero1", 2, ()), ("context", 2, ()), sharded])
 
 
-def _gradients(world: World, model: str, chunks: int) -> dict[str, Any]:
+@pytest.mark.worlds
+def test_a_run_in_chunks_of_both_kinds_goes_on_elsewhere() -> None:
+    case = CASES["in chunks of both kinds"]
+    [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
+    both = (("tensor", 2), ("context", 2))
+    before = replace(case, samples=case.samples[:2], strategy="mesh", options=both)
+    state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
+    _goes_on(case, expected, state, [("tensor", 2, ()), ("context", 2, ()), ("ddp", 3, ())])
+
+
+def _goes_on(case: Case, expected: Any, state: State, placed: list[tuple[str, int, Any]]) -> None:
+    for strategy, size, options in placed:
+        for _, trace in worlds.run(size, sequences.states, replace(case, strategy=strategy, options=options), 2, state):
+            assert [key for key in trace if trace[key] != expected[key]] == [], (strategy, size)
+
+
+def _gradients(world: World, model: str, chunks: int, features: int) -> dict[str, Any]:
     """Return the loss and the gradients of a step in float64, without dropout."""
-    training = sequences.engine(world, Case(model, chunks, microbatches=2))
-    for module in training._model.double().modules():  # type: ignore[attr-defined]
+    training: Any = sequences.engine(world, Case(model, chunks, features, microbatches=2))
+    inner = training if features == 1 else training._engine
+    for module in inner._model.double().modules():
         module.training = False
     batch = sequences.ids(4)
     parts = [MicroBatch(index, batch[2 * index : 2 * index + 2], 2, 0) for index in range(2)]
@@ -81,9 +109,11 @@ def _gradients(world: World, model: str, chunks: int) -> dict[str, Any]:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("model", sequences.MODELS)
-def test_chunks_compute_what_the_whole_computes(model: str) -> None:
-    [whole], [chunks] = (worlds.run(1, _gradients, model, chunks) for chunks in (1, 4))
+@pytest.mark.parametrize(
+    ("model", "chunks", "features"), [*((name, 4, 1) for name in sequences.MODELS), ("rotary", 2, 2), ("llama", 2, 2)]
+)
+def test_chunks_compute_what_the_whole_computes(model: str, chunks: int, features: int) -> None:
+    [whole], [chunks] = (worlds.run(1, _gradients, model, *cut) for cut in ((1, 1), (chunks, features)))
     assert whole.keys() == chunks.keys()
     assert max((whole[name] - chunks[name]).abs().max().item() for name in whole) < 1e-10
     assert max(each.abs().max().item() for each in whole.values()) > 1e-3

@@ -103,5 +103,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seats
         fitting = [str(each) for each in divisors(min(counts)) if not any(count % each for count in counts)]
         raise UsageError(
             f"{KEY}: {seats} chunks cannot share out {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
-            f"queries, keys and values; use {', '.join(fitting)}"
+            f"queries, keys and values; use {', '.join(fitting)} (where recipe.model.chunks cuts attention, these are "
+            f"the heads of one of its chunks: fewer of them have more heads)"
         )

@@ -18,7 +18,9 @@ A region goes like this, for a rank with chunks 2 and 3:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -38,12 +40,9 @@ class Chunks:
     def __init__(self, count: int, name: str) -> None:
         self.count = count
         self.own = range(count)
-        self.current = 0  # which of `own` is being computed
         self.name = name
         self._across = CanonicalSum(0, [DataRank()], None)
-        self._made: dict[nn.Module, Sequence[Tensor]] = {}  # by the first layers, for all of `own`
-        self._given: list[Tensor] = []  # to the last layer
-        self._draws: Draws | None = None
+        self._calls = _Calls()
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
         """Leave the chunks of other ranks to them: this one is `rank` of `ranks`, over which `across` adds."""
@@ -52,37 +51,43 @@ class Chunks:
 
     def before(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Call a region for all chunks but the last, for which it is called after this."""
-        self._made, self._given, self._draws = {}, [], Draws()
+        now = self._calls.now = _Call(Draws())
         for number in range(len(self.own) - 1):
-            self.current = number
+            now.current = number
             try:
                 call(*arguments, **named)
             except _ChunkDone:
-                self._draws.rewind()
+                now.draws.rewind()
             else:
                 raise RuntimeError(f"{self.name} was called and its rowwise layer was not: it cannot be cut")
-        self.current = len(self.own) - 1
+        now.current = len(self.own) - 1
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Return what `compute` gave when `layer` was called for the first of this rank's chunks: it is for all."""
-        if self._draws is None:
+        """Return the part of the chunk that is computed of what `compute` gave when `layer` was called for the first.
+
+        It gives all parts of this rank's chunks, chunk by chunk: as many tensors for each.
+        """
+        now = self._calls.now
+        if now is None:
             raise RuntimeError(f"a layer of {self.name} was called from elsewhere: it cannot be cut")
-        if layer not in self._made:
-            self._made[layer] = compute()
+        if layer not in now.made:
+            now.made[layer] = compute()
         if layer.training:
-            self._draws.for_chunk(self.own[self.current])
-        return self._made[layer]
+            now.draws.for_chunk(self.own[now.current])
+        count = len(now.made[layer]) // len(self.own)
+        return now.made[layer][now.current * count : (now.current + 1) * count]
 
     def gather(self, given: Tensor) -> list[Tensor]:
         """Return what the last layer was given for all of this rank's chunks; a call before the last one ends here."""
-        if self._draws is None:
+        now = self._calls.now
+        if now is None:
             raise RuntimeError(f"the rowwise layer of {self.name} was called from elsewhere: it cannot be cut")
-        self._given.append(given)
-        if self.current < len(self.own) - 1:
+        now.given.append(given)
+        if now.current < len(self.own) - 1:
             raise _ChunkDone
-        self._draws.go_on()
-        found, self._made, self._given, self._draws, self.current = self._given, {}, [], None, 0
-        return found
+        now.draws.go_on()
+        del self._calls.now
+        return now.given
 
     def each(self, training: bool) -> Iterator[tuple[int, int]]:
         """Yield place and number of each chunk of this rank, which draws numbers of its own in training."""
@@ -114,6 +119,26 @@ class Chunks:
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a region: its random numbers, what is made by its first layers, and what is given to its last."""
+
+    draws: Draws
+    made: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
+    given: list[Tensor] = field(default_factory=list)
+    current: int = 0  # which of this rank's chunks is being computed
+
+
+class _Calls(threading.local):
+    """The call that is under way: one for each forward of those that run together in threads (parallel/together.py)."""
+
+    now: _Call | None = None
+
+    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
+        """Let a model be copied: of its copy no call is under way."""
+        return _Calls, ()
 
 
 class _ChunkDone(BaseException):

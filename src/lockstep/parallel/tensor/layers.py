@@ -34,8 +34,8 @@ class ColumnLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the current chunk."""
-        outputs = self.chunks.begin(self, partial(self._outputs, inputs))
-        return outputs[self.chunks.current].view(*inputs.shape[:-1], -1)
+        [outputs] = self.chunks.begin(self, partial(self._outputs, inputs))
+        return outputs.view(*inputs.shape[:-1], -1)
 
     def _outputs(self, inputs: Tensor) -> Sequence[Tensor]:
         return outputs_of(self.chunks, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
@@ -77,8 +77,7 @@ def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
 def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -> Any:
     own = layer._parameters
     given = {name: each for name, each in own.items() if each is not None}
-    made = chunks.begin(layer, partial(Copies.apply, chunks, *given.values()))
-    copies: Any = made[chunks.current * len(given) : (chunks.current + 1) * len(given)]
+    copies: Any = chunks.begin(layer, partial(Copies.apply, chunks, *given.values()))
     with calling_with(layer, own | dict(zip(given, copies, strict=True))):
         return forward(*inputs)
 

@@ -142,14 +142,15 @@ class Slice:
     def __init__(self, cut: Mapping[str, Place], rank: int, primary: bool = True) -> None:
         """Take where those parameters are of which the `rank`-th of some ranks has its own chunks alone."""
         self.first = not rank  # whether it reports what all of these ranks have alike
-        self.primary = primary  # and whether what its replicas have alike
+        self.primary = primary  # and whether what those with the same chunks have alike
         self._cut = cut
 
     @classmethod
     def of(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
         """Return that of a model which the ranks of the mesh's tensor axis share."""
         at = mesh.coordinate(world.rank)
-        return cls(places(model, cut_layers(model), at.tensor, mesh.tensor), at.tensor, not at.replicate)
+        primary = not (at.replicate or at.context)
+        return cls(places(model, cut_layers(model), at.tensor, mesh.tensor), at.tensor, primary)
 
     def placed(self, name: str, held: MaybeSharded) -> MaybeSharded:
         """Return what the rank has of a tensor of its slice as a part of the whole one."""
