@@ -56,12 +56,15 @@ def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: in
     return make
 
 
+def elements_sent(shape: Sequence[int], columns: int) -> int:
+    """Return how many elements are sent of a gradient of this shape: those of two matrices, if they are fewer."""
+    whole = Size(shape).numel()
+    return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
+
+
 def worth_it(shape: Sequence[int], columns: int) -> bool:
     """Return whether two matrices of so many columns are smaller than a gradient of this shape."""
-    if len(shape) < 2:
-        return False
-    height, width = shape[0], Size(shape[1:]).numel()
-    return (height + width) * columns < height * width
+    return elements_sent(shape, columns) < Size(shape).numel()
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
