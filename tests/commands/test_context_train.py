@@ -14,6 +14,8 @@ ON_2_X_2 = ("placement.strategy={name: context, replicate: 2}", "placement.proce
 BOTH = ("recipe.model.chunks=2", "recipe.model.sequence_chunks=2")
 MESH = ("placement.strategy={name: mesh, tensor: 2, context: 2}", "placement.processes=4")
 TENSOR = ("placement.strategy=tensor", "placement.processes=2")
+PIPED = ("placement.strategy={name: mesh, pipe: 2, context: 2}", "placement.processes=4")
+PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
 DDP = ("placement.strategy=ddp", "placement.processes=3")
 MANIFEST = "run/checkpoints/step-00000008/manifest.json"
 
@@ -40,8 +42,8 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("words", "first", "second", "evaluated"),
-    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, TENSOR, MESH)],
-    ids=["sequences", "sequences and features"],
+    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, TENSOR, MESH), ((), PIPED, PIPELINE, PIPED)],
+    ids=["sequences", "sequences and features", "sequences and stages"],
 )
 def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe, words, first, second, evaluated):
     whole = run("train", recipe, "run.dir=run", "placement.processes=1", *words)
@@ -65,7 +67,9 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe, w
     )
 
 
-@pytest.mark.parametrize("words", [ON_2, (*BOTH, *MESH)], ids=["sequences", "sequences and features"])
+@pytest.mark.parametrize(
+    "words", [ON_2, (*BOTH, *MESH), PIPED], ids=["sequences", "sequences and features", "sequences and stages"]
+)
 def test_it_is_verified_on_several_processes(run, recipe, words):
     verified = run("verify", recipe, *words)
     assert "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed" in verified.out
@@ -84,6 +88,7 @@ DIGITS = ("recipe.data=digits", "recipe.task=auto")
         ((*ON_2, f"{CHUNKS}=1"), "set the key to a multiple of 2, which is another recipe"),
         (("placement.strategy=zero3", "placement.processes=2"), "strategy zero3 does not compute sequences in chunks"),
         (("placement.strategy={name: mesh, shard: 2, context: 2}", "placement.processes=4"), "set context to 4"),
+        (("placement.strategy={name: pipeline, schedule: zero_bubble}", "placement.processes=2"), "but zero_bubble"),
         ((*ON_2, "recipe.compile=true"), "a compiled block cannot wait in its middle"),
         ((*ON_2, "placement.recompute=full"), "leave placement.recompute out"),
         ((*ON_2, "placement.audit_every=2"), "leave placement.audit_every out"),

@@ -34,12 +34,7 @@ from lockstep.strategies.mesh import Strategy
         (Strategy(shard=2, schedule="gpipe"), 2, 4, "schedule and stages_per_rank are of pipelines, and pipe is 1"),
         (Strategy(pipe=2, stages_per_rank=2), 2, 4, "strategy mesh: schedule 1f1b has one stage for each process"),
         (Strategy(pipe=2, schedule="interleaved", cut=("a",)), 2, 4, "cut names 1 modules, but there are 4 stages"),
-        (
-            Strategy(context=2, pipe=2),
-            4,
-            4,
-            "context=2 goes with replicate, shard and tensor, not with pipe=2; leave context out",
-        ),
+        (Strategy(expert=2, context=2), 4, 4, "expert=2 goes with replicate alone, not with context=2"),
         (Strategy(replicate=2, expert=3), 6, 4, "6 processes but only 4 micro-batches"),
         (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
     ],
@@ -80,6 +75,7 @@ def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy,
 def test_replicas_are_what_the_other_lengths_leave() -> None:
     assert Strategy(pipe=2, tensor=2).mesh(8) == Mesh(replicate=2, pipe=2, tensor=2)
     assert Strategy(expert=2).mesh(6) == Mesh(replicate=3, expert=2)
+    assert Strategy(pipe=2, shard=2, context=2).mesh(8) == Mesh(replicate=2, pipe=2, context=2)
     assert Strategy(shard=2, context=2).mesh(8) == Mesh(replicate=2, shard=2, context=2)
     assert Strategy().mesh(3) == Mesh(replicate=3)
 

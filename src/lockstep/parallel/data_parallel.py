@@ -131,7 +131,7 @@ class DataParallelEngine:
         observed = NamedSums() if observe else None
         leaves = min(self._numerics.microbatches, step.samples)
         rounds = self._rounds(microbatches, leaves)
-        self.begin([each for together in rounds for each in together], step, leaves * self._numerics.sequence_chunks)
+        self.begin([each for together in rounds for each in together], step, leaves * self._leaves.count)
         for together in rounds:
             if len(together) > 1:
                 self._at_once(together, step, observed)
@@ -162,7 +162,7 @@ class DataParallelEngine:
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
-        alone = self._step_sums is None and self._numerics.sequence_chunks == 1
+        alone = self._step_sums is None and self._leaves.count == 1
         with self._training if alone else self._around_forward():
             yield
 

@@ -11,7 +11,12 @@ from lockstep.tasks.base import MicroBatch, Task
 
 
 class Leaves(Protocol):
-    """How a micro-batch is cut into leaves, and what a model is given and called in for each of them."""
+    """How a micro-batch is cut into leaves, and what a model is given and called in for each of them.
+
+    A micro-batch is `count` leaves, on all ranks together.
+    """
+
+    count: int
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
         """Return this rank's leaves of one of so many micro-batches, as micro-batches with the numbers of leaves."""
@@ -35,6 +40,7 @@ class WholeMicroBatches:
     """Micro-batches that are leaves themselves."""
 
     def __init__(self, task: Task) -> None:
+        self.count = 1
         self._task = task
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:

@@ -129,7 +129,8 @@ def _check_sequences(resolved: Resolved) -> None:
     if not strategy.traits.cuts_sequences:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
-            f"tensor, single, zero1, ddp without compress, or mesh without pipe and expert"
+            f"tensor, pipeline by any schedule but zero_bubble, single, zero1, ddp without compress, or mesh likewise, "
+            f"without expert"
         )
     if strategy.mesh(resolved.processes).shard > 1 and seats != chunks:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Any product of the others: replicas, pipelines, sharding and tensor slicing at once, or replicas and experts.
+"""Any product of the others: replicas, pipelines, sharding, slices of sequences and tensors; or replicas and experts.
 
 Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combines three
 of them. Ranks that share the chunks of a layer are next to each other, then those that share the chunks of a sequence,
@@ -46,10 +46,10 @@ class Strategy:
     lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
     optimizer state by rows, in pipelines the optimizer state alone; `expert`, how many processes share the experts of
     mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer; `context`, how many
-    share the chunks of each sequence, with `replicate`, `shard` and `tensor`. Of pipelines, `schedule`: the order of
-    the work; `stages_per_rank`: how many stages each process has (interleaved: 2 unless said otherwise, else 1); `cut`:
-    the modules that begin the stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and
-    `pipe`, gradients are exchanged in pieces of about this size, while backward goes on.
+    share the chunks of each sequence. Of pipelines, `schedule`: the order of the work; `stages_per_rank`: how many
+    stages each process has (interleaved: 2 unless said otherwise, else 1); `cut`: the modules that begin the stages but
+    the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`, gradients are exchanged in
+    pieces of about this size, while backward goes on.
     """
 
     replicate: Length | None = None
@@ -71,10 +71,10 @@ class Strategy:
             "gradients and optimizer state by rows, with expert experts of mixtures, with tensor heads and features, "
             "with context the positions of sequences",
             needs="as many processes as the lengths give, multiplied; what pipeline, hsdp, expert, tensor and "
-            "context need of a model; expert goes with replicate alone, context with replicate, shard and tensor",
+            "context need of a model; expert goes with replicate alone",
             communication="as pipeline, hsdp, expert, tensor and context, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
-            cuts_sequences=self.pipe == self.expert == 1,
+            cuts_sequences=self.expert == 1 and self.schedule != "zero_bubble",
             compiles=self.expert == self.tensor == 1 and self.schedule != "zero_bubble",
             syncs_batchnorm=self.pipe == self.expert == self.tensor == 1,
         )
@@ -94,17 +94,11 @@ class Strategy:
                 f"strategy mesh: {asked} is {product} processes, and there are {processes}; change a length, or leave "
                 f"replicate out and use a multiple of {product // (self.replicate or 1)}"
             )
-        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "tensor") if name in given]
+        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "tensor", "context") if name in given]
         if self.expert > 1 and others:
             raise UsageError(
                 f"strategy mesh: expert={self.expert} goes with replicate alone, not with {' and '.join(others)}; "
                 f"leave expert out: tensor shares the experts too, and shard cuts them by rows"
-            )
-        others = [f"{name}={given[name]}" for name in ("pipe", "expert") if name in given]
-        if self.context > 1 and others:
-            raise UsageError(
-                f"strategy mesh: context={self.context} goes with replicate, shard and tensor, not with "
-                f"{' and '.join(others)}; leave context out, or those"
             )
         if self.pipe == 1 and (self.schedule != "1f1b" or self.stages_per_rank is not None):
             raise UsageError(
@@ -135,7 +129,8 @@ class Strategy:
     def mesh(self, processes: int) -> Mesh:
         """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
         if self.pipe > 1:
-            return Mesh(replicate=self._replicas(processes) * self.shard, pipe=self.pipe, tensor=self.tensor)
+            pipelines = self._replicas(processes) * self.shard
+            return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)
         return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
@@ -144,7 +139,7 @@ class Strategy:
         if self.pipe > 1:
             replicas, per_rank = self._replicas(world.size), self._per_rank()
             recompute = bool(numerics.recompute)
-            pipe = Pipe(self.schedule, replicas, self.shard, self.tensor, per_rank, self.cut, recompute)
+            pipe = Pipe(self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute)
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
         if self.expert > 1:
             problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))

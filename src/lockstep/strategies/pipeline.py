@@ -55,6 +55,7 @@ class Strategy:
             "shard the sum of the gradients once a step, with shard the new parameters too",
             cuts_rows=self.shard > 1,
             compiles=self.schedule != "zero_bubble",  # which takes a block's backward in two halves
+            cuts_sequences=self.schedule != "zero_bubble",  # and so that of forwards which went together
         )
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -94,7 +95,14 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        pipe = Pipe(self.schedule, self.replicate, self.shard, 1, self._per_rank(), self.cut, self.recompute)
+        pipe = Pipe(
+            self.schedule,
+            self.replicate,
+            self.shard,
+            stages_per_rank=self._per_rank(),
+            cut=self.cut,
+            recompute=self.recompute,
+        )
         return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 
     @property

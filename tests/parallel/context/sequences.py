@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from toys import Trace
 
 from lockstep.comm.world import World
+from lockstep.core.batch import Inputs
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.core.shard import Chunked
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
+from lockstep.parallel.context.seats import positioned, taken_by
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
@@ -96,7 +98,10 @@ def engine(world: World, case: Case) -> Engine:
         ema_decay=0.9 if case.ema else None,
         sequence_chunks=case.chunks,
     )
-    problem = Problem(Language(), partial(build, case))
+    example: Inputs = (ids(2)[:, :-1].to("meta"),)
+    if case.chunks > 1:
+        example = positioned(example, taken_by(build(case)))
+    problem = Problem(Language(), partial(build, case), example=example)
     started: Engine = strategy(world, case).start(problem, optimizer, world, numerics)
     return UsualShapes(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 

@@ -34,19 +34,34 @@ PLACED: dict[str, list[tuple[str, int, tuple[tuple[str, Any], ...]]]] = {
         ("context", 4, (("replicate", 2),)),
         ("ddp", 3, ()),
         ("zero1", 2, ()),
+        ("pipeline", 2, ()),
+        ("pipeline", 4, (("schedule", "gpipe"), ("replicate", 2), ("recompute", True))),
+        ("mesh", 4, (("pipe", 2), ("context", 2))),
     ],
-    "rotary, averaged, bf16": [("context", 4, (("replicate", 2),)), ("zero1", 2, ())],
-    "llama": [("context", 2, ())],
+    "rotary, averaged, bf16": [
+        ("context", 4, (("replicate", 2),)),
+        ("zero1", 2, ()),
+        ("mesh", 4, (("pipe", 2), ("context", 2), ("schedule", "interleaved"))),
+    ],
+    "llama": [
+        ("context", 2, ()),
+        ("pipeline", 3, (("schedule", "gpipe"),)),
+        ("mesh", 4, (("pipe", 2), ("context", 2))),
+    ],
     "sharded": [
         ("mesh", 4, (("context", 2), ("shard", 2))),
         ("mesh", 4, (("context", 2), ("replicate", 2))),
     ],
-    "fp16": [("context", 4, (("replicate", 2),))],
+    "fp16": [
+        ("context", 4, (("replicate", 2),)),
+        ("mesh", 8, (("replicate", 2), ("pipe", 2), ("context", 2), ("schedule", "naive"))),
+    ],
     "in chunks of both kinds": [
         ("context", 2, ()),
         ("tensor", 2, ()),
         ("tensor", 4, (("replicate", 2),)),
         ("mesh", 4, (("tensor", 2), ("context", 2))),
+        ("mesh", 8, (("pipe", 2), ("tensor", 2), ("context", 2))),
         ("ddp", 3, ()),
     ],
     "llama in chunks of both kinds": [
@@ -77,17 +92,18 @@ def test_a_run_goes_on_elsewhere() -> None:
     before = replace(case, samples=case.samples[:2])
     state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
     sharded = ("mesh", 8, (("context", 4), ("shard", 2)))
-    _goes_on(case, expected, state, [("zero1", 2, ()), ("context", 2, ()), sharded])
+    piped = ("mesh", 8, (("pipe", 2), ("shard", 2), ("context", 2)))
+    _goes_on(case, expected, state, [("zero1", 2, ()), ("context", 2, ()), sharded, piped])
 
 
 @pytest.mark.worlds
 def test_a_run_in_chunks_of_both_kinds_goes_on_elsewhere() -> None:
     case = CASES["in chunks of both kinds"]
     [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
-    both = (("tensor", 2), ("context", 2))
-    before = replace(case, samples=case.samples[:2], strategy="mesh", options=both)
-    state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
-    _goes_on(case, expected, state, [("tensor", 2, ()), ("context", 2, ()), ("ddp", 3, ())])
+    all_kinds = (("pipe", 2), ("tensor", 2), ("context", 2))
+    before = replace(case, samples=case.samples[:2], strategy="mesh", options=all_kinds)
+    state: State = worlds.run(8, sequences.states, before, 0, None)[0][0]
+    _goes_on(case, expected, state, [("tensor", 2, ()), ("pipeline", 2, ()), ("ddp", 3, ())])
 
 
 def _goes_on(case: Case, expected: Any, state: State, placed: list[tuple[str, int, Any]]) -> None:

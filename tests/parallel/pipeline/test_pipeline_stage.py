@@ -1,6 +1,6 @@
 """A stage alone, without ranks: gradients of what crosses, of weights, and of what hangs on neither."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -10,9 +10,25 @@ from torch import Tensor, nn
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.p2p import Values
 from lockstep.core.mesh import DataRank
-from lockstep.parallel.pipeline.stage import Stage
+from lockstep.parallel.pipeline.stage import Arrived, Compute, Forward, Stage
+from lockstep.parallel.together import Together
 
 ALONE = CanonicalSum(0, [DataRank()], None)
+
+
+def stage_of(model: nn.Module, recompute: bool = False) -> Stage:
+    return Stage(model, Together([]), recompute)
+
+
+def forward(stage: Stage, number: int, inputs: Values, compute: Compute) -> list[Tensor | int]:
+    """Compute a micro-batch of three samples, which is one leaf."""
+    [outputs] = stage.forward([Forward(number, inputs, compute)], 3, nn.Module())
+    return outputs
+
+
+def backward(stage: Stage, number: int, gradients: Values, split: bool = False) -> list[Tensor | None]:
+    [back] = (stage.backward_input if split else stage.backward)(number, [Arrived(gradients)])
+    return back.inputs
 
 
 class Uneven(nn.Module):
@@ -56,14 +72,12 @@ def test_a_weight_that_meets_the_input_twice_can_wait_too(recompute: bool) -> No
     inputs, gradient = torch.randn(3, 2, 4), torch.randn(3, 1, 4)
     found = []
     for split in (False, True):
-        stage = Stage(model, recompute)
-        stage.forward(0, [inputs.clone().requires_grad_()], 3, lambda values: [model(*values)])
+        stage = stage_of(model, recompute)
+        forward(stage, 0, [inputs.clone().requires_grad_()], lambda values: [model(*values)])
+        back = backward(stage, 0, [gradient], split)
+        assert all(parameter.grad is None for parameter in stage.parameters)
         if split:
-            back = stage.backward_input(0, [gradient])
-            assert all(parameter.grad is None for parameter in stage.parameters)
             stage.backward_weight(0)
-        else:
-            back = stage.backward(0, [gradient])
         stage.add_gradients(1, ALONE)
         found.append([*back, *[parameter.grad for parameter in stage.parameters]])
         model.zero_grad()
@@ -74,7 +88,7 @@ def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor
     """Do two micro-batches, the second one's forward before the first one's backward."""
     torch.manual_seed(0)
     model = Uneven()
-    stage = Stage(model, recompute)
+    stage = stage_of(model, recompute)
 
     def compute(values: Values) -> Sequence[Tensor]:
         outputs: list[Tensor] = model(*values)
@@ -82,7 +96,7 @@ def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor
 
     for number in range(2):
         inputs: Values = [torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_(), torch.tensor(number)]
-        outputs = stage.forward(number, inputs, 3, compute)
+        outputs = [each for each in forward(stage, number, inputs, compute) if isinstance(each, Tensor)]
         assert [output.requires_grad for output in outputs] == [True, True, False, True]
         assert all(output.is_leaf for output in outputs)
     back: list[list[Tensor | None]] = []
@@ -93,10 +107,7 @@ def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor
             None,
             None if number else torch.randn(3, 4),
         ]
-        if split:
-            back.append(stage.backward_input(number, gradients))
-        else:
-            back.append(stage.backward(number, gradients))
+        back.append(backward(stage, number, gradients, split))
     if split:
         for number in range(2):
             stage.backward_weight(number)
@@ -146,7 +157,7 @@ def test_the_gradients_are_those_of_autograd() -> None:
 def test_what_a_weight_adds_is_not_what_travels_back() -> None:
     """The gradient of a bias as large as the input is the very tensor that the stage before is given."""
     model = Uneven()
-    stage = Stage(model)
+    stage = stage_of(model)
 
     def compute(values: Values) -> Sequence[Tensor]:
         (x,) = values
@@ -155,12 +166,60 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
 
     given = []
     for number in range(2):
-        stage.forward(number, [torch.randn(3, 4).requires_grad_()], 3, compute)
-        given += stage.backward_input(number, [torch.ones(3, 4)])
+        forward(stage, number, [torch.randn(3, 4).requires_grad_()], compute)
+        given += backward(stage, number, [torch.ones(3, 4)], split=True)
         stage.backward_weight(number)
     stage.add_gradients(2, ALONE)
     assert torch.equal(model.added.grad, torch.full((3, 4), 2.0))  # type: ignore[arg-type]
     assert all(torch.equal(each, torch.ones(3, 4)) for each in given if each is not None)
+
+
+class Neighbours(nn.Module):
+    """Leaves that see each other: each adds what the other has, by a weight that the stage has borrowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.borrowed = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor:
+        x = self.own(x).tanh()
+        other = exchange(x * self.borrowed)
+        return x * x + other * torch.rand(4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute: bool) -> None:
+    torch.manual_seed(0)
+    model, generator = Neighbours(), torch.default_generator
+    together = Together([generator])
+    stage = Stage(model.own, together, recompute, [model.borrowed])
+
+    def compute(number: int, values: Values) -> Sequence[Tensor]:
+        generator.manual_seed(number)
+        [x] = values
+        assert isinstance(x, Tensor)
+        return [model(x, lambda given: together.exchange("here", lambda both: both[::-1], given))]
+
+    inputs, gradients = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    work = [Forward(number, [inputs[number].clone().requires_grad_()], partial(compute, number)) for number in range(2)]
+    outputs = [each for [each] in stage.forward(work, 3, model)]
+    back = stage.backward(0, [Arrived([each]) for each in gradients])
+
+    entered = [each.clone().requires_grad_() for each in inputs]
+    hidden = [model.own(x).tanh() for x in entered]
+    draws = [torch.rand(4, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+    given = [model.borrowed.detach().clone().requires_grad_() for _ in hidden]
+    pairs = zip(hidden, hidden[::-1], given[::-1], draws, strict=True)
+    expected = [x * x + other * weight * drawn for x, other, weight, drawn in pairs]
+    torch.autograd.backward(expected, [*gradients])
+    for place, found in enumerate(back):
+        torch.testing.assert_close(outputs[place], expected[place].detach().requires_grad_())
+        torch.testing.assert_close(found.inputs, [entered[place].grad])
+        torch.testing.assert_close(found.borrowed, [given[place].grad])
+    whole = [parameter.grad for parameter in stage.parameters]
+    stage.add_gradients(2, ALONE)
+    torch.testing.assert_close([parameter.grad for parameter in stage.parameters], whole)
 
 
 class MaybeSharded:
@@ -179,14 +238,14 @@ class MaybeSharded:
 def test_recomputation_holds_no_activations(recompute: bool, some: bool) -> None:
     count = [0]
     layer = nn.Linear(4, 4)
-    stage = Stage(layer, recompute)
+    stage = stage_of(layer, recompute)
 
     def compute(values: Values) -> Sequence[Tensor]:
         with torch.autograd.graph.saved_tensors_hooks(partial(MaybeSharded, count), lambda held: held.tensor):
             outputs: Tensor = layer(values[0]).relu()
         return [outputs]
 
-    stage.forward(0, [torch.randn(3, 4).requires_grad_()], 3, compute)
+    forward(stage, 0, [torch.randn(3, 4).requires_grad_()], compute)
     assert (count[0] > 0) is some
-    stage.backward(0, [torch.ones(3, 4)])
+    backward(stage, 0, [torch.ones(3, 4)])
     assert count[0] == 0

@@ -41,6 +41,7 @@ class Seats:
     def __init__(
         self, task: CutsSequences, takes: Sequence[str], own: range, exchange: Exchange, together: Together
     ) -> None:
+        self.count = exchange.seats
         self._task = task
         self._takes = takes
         self._own = own
@@ -55,7 +56,7 @@ class Seats:
             replace(
                 microbatch,
                 index=chunk * microbatches + microbatch.index,
-                batch=self._task.chunk(microbatch.batch, chunk, self._exchange.seats),
+                batch=self._task.chunk(microbatch.batch, chunk, self.count),
             )
             for chunk in self._own
         ]

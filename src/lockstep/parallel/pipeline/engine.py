@@ -7,6 +7,9 @@ The micro-batches are the recipe's, and each is computed as in one process, stag
 2. the last stage takes the loss; the gradient of what crossed a cut comes back the same way;
 3. each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
 
+Where a micro-batch is cut into several leaves of the tree (parallel/leaves.py), each is passed on by itself, and seeded
+by its number; of a stage their forwards are under way together.
+
 In which order a rank does what is the schedule's business (parallel/pipeline/schedule.py) and changes no number.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -35,6 +39,7 @@ from lockstep.errors import TrainingError
 from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.compiled import compile_blocks
+from lockstep.parallel.context.seats import leaves_of
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
@@ -48,9 +53,10 @@ from lockstep.parallel.pipeline.loans import Loan, Loans
 from lockstep.parallel.pipeline.part import keep_only, part_of
 from lockstep.parallel.pipeline.replay import Replay
 from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
-from lockstep.parallel.pipeline.stage import Stage
+from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
+from lockstep.parallel.together import Together
 from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
@@ -64,17 +70,28 @@ class Pipe:
     """How a model is distributed: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
 
     There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `slices` are the ranks
-    next to each other that share the chunks of each stage. `cut` names the modules that begin the stages but the
-    first; without, the stages are cut by cost.
+    that share the chunks of each stage, and `seats` those that share the leaves of a micro-batch. `cut` names the
+    modules that begin the stages but the first; without, the stages are cut by cost.
     """
 
     schedule: Schedule = "1f1b"
     replicas: int = 1
     sharers: int = 1
     slices: int = 1
+    seats: int = 1
     stages_per_rank: int = 1
     cut: tuple[str, ...] = ()
     recompute: bool = False
+
+
+@dataclass(eq=False)
+class _Passing:
+    """A leaf in a stage of this rank, and the states of the generators that have come with it and go on with it."""
+
+    leaf: MicroBatch
+    model_inputs: Inputs
+    arrived: Value
+    drawn: Tensor | None = None
 
 
 @final
@@ -98,12 +115,16 @@ class PipelineEngine:
         self._world = world
         self._pipe = pipe
         self._pipelines = pipe.replicas * pipe.sharers
-        self._ranks = world.size // (self._pipelines * pipe.slices)  # of one pipeline
-        self._mesh = Mesh(replicate=self._pipelines, pipe=self._ranks, tensor=pipe.slices)
+        self._ranks = world.size // (self._pipelines * pipe.slices * pipe.seats)  # of one pipeline
+        self._mesh = Mesh(replicate=self._pipelines, pipe=self._ranks, tensor=pipe.slices, context=pipe.seats)
         self._at = self._mesh.coordinate(world.rank)
         self._pipeline, self._rank = self._at.replicate, self._at.pipe
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = problem.build_model().train()
+        self._generators = world.generators()
+        self._together = Together(self._generators)
+        chunks = numerics.sequence_chunks
+        self._leaves = leaves_of(problem.task, self._model, chunks, world, self._mesh, self._together)
         cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
         owner, borrower = owners(self._model, cut), borrowers(self._model, cut)
         ghost = Ghost(self._model, world.device) if cut.watched else None
@@ -123,15 +144,16 @@ class PipelineEngine:
         keep_only(self._model, own | borrowed, world.device, memory_format)
         self._part = part_of(self._model, own)
         numbers = range(self._rank, self._last + 1, self._ranks)
+        self._loans = Loans(self._model, owner, borrower)
         self._stages = {
             number: Stage(
                 part_of(self._model, {name for name in own if owner[name] == number}),
+                self._together,
                 pipe.recompute,
-                number in borrower.values(),
+                [loan.tensor for loan in self._loans.of_borrower(number)],
             )
             for number in numbers
         }
-        self._loans = Loans(self._model, owner, borrower)
         if numerics.dtype is not None:
             widen_batchnorm(self._model)
         if numerics.stored is not None:
@@ -140,26 +162,31 @@ class PipelineEngine:
             compile_blocks(self._model, world.device)
         self._evaluating: dict[int, StageForward]
         self._training: dict[int, StageForward]
+        self._modules: dict[int, nn.Module]  # which have the parameters of a stage
         if ghost is None:
             self._evaluating = {number: _traced(stage_module(self._model.eval(), cut, number)) for number in numbers}
-            self._training = {number: _traced(stage_module(self._model.train(), cut, number)) for number in numbers}
+            modules = {number: stage_module(self._model.train(), cut, number) for number in numbers}
+            self._training = {number: _traced(module) for number, module in modules.items()}
+            self._modules = {**modules}
         else:
             replay = Replay(self._model, ghost, cut.entered, cut.kept, own | borrowed)
             self._evaluating = {number: replay.stage(parts[False][number]) for number in numbers}
             self._training = {number: replay.stage(parts[True][number]) for number in numbers}
+            self._modules = dict.fromkeys(numbers, self._model)
         self._model.train()
-        self._across = world.canonical(self._mesh, "replicate")  # over the ranks that have the same stages as this one
-        self._replica = self._pipeline // pipe.sharers
+        # Over the ranks that have the same stages as this one.
+        self._across = world.canonical(self._mesh, "replicate", "context", chunks=self._leaves.count)
+        self._rows_primary = self._pipeline // pipe.sharers == 0 and self._at.context == 0
         self._layout = StageLayout(
             world,
             self._model,
             self._part,
             world.among(self._groups_of_sharers()),
-            self._pipeline,
-            self._replica,
+            self._pipeline == 0 and self._at.context == 0,
+            self._rows_primary,
             numerics.copied,
             place,
-            world.among(self._mesh.groups("replicate", "tensor")) if pipe.slices > 1 else None,
+            world.among(self._mesh.groups("replicate", "tensor", "context")) if pipe.slices > 1 else None,
         )
         if numerics.copied is not None:
             self._loans.convert(self._stages, numerics.copied)
@@ -167,9 +194,7 @@ class PipelineEngine:
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
-        offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
-        self._around = around_forward(self._autocast, self._model, world.device, offload)
-        self._generators = world.generators()
+        self._offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._post = PointToPoint(world, self._neighbours())
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
@@ -182,10 +207,11 @@ class PipelineEngine:
         """See Engine."""
         self._own_losses = []
         self._observed = NamedSums() if observe else None
-        leaves = min(self._numerics.microbatches, step.samples)
+        count = min(self._numerics.microbatches, step.samples)
+        cuts, leaves = [self._leaves.of(each, count) for each in microbatches], count * self._leaves.count
         pipe = self._pipe
         for action in actions(pipe.schedule, self._rank, self._ranks, pipe.stages_per_rank, len(microbatches)):
-            self._act(action, microbatches[action.microbatch], step)
+            self._act(action, cuts[action.microbatch], step)
         self._post.finish()
         for stage in self._stages.values():
             stage.add_gradients(leaves, self._across)
@@ -226,7 +252,7 @@ class PipelineEngine:
             self._layout.trained,
             self._updates.optimizer,
             self._slots,
-            self._replica == 0 and self._at.tensor == 0,
+            self._rows_primary and self._at.tensor == 0,
         )
         return State(
             model=self._layout.state(),
@@ -256,55 +282,71 @@ class PipelineEngine:
     def _averaged(self, decay: float) -> Ema:
         return Ema({name: local_tensor(held) for name, held in self._layout.own_state().items()}, decay)
 
-    def _act(self, action: Action, microbatch: MicroBatch, step: Step) -> None:
-        stage, index = self._stages[action.stage], microbatch.index
+    def _act(self, action: Action, leaves: Sequence[MicroBatch], step: Step) -> None:
+        stage, microbatch = self._stages[action.stage], leaves[0].index
         match action.kind:
             case "forward":
-                self._forward(action.stage, microbatch, step)
+                self._forward(action.stage, leaves, step)
             case "backward_weight":
                 with self._model_code:
-                    stage.backward_weight(index)
+                    stage.backward_weight(microbatch)
             case "backward" | "backward_input":
                 backward = stage.backward if action.kind == "backward" else stage.backward_input
-                gradients = self._gradients_of(action.stage, index, step)
-                lent = self._lent_gradients(action.stage, index)
+                arrived = [
+                    Arrived(
+                        self._gradients_of(action.stage, leaf.index, step),
+                        self._lent_gradients(action.stage, leaf.index),
+                    )
+                    for leaf in leaves
+                ]
                 with self._model_code:
-                    back = backward(index, gradients, lent)
-                self._return_gradients(action.stage, index)
-                self._send_back(action.stage, index, back)
+                    found = backward(microbatch, arrived)
+                for leaf, back in zip(leaves, found, strict=True):
+                    self._return_gradients(action.stage, leaf.index, back.borrowed)
+                    self._send_back(action.stage, leaf.index, back.inputs)
 
-    def _forward(self, number: int, microbatch: MicroBatch, step: Step) -> None:
-        index = microbatch.index
-        first, last = number == 0, number == self._last
-        model_inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
-        given: Values = [None, *tensors_of(model_inputs)]
-        states, *inputs = given if first else self._receive(number, number - 1, index)
-        before: list[Tensor] = []
+    def _forward(self, number: int, leaves: Sequence[MicroBatch], step: Step) -> None:
+        passing, forwards = [], []
+        for leaf in leaves:
+            model_inputs = self._numerics.laid_out(self._leaves.inputs(leaf))
+            given: Values = [None, *tensors_of(model_inputs)]
+            states, *inputs = given if number == 0 else self._receive(number, number - 1, leaf.index)
+            passing.append(_Passing(leaf, model_inputs, states))
+            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, passing[-1], step)))
+        found = self._stages[number].forward(forwards, leaves[0].samples, self._modules[number])
+        for each, outputs in zip(passing, found, strict=True):
+            index = each.leaf.index
+            if number == self._last:
+                loss = _tensor(outputs[0]).detach()
+                self._own_losses.append(loss)
+                self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
+            else:
+                self._send([each.drawn, *outputs], number + 1, number + 1, index)
 
-        def compute(values: Values) -> Sequence[Tensor | int]:
-            before[:] = self._seed(step, index, states)
-            with self._around:
-                self._loans.begin_forward()
-                with self._model_code:
-                    outputs = _checked(self._training[number](values, model_inputs))
-                self._loans.end_forward()
-                if not last:
-                    return outputs
-                given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
-                loss = self._task.loss(given, microbatch.batch)
-                if self._observed is not None and not self._at.tensor and not microbatch.dummy:
-                    with torch.no_grad():
-                        self._observed.add(index, self._task.sums(given, microbatch.batch))
-                return [loss]
+    def _compute(self, number: int, passing: _Passing, step: Step, values: Values) -> Sequence[Tensor | int]:
+        """Return what leaves the stage for a leaf, of the last one the loss."""
+        leaf = passing.leaf
+        before = self._seed(step, leaf.index, passing.arrived)
+        with around_forward(self._autocast, self._model, self._world.device, self._offload):
+            self._loans.begin_forward()
+            with self._model_code, self._leaves.around():
+                outputs = _checked(self._training[number](values, passing.model_inputs))
+            self._loans.end_forward()
+            if number == self._last:
+                outputs = [self._loss_of(leaf, outputs)]
+            else:
+                passing.drawn = self._drawn(before, passing.arrived)
+            # None leaves autocast before all have come here: that would clear what it keeps for the others, too.
+            self._together.exchange("its end", list, None)
+        return outputs
 
-        outputs = self._stages[number].forward(index, inputs, microbatch.samples, compute)
-        if last:
-            loss = _tensor(outputs[0]).detach()
-            self._own_losses.append(loss)
-            self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
-        else:
-            drawn = self._drawn(before, states)
-            self._send([drawn, *outputs], number + 1, number + 1, index)
+    def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
+        given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
+        loss = self._task.loss(given, leaf.batch)
+        if self._observed is not None and not self._at.tensor and not leaf.dummy:
+            with torch.no_grad():
+                self._observed.add(leaf.index, self._task.sums(given, leaf.batch))
+        return loss
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
         """Return the gradients of what the stage gave, those of the loss being what it counts in the step."""
@@ -324,9 +366,9 @@ class PipelineEngine:
         ]
         return [(cast(nn.Parameter, loan.tensor), value) for loan, value in arrived if isinstance(value, Tensor)]
 
-    def _return_gradients(self, number: int, index: int) -> None:
-        for loan in self._loans.of_borrower(number):
-            self._send([loan.taken()], self._loan_line(loan), loan.owner, index)
+    def _return_gradients(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        for loan, gradient in zip(self._loans.of_borrower(number), gradients, strict=True):
+            self._send([gradient], self._loan_line(loan), loan.owner, index)
 
     @torch.no_grad()
     def _lend(self) -> None:
@@ -397,13 +439,13 @@ class PipelineEngine:
     def _groups_of_sharers(self) -> list[list[int]]:
         """Return, group by group, the ranks which share the optimizer's work for the same stages."""
         pipe = self._pipe
-        mesh = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, shard=self._ranks, tensor=pipe.slices)  # in this order
-        return mesh.groups("pipe")
+        lengths = {"shard": self._ranks, "tensor": pipe.slices, "context": pipe.seats}
+        return Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")  # numbered in this order
 
     @property
     def _primary(self) -> bool:
-        """Whether this rank's pipeline reports what all of them know."""
-        return self._pipeline == 0 and self._at.tensor == 0
+        """Whether this rank, of those with the same stages, reports what all of them know."""
+        return self._pipeline == self._at.tensor == self._at.context == 0
 
     def _total_loss(self, leaves: int) -> Tensor:
         """Return the sum of all losses, which the last stages have, on every rank."""
@@ -418,8 +460,8 @@ class PipelineEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         outputs: Values = []
+        laid_out = self._numerics.laid_out(self._leaves.evaluated(inputs))
         for number, module in self._evaluating.items():
-            laid_out = self._numerics.laid_out(inputs)
             values = self._receive(number, number - 1, 0) if number else tensors_of(laid_out)
             with self._autocast, self._model_code:
                 outputs = list(_checked(module(values, laid_out)))

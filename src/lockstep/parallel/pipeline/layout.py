@@ -28,8 +28,8 @@ from lockstep.parallel.weights import Weights
 class StageLayout:
     """The part of `model` on this rank, which is `part`; what is not has no memory here.
 
-    `sharers` are the ranks that share this one's stages by rows. `pipeline` and `replica` are the numbers of this
-    rank's pipeline and of its group of sharers among their like: the first of each reports what all of them know.
+    `sharers` are the ranks that share this one's stages by rows. Of those that have the same stages whole one is the
+    `whole_primary`, and of those that have the same rows one the `rows_primary`: they report what all of them know.
     `place` is the slice of the stages that this rank has, and `beside` are the ranks with some slice of the same
     stages, where there are several.
     """
@@ -40,8 +40,8 @@ class StageLayout:
         model: nn.Module,
         part: nn.Module,
         sharers: World,
-        pipeline: int,
-        replica: int,
+        whole_primary: bool,
+        rows_primary: bool,
         dtype: torch.dtype | None,
         place: Slice,
         beside: World | None,
@@ -56,7 +56,7 @@ class StageLayout:
         self._own: Layout = (
             ReplicatedLayout(Weights(part, dtype)) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
         )
-        self._whole_primary, self._rows_primary = pipeline == 0, replica == 0
+        self._whole_primary, self._rows_primary = whole_primary, rows_primary
         self.trained = self._own.trained
         own = dict(self.trained)
         self._parts = [self.held(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]

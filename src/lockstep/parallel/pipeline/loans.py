@@ -6,8 +6,10 @@ in one process, before the sum over micro-batches. After each change the borrowe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from threading import local
 from typing import Any, final
 
 import torch
@@ -26,10 +28,13 @@ class Loan:
     owner: int
     borrower: int
 
-    def taken(self) -> Tensor | None:
-        """Take away the gradient that the borrower's backward has left."""
-        gradient, self.tensor.grad = self.tensor.grad, None
-        return gradient
+
+@final
+class _LookedUp(local):
+    """How often each table was looked up in a forward: those that are under way together have a thread each."""
+
+    def __init__(self) -> None:
+        self.times: Counter[nn.Module] = Counter()
 
 
 @final
@@ -42,10 +47,13 @@ class Loans:
         self.all = [
             Loan(number, name, tensor, owner[name], borrower[name]) for number, (name, tensor) in enumerate(lent)
         ]
-        self._looked_up: dict[int, int] = {}
+        self._looked_up = _LookedUp()
+        self._loan_of: dict[nn.Module, Loan] = {}
         for module in model.modules():
-            if isinstance(module, nn.Embedding) and any(module.weight is loan.tensor for loan in self.all):
-                module.register_forward_pre_hook(self._count)
+            for loan in self.all:
+                if isinstance(module, nn.Embedding) and module.weight is loan.tensor:
+                    self._loan_of[module] = loan
+                    module.register_forward_pre_hook(self._count)
 
     def of_owner(self, stage: int) -> Iterator[Loan]:
         """Yield what a stage lends and gets gradients of."""
@@ -66,17 +74,17 @@ class Loans:
 
     def begin_forward(self) -> None:
         """Call before a forward of a stage."""
-        self._looked_up.clear()
+        self._looked_up.times.clear()
 
     def end_forward(self) -> None:
         """Raise TrainingError where a forward looked up what is lent more than once: three gradients have an order."""
-        for loan in self.all:
-            if self._looked_up.get(id(loan.tensor), 0) > 1:
+        for table, times in self._looked_up.times.items():
+            if times > 1:
+                loan = self._loan_of[table]
                 raise TrainingError(
                     f"strategy pipeline: {loan.name} is used by stages {loan.owner} and {loan.borrower}, and its "
                     f"embedding is called more than once in a forward; untie the weights, or use another strategy"
                 )
 
     def _count(self, module: nn.Module, inputs: Any) -> None:
-        key = id(module.weight)
-        self._looked_up[key] = self._looked_up.get(key, 0) + 1
+        self._looked_up.times[module] += 1

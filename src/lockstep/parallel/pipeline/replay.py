@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import local
 from typing import Any, NoReturn, final
 
 import torch
@@ -42,6 +43,14 @@ class _Run:
     real: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
+@final
+class _Under(local):
+    """The forward that is under way in this thread: those of several leaves have one each (parallel/together.py)."""
+
+    run: _Run | None = None
+    inside = False  # a module that stays whole
+
+
 class _Left(BaseException):
     """Ends a forward at the first module of the next stage. No `except Exception` of the model may catch it."""
 
@@ -59,8 +68,7 @@ class Replay:
     ) -> None:
         self._model = model
         self._ghost = ghost
-        self._now: _Run | None = None
-        self._inside = False
+        self._now = _Under()
         leaves = dict(leaves_of(model, entered, kept))
         for name, leaf in leaves.items():
             intercept(leaf, partial(self._called, name))
@@ -75,21 +83,22 @@ class Replay:
 
     def _run(self, part: Part, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         first = part.begin is None
-        self._now = _Run(part, [*values], first, torch.get_rng_state())
+        now = self._now
+        now.run = run = _Run(part, [*values], first, torch.get_rng_state())
         try:
             outputs = batches.call(self._model, batches.like(inputs, [*values]) if first else inputs)
         except _Left as left:
             return left.values
         finally:
-            run, self._now, self._inside = self._now, None, False
+            now.run, now.inside = None, False
         if part.end is not None:
             _refuse(f"{part.end}, where the next stage begins, was not called")
         return batches.tensors_of(batches.mapped(partial(_real, run), outputs))
 
     def _called(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand for the forward of a module that stays whole."""
-        run = self._now
-        if run is None or self._inside:
+        run = self._now.run
+        if run is None or self._now.inside:
             return forward(*args, **kwargs)
         if not run.begun and name == run.part.begin:
             _begin(run, args, kwargs)
@@ -99,11 +108,11 @@ class Replay:
             leaves = dict(paths_of((args, kwargs)))
             raise _Left([_real(run, leaves[path]) for path in run.part.leaving])
         args, kwargs = batches.mapped(partial(_real, run), (args, kwargs))
-        self._inside = True
+        self._now.inside = True
         try:
             return forward(*args, **kwargs)
         finally:
-            self._inside = False
+            self._now.inside = False
 
     def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
         """Let code between modules find tensors without values where those of other ranks are."""

@@ -2,13 +2,17 @@
 
 What crosses into a stage enters its graph by a function that catches the gradient which comes back, as autograd made
 it: a leaf's `grad` would be laid out anew, and a stage that writes into its input could not do so with a leaf.
+
+Of a micro-batch that is cut into several leaves of the tree (parallel/leaves.py) the forwards of a stage are under way
+together, and one backward goes through all of them (parallel/together.py, parallel/apart.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +22,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
 from lockstep.core.tree import Block, Counter, total
+from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.gradients import summed_dtype, wide_gradient
+from lockstep.parallel.together import Together
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
@@ -29,90 +35,136 @@ Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that another stage us
 _SENT_BYTES: Final = 32 << 20  # at a time, so that all gradients of a stage are not there twice
 
 
-@dataclass(eq=False)
-class _InFlight:
-    """A micro-batch between its forward and its backward."""
+class Forward(NamedTuple):
+    """What there is to compute of the leaf `number`, from what has crossed into the stage."""
 
-    leaves: list[Tensor]
+    number: int
+    inputs: Values
+    compute: Compute
+
+
+class Arrived(NamedTuple):
+    """What a backward begins with: gradients of what the forward gave, and those that borrowers have made."""
+
+    gradients: Values
+    lent: Lent = ()
+
+
+class Back(NamedTuple):
+    """What a backward gives: the gradients of what crossed into the stage, and of what it has borrowed."""
+
+    inputs: Gradients
+    borrowed: Gradients
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """A leaf between its forward and its backward."""
+
+    number: int
+    entered: list[Tensor]  # those inputs that want a gradient
     caught: dict[int, Tensor]  # the gradient of each input that has one
     width: int  # number of inputs
     edges: list[GradientEdge | None]  # of the outputs that want a gradient
-    finish: Callable[[], list[Tensor]] | None = None  # what a split backward put off
 
     def input_gradients(self) -> Gradients:
         return [self.caught.get(place) for place in range(self.width)]
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A micro-batch between its forward and its backward; of several leaves the parameters are kept `apart`."""
+
+    leaves: list[_Leaf]
+    apart: Apart | None
+    finish: Callable[[], list[Tensor]] | None = None  # what a split backward put off
 
 
 @final
 class Stage:
     """A stage of a model, whose tensors are those of `part`. With `recompute` it holds inputs instead of a graph.
 
-    What it has `borrowed` is another stage's; its gradients are left in `grad` for whoever sends them there.
+    What it has `borrowed` are parameters of another stage, whose gradients it gives back.
     """
 
-    def __init__(self, part: nn.Module, recompute: bool = False, borrows: bool = False) -> None:
+    def __init__(
+        self, part: nn.Module, together: Together, recompute: bool = False, borrowed: Sequence[Tensor] = ()
+    ) -> None:
         self.running = RunningStatistics(part)
         self._buffers = tuple(part.buffers())
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observed = torch.empty(0)  # by the last step, for each sample
+        self._together = together
         self._recompute = recompute
-        self._borrows = borrows
+        self._borrowed = borrowed
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
         self._split: dict[int, _InFlight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(_add_parts_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
-    def forward(self, number: int, inputs: Values, samples: int, compute: Compute) -> list[Tensor | int]:
-        """Compute micro-batch `number`, of so many samples, from leaves; return what crosses out, cut off from here.
+    def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
+        """Compute the leaves of a micro-batch, of so many samples, with the parameters of `module`.
 
-        With recomputation `compute` is called again in the backward, and must then give the same.
+        Returns what crosses out for each, cut off from here. From here on the micro-batch is called by the number of
+        its first leaf. With recomputation each leaf is computed again in the backward, and must then give the same.
         """
+        number = forwards[0].number
         # Backward never reads running statistics after a training forward, yet autograd keeps them and their version.
         with _unsafe_preserve_version_counter(self._buffers):
             self.running.before_forward()
         if self._recompute:
-            with saved_tensors_hooks(_drop, _drop):
-                _, outputs = _start_forward([_copied(value) for value in inputs], compute)
-            self._in_flight[number] = lambda: _start_forward(inputs, compute)[0]
+            _, outputs = self._started([_forgetting(each) for each in forwards], module)
+            self._in_flight[number] = lambda: self._started(forwards, module)[0]
         else:
-            in_flight, outputs = _start_forward(inputs, compute)
+            in_flight, outputs = self._started(forwards, module)
             self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observed(samples))
-        return [
-            output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
-            for output in outputs
-        ]
+        return [[_cut_off(output) for output in of_leaf] for of_leaf in outputs]
 
-    def backward(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
-        """Do the whole backward and return the gradient of each input, None where there is none."""
+    def backward(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
+        """Do the whole backward of micro-batch `number`, and return what it gives for each of its leaves."""
         in_flight = self._in_flight.pop(number)()
-        _run_back(_pairs(in_flight, gradients))
-        self._gradients.push(number, _taken(self.parameters, lent))
-        return in_flight.input_gradients()
+        apart = in_flight.apart
+        both = list(zip(in_flight.leaves, arrived, strict=True))
+        _run_back([pair for leaf, (gradients, _) in both for pair in _pairs(leaf, gradients)])
+        if apart is not None:
+            apart.check()
+        found = []
+        for place, (leaf, (_, lent)) in enumerate(both):
+            if apart is not None:
+                apart.hand(place)
+            self._gradients.push(leaf.number, _taken(self.parameters, lent))
+            found.append(Back(leaf.input_gradients(), self._of_borrowed()))
+        return found
 
-    def backward_input(self, number: int, gradients: Values, lent: Lent = ()) -> Gradients:
-        """Return the gradient of each input, and put off what only the weights need, but for what is borrowed."""
+    def backward_input(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
+        """Return what `backward` does, and put off what only the weights need, but for what is borrowed.
+
+        That is for micro-batches which are one leaf.
+        """
         in_flight = self._in_flight.pop(number)()
-        pairs = _pairs(in_flight, gradients)
-        if not in_flight.leaves and not self._borrows:
+        [leaf], [(gradients, lent)] = in_flight.leaves, arrived
+        pairs = _pairs(leaf, gradients)
+        if not leaf.entered and not self._borrowed:
             in_flight.finish = lambda: _finished_whole(pairs, self.parameters, lent)
-        elif not self._borrows and all(_reaches_input(edge.node) for edge, _ in pairs):
-            in_flight.finish = _split(in_flight, pairs, self.parameters, lent)
+        elif not self._borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
+            in_flight.finish = _split(leaf, pairs, self.parameters, lent)
         else:  # torch would lose the weights of an output in which no input takes part
             gradients_now = _finished_whole(pairs, self.parameters, lent)
             in_flight.finish = lambda: gradients_now
         self._split[number] = in_flight
-        return in_flight.input_gradients()
+        return [Back(leaf.input_gradients(), self._of_borrowed())]
 
     def backward_weight(self, number: int) -> None:
         """Do what backward_input put off."""
-        finish = self._split.pop(number).finish
-        assert finish is not None
-        self._gradients.push(number, finish())
+        in_flight = self._split.pop(number)
+        assert in_flight.finish is not None
+        [leaf] = in_flight.leaves
+        self._gradients.push(leaf.number, in_flight.finish())
 
     def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
-        """Leave the canonical sums of a step of so many micro-batches in `grad`.
+        """Leave the canonical sums of a step of so many leaves in `grad`.
 
         `across` adds over the ranks that have the same stage; all of them call this.
         """
@@ -125,7 +177,7 @@ class Stage:
             parameter.grad = gradient
 
     def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
-        """Leave the mean of what a step's micro-batches observed in `observed`, as add_gradients does the sums."""
+        """Leave the mean of what a step's leaves observed in `observed`, as add_gradients does the sums."""
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()
@@ -138,6 +190,26 @@ class Stage:
             self.running.move(self.observed)
         elif self.running.size:
             self.running.restore()
+
+    def _started(
+        self, forwards: Sequence[Forward], module: nn.Module
+    ) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
+        apart = None
+        if len(forwards) == 1:
+            found = [_start_forward(forwards[0])]
+        else:
+            apart = Apart(module, len(forwards))
+            with apart.entered():
+                found = self._together.run([partial(_start_forward, each) for each in forwards], apart.use)
+        return _InFlight([leaf for leaf, _ in found], apart), [outputs for _, outputs in found]
+
+    def _of_borrowed(self) -> Gradients:
+        """Take away the gradients of what is borrowed."""
+        found = []
+        for tensor in self._borrowed:
+            found.append(tensor.grad)
+            tensor.grad = None
+        return found
 
 
 @final
@@ -157,7 +229,8 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def _start_forward(inputs: Values, compute: Compute) -> tuple[_InFlight, Sequence[Tensor | int]]:
+def _start_forward(forward: Forward) -> tuple[_Leaf, Sequence[Tensor | int]]:
+    number, inputs, compute = forward
     caught: dict[int, Tensor] = {}
     leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     entered: Values = [
@@ -168,7 +241,21 @@ def _start_forward(inputs: Values, compute: Compute) -> tuple[_InFlight, Sequenc
     edges = [
         get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
     ]
-    return _InFlight(leaves, caught, len(inputs), edges), outputs
+    return _Leaf(number, leaves, caught, len(inputs), edges), outputs
+
+
+def _cut_off(output: Tensor | int) -> Tensor | int:
+    return output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
+
+
+def _forgetting(forward: Forward) -> Forward:
+    """Return a forward that leaves nothing for a backward, and its inputs as they are."""
+
+    def compute(values: Values) -> Sequence[Tensor | int]:
+        with saved_tensors_hooks(_drop, _drop):
+            return forward.compute(values)
+
+    return Forward(forward.number, [_copied(value) for value in forward.inputs], compute)
 
 
 def _copied(value: Value) -> Value:
@@ -180,8 +267,8 @@ def _drop(_: Any) -> Any:
     return None
 
 
-def _pairs(in_flight: _InFlight, gradients: Values) -> Pairs:
-    pairs = zip(in_flight.edges, gradients, strict=True)
+def _pairs(leaf: _Leaf, gradients: Values) -> Pairs:
+    pairs = zip(leaf.edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 
 
@@ -195,13 +282,11 @@ def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent
     return _taken(parameters, lent)
 
 
-def _split(
-    in_flight: _InFlight, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent
-) -> Callable[[], list[Tensor]]:
+def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-    groups = backward_input(edges, gradients, in_flight.leaves, parameters)
+    groups = backward_input(edges, gradients, leaf.entered, parameters)
     # A weight's gradient may be the very tensor that is on its way to the stage before, and sums are made in place.
-    shared = {gradient.data_ptr() for gradient in [*gradients, *in_flight.caught.values()]}
+    shared = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)
