@@ -110,9 +110,9 @@ def last(path: Path) -> dict[str, Any]:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
+    prefix = {"figures": "", "best": "best_"}.get(name)
+    if prefix is None or not isinstance(value, dict):  # `best` of a checkpoint is true or false
         return {name: value}
-    prefix = {"figures": "", "best": "best_"}[name]
     return {prefix + key: figure for key, figure in value.items()}
 
 

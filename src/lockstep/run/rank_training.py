@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,13 @@ from lockstep.config.base import values
 from lockstep.config.document import dotted
 from lockstep.config.load import comparable
 from lockstep.config.write import leaves
+from lockstep.core.order import Step
 from lockstep.core.schemas import SCHEMA
 from lockstep.core.text import printable_line
 from lockstep.data.loader import Loader
 from lockstep.device import machine
+from lockstep.device.clock import Clock
+from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, TrainingError, UsageError
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
@@ -44,7 +47,7 @@ from lockstep.run.resolved import Resolved
 from lockstep.run.resume import carried_on, feedback_lost, signing_key
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_changes, source_digests
-from lockstep.tasks.base import Report
+from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import disagreement
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
@@ -99,6 +102,7 @@ class RankTraining:
         self.began = time.perf_counter()
         self.progress = Progress()
         self.phase: Phase = "setting up"
+        self.clock = Clock(world.device, "setting up", split="training")
         self.weights = ""
         self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
         self.numerics = machine.numerics(world.device, compiled=resolved.recipe.compile)
@@ -139,10 +143,11 @@ class RankTraining:
                     code = EXIT_CODES[event.reason]
                 if isinstance(event, Stopped | Done):
                     self._conclude(event, code)
-        self.phase = "ending"
+        self._enter("ending")
         self.world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
         self.saver.close()
         self.engine.close()
+        self.clock.close()
         return code
 
     def _write(self, event: Event, sinks: Iterable[Sink]) -> None:
@@ -163,11 +168,11 @@ class RankTraining:
         start = started(self.resolved, self.ready, self.world, self.progress, self.start.checkpoint, logged)
         yield start
         yield from self._warnings()
-        self.phase = "training"
+        self._enter("training")
         for event in train(
             self.engine,
             self.world,
-            self.loader.training,
+            self._batches,
             self._plan(),
             self.progress,
             self._evaluate,
@@ -181,8 +186,18 @@ class RankTraining:
             if isinstance(event, Stopped):
                 return
         yield from self._saved()
-        self.phase = "ending"
+        self._enter("ending")
         yield self._done()
+
+    def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+        """Yield the steps from number `first` on with this rank's micro-batches; the wait for them is the data's."""
+        batches = iter(self.loader.training(first))
+        while True:
+            with self.clock.during("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _plan(self) -> Plan:
         recipe, run, task = self.resolved.recipe, self.resolved.run, self.ready.task
@@ -238,9 +253,14 @@ class RankTraining:
 
     @contextmanager
     def _while(self, phase: Phase) -> Iterator[None]:
-        before, self.phase = self.phase, phase
+        before = self.phase
+        self._enter(phase)
         yield
-        self.phase = before  # not after an error, which happened in this phase
+        self._enter(before)  # not after an error, which happened in this phase
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.clock.turn_to(phase)
 
     def _snapshot(self, state: State, progress: Progress) -> store.Snapshot:
         kept = {
@@ -274,6 +294,8 @@ class RankTraining:
 
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
+        spent, peak = self.clock.spent(), Meter(self.world.device).peak_bytes()
+        ranks = [json.loads(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
         return Done(
             step=self.progress.step,
             epoch=self.progress.epoch,
@@ -285,6 +307,8 @@ class RankTraining:
             skipped_samples=int(skipped),
             audited=self.engine.audited if isinstance(self.engine, AuditedEngine) else 0,
             seconds=time.perf_counter() - self.began,
+            seconds_by_rank={what: [each.get(what, 0.0) for each, _ in ranks] for what in spent},
+            peak_bytes_by_rank=[each for _, each in ranks],
         )
 
     @contextmanager

@@ -24,6 +24,8 @@ UNITS = {
     "flops_per_s": "FLOP/s of the model, all processes",
     "mfu": "fraction of peak_flops_per_s",
     "peak_bytes": "bytes, the most that rank 0 has had",
+    "seconds_by_rank": "s of each rank, by what they went to",
+    "peak_bytes_by_rank": "bytes, the most that each rank has had",
 }
 
 
@@ -170,6 +172,8 @@ class Done:
     skipped_samples: int = 0
     audited: int = 0  # steps that this start audited
     seconds: float = 0.0
+    seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by what they went to (device/clock.py)
+    peak_bytes_by_rank: list[int] = field(default_factory=list)
     name: Literal["done"] = "done"
 
 

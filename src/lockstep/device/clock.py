@@ -1,0 +1,78 @@
+"""Where the seconds of a rank go: what it does, and whether it computes, waits for a core or waits for others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, final
+
+import torch
+
+_SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # "ns on a core, ns in the queue for one, turns", of this thread
+_LONGEST: Final = 64
+
+
+@final
+class Clock:
+    """Charges the time of the thread that made it to one activity after another, from now on to `first`.
+
+    The seconds of `split` are divided: `computing` on a core, `waiting for a core` in the kernel's queue for one (only
+    Linux counts these), `waiting` for all else, which is other ranks and what they send. On CUDA they stay whole: the
+    thread spins while it waits for the card.
+    """
+
+    def __init__(self, device: torch.device, first: str, split: str) -> None:
+        self._split = split if device.type == "cpu" else None
+        try:
+            self._schedstat = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # not Linux, or a kernel that does not count
+            self._schedstat = -1
+        self._spent: dict[str, float] = defaultdict(float)
+        self._activity = first
+        self._before = self._read()
+
+    @property
+    def activity(self) -> str:
+        """What the time is charged to now."""
+        return self._activity
+
+    def turn_to(self, activity: str) -> None:
+        """Charge the time from now on to another activity."""
+        now = self._read()
+        wall, on_core, for_core = (after - before for after, before in zip(now, self._before, strict=True))
+        if self._activity == self._split:
+            self._spent["computing"] += on_core
+            self._spent["waiting for a core"] += for_core
+            self._spent["waiting"] += max(0.0, wall - on_core - for_core)
+        else:
+            self._spent[self._activity] += wall
+        self._activity, self._before = activity, now
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Charge the time of the block to another activity."""
+        before = self._activity
+        self.turn_to(activity)
+        try:
+            yield
+        finally:
+            self.turn_to(before)
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds so far, by what they went to."""
+        self.turn_to(self._activity)
+        return dict(self._spent)
+
+    def close(self) -> None:
+        """Read no more; the second time does nothing."""
+        descriptor, self._schedstat = self._schedstat, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _read(self) -> tuple[float, float, float]:
+        """Return seconds by the clock, on a core, and in the queue for one."""
+        waited = os.pread(self._schedstat, _LONGEST, 0).split()[1] if self._schedstat >= 0 else b"0"
+        return time.perf_counter(), time.thread_time(), int(waited) / 1e9
