@@ -30,6 +30,14 @@ def require_etcd() -> None:
         _miss("etcd", "etcd: scripts/with-etcd needs root")
 
 
+def require_chromium() -> None:
+    """Skip the test where no page can be opened in Chromium; fail it where that is required."""
+    require("chromium", "chromium", "chromium")
+    missing = [each for each in ("plotly", "kaleido", "choreographer") if find_spec(each) is None]
+    if missing:
+        _miss("chromium", f"chromium: {', '.join(missing)} not installed; pip install -e '.[png]'")
+
+
 def require(component: str, packages: str, *programs: str) -> None:
     """Skip the test where a program of `component` is missing; fail it where that is required."""
     missing = [program for program in programs if shutil.which(program) is None]

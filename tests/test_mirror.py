@@ -19,6 +19,8 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 TOGETHER: Final[dict[str, str]] = {
     "commands/test_adapters_trained.py": "models: tuned\nrun: adapters",
     "commands/test_bring_your_own.py": "run: optimizing",
+    "commands/test_commands_compare.py": "run: comparing",
+    "commands/test_commands_report.py": "reporting: run_page\nrun: machine_record reported",
     "commands/test_deepspeed_train.py": "run: foreign",
     "commands/test_doctor.py": "run: data_report launch_report",
     "commands/test_doctor_gpu.py": "run: gpu_report",
@@ -64,6 +66,7 @@ TOGETHER: Final[dict[str, str]] = {
     "ranks/test_external.py": "ranks: member",
     "ranks/test_stall.py": "ranks: status",
     "ranks/test_strangers.py": "ranks: heartbeat",
+    "reporting/test_comparison.py": "reporting: comparison_output comparison_page",
     "reporting/test_console.py": "reporting: progress",
     "reporting/test_outside.py": "reporting: mlflow_sink wandb_sink",
     "run/test_joined.py": "run: ambient membership placing\n"

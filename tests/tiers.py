@@ -33,6 +33,8 @@ _REAL: Final = (
     "references",
     "strategies/test_horovod.py",
     "reporting/test_outside.py",
+    "reporting/test_png.py",
+    "reporting/test_shown_in_chromium.py",
     "test_follow_srun.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )

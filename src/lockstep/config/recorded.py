@@ -1,12 +1,13 @@
-"""The recipe that a run folder's config.yaml says, as text and not validated: runs of other versions have one too.
+"""The recipe and the placement in a run folder's config.yaml, as text and not validated: other versions wrote some too.
 
 Quick, for lists of many runs: no pydantic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lockstep import plainfile
 from lockstep.config.document import dotted, parse
@@ -20,11 +21,24 @@ _WHERE: Final = ("data.root", "data.download", "model.weights.path")  # where th
 
 def recorded_recipe(file: Path) -> dict[str, str]:
     """Return the values of a recipe by their dotted keys, fit to print; empty where the file cannot be read."""
+    recipe = _section(file, "recipe")
+    return _printable(schemas.recipe(recipe)) if recipe else {}
+
+
+def recorded_placement(file: Path) -> dict[str, str]:
+    """Return the values of the placement that the last start had, as `recorded_recipe` does."""
+    return _printable(_section(file, "placement"))
+
+
+def _section(file: Path, name: str) -> dict[str, Any]:
     try:
         values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         return {}
-    recipe = values.get("recipe") if isinstance(values, dict) else None
-    recorded = schemas.recipe(recipe) if isinstance(recipe, dict) else {}
-    found = [(dotted(path), value) for path, value in leaves(recorded) if value != {}]
+    section = values.get(name) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _printable(section: Mapping[str, Any]) -> dict[str, str]:
+    found = [(dotted(path), value) for path, value in leaves(section) if value != {}]
     return {printable_line(key): printable_line(flow(value)) for key, value in found if key not in _WHERE}

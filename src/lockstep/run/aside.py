@@ -67,6 +67,11 @@ def train(
         loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, words)
     else:
         loaded = load_recipe(str(recipe), words)
+    yield from trained(loaded)
+
+
+def trained(loaded: Loaded) -> Generator[Event]:
+    """Train a configuration in processes aside; see `train`."""
     for message in _messages(partial(_train, loaded)):
         yield _event(message)
 
@@ -160,6 +165,8 @@ def _aside(body: Callable[[Tell], int], connection: Connection) -> None:
             code, text = error.exit_code, str(error)
         except SystemExit as end:  # a signal came before there were workers
             code, text = int(end.code or 0), ""
+        except KeyboardInterrupt:  # a terminal sends it to this process, too
+            code, text = EXIT_INTERRUPTED, ""
     connection.send_bytes(json.dumps({_END: code, "text": text or said.getvalue().strip()}).encode())
     sys.stdout.flush()
 

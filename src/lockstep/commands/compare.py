@@ -1,0 +1,68 @@
+"""Train one recipe under several placements, and compare time, memory and bits.
+
+Exit code 0 if all ran and those that promise the same bits have them, 1 if one failed, 3 if one broke its promise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from lockstep.commands import _completion
+from lockstep.core.text import printable
+from lockstep.launchers import detect
+
+
+@click.command("compare")
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
+@click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
+@click.option("--also", multiple=True, metavar="KEY=VALUE", help="The recipe with this override too; may be repeated.")
+@click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where the runs and pages go.")
+@click.option("--no-page", is_flag=True, help="Write no page, which needs plotly.")
+@click.option("--png", is_flag=True, help="Write each chart as a PNG file, too, which needs Chromium.")
+def command(
+    words: tuple[str, ...],
+    placements: str,
+    processes: str,
+    also: tuple[str, ...],
+    folder: Path | None,
+    no_page: bool,
+    png: bool,
+) -> None:
+    """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out), under each placement.
+
+    First on one process, with which the others are compared. In --dir lie the runs, comparison.json and
+    comparison.html; started again with the same --dir, finished runs are not run again, and others resume.
+    """
+    from lockstep.config.load import split
+    from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
+    from lockstep.reporting.comparison_output import Shown, write
+    from lockstep.reporting.page import check_plotly
+    from lockstep.reporting.png import check_png
+    from lockstep.run.comparing import Asked, compare, folder_for, placements_in, planned, processes_in
+
+    if detect(os.environ):
+        raise UsageError("compare starts the processes of each placement itself; run it once, without a launcher")
+    source, overrides = split(words)
+    folder = folder or folder_for(source)
+    asked = Asked(source, tuple(overrides), placements_in(placements), processes_in(processes), also, folder)
+    if not no_page:
+        check_plotly()
+    if png:
+        check_png()
+    plans = planned(asked)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is saved, no process is left
+    try:
+        with Shown(sys.stderr) as shown:
+            comparison = compare(plans, shown.tell)
+    except KeyboardInterrupt:
+        click.echo(printable(f"start again with --dir {folder} to resume"), err=True)
+        raise
+    for path in write(comparison, folder, sys.stdout, with_page=not no_page, with_png=png):
+        click.echo(printable(f"written {path}"))
+    raise SystemExit(EXIT_FAILED if comparison.failed else EXIT_VERIFICATION if comparison.broken else EXIT_DONE)

@@ -1,0 +1,142 @@
+"""Charts as plotly's figures in plain values: what is drawn, and nothing of the colours of a page."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lockstep.reporting.history import Point
+
+# Okabe and Ito's colours, which people tell apart who see fewer of them, but for black; on white and on black.
+_COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
+_DASHES: Final = ("solid", "dash", "dot", "dashdot")
+_MOST_POINTS: Final = 2_000  # of a line; a page with more is slow, and a screen has no more
+_HEIGHT: Final = 340  # without the legend, which on a phone has a line for each trace
+_KEY_HEIGHT: Final = 19
+_BAR_HEIGHT: Final = 40
+_MARKED: Final = 60  # points of a line of so few are marked
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its heading; `figure` is plotly's, with `data` and `layout`.
+
+    Where `axes` are given, its x axis can be any of them: by its title, the name that each trace's `meta` has it under.
+    """
+
+    title: str
+    figure: Mapping[str, Any]
+    axes: tuple[str, ...] = ()
+    note: str = ""
+
+
+def curves(title: str, lines: Mapping[str, Sequence[Point]], y: str, *, percent: bool = False) -> Chart:
+    """Return curves by name, over samples, or over seconds."""
+    shown = {name: _thinned(points) for name, points in lines.items()}
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers" if len(points) < _MARKED else "lines",
+            "name": plain(name),
+            "x": [point.samples for point in points],
+            "y": [_finite(point.value) for point in points],
+            "meta": {"samples": [p.samples for p in points], "seconds": [round(p.seconds, 3) for p in points]},
+            "line": _line(number),
+            "marker": {"size": 5},
+        }
+        for number, (name, points) in enumerate(shown.items())
+    ]
+    layout = _layout("samples", y, len(data))
+    if percent:
+        layout["yaxis"]["tickformat"] = ".0%"
+    return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"))
+
+
+def lines(
+    title: str, x: str, y: str, series: Mapping[str, Sequence[tuple[float, float]]], *, note: str = "", ideal: str = ""
+) -> Chart:
+    """Return lines through few points, over a whole number such as that of processes; `ideal` is dashed and grey."""
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines" if name == ideal else "lines+markers",
+            "name": plain(name),
+            "x": [point[0] for point in points],
+            "y": [_finite(point[1]) for point in points],
+            "line": {"color": "#7f7f7f", "dash": "dot"} if name == ideal else _line(number),
+            "marker": {"size": 8},
+        }
+        for number, (name, points) in enumerate(series.items())
+    ]
+    layout = _layout(x, y, len(data))
+    layout["xaxis"] |= {"tickmode": "array", "tickvals": sorted({each[0] for all_ in series.values() for each in all_})}
+    layout["yaxis"]["rangemode"] = "tozero"
+    return Chart(title, {"data": data, "layout": layout}, note=note)
+
+
+def bars(
+    title: str, x: str, parts: Mapping[str, Sequence[float]], of: Sequence[str], *, stacked: bool = True, note: str = ""
+) -> Chart:
+    """Return horizontal bars, one for each of `of`, the first on top; `parts` are their lengths, by name.
+
+    With `stacked` the parts make one bar, else they lie below each other.
+    """
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": plain(name),
+            "x": [_finite(value) for value in values],
+            "y": [plain(each).replace(", ", ",<br>", 1) for each in of],
+            "marker": {"color": _COLOURS[number % len(_COLOURS)]},
+        }
+        for number, (name, values) in enumerate(parts.items())
+    ]
+    layout = _layout(x, "", len(data))
+    layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
+    layout["barmode"] = "stack" if stacked else "group"
+    layout["height"] = 80 + _KEY_HEIGHT * len(data) + _BAR_HEIGHT * len(of) * (1 if stacked else -(-len(data) // 2))
+    return Chart(title, {"data": data, "layout": layout}, note=note)
+
+
+def plain(text: str) -> str:
+    """Return text that plotly draws as it stands: in what it is given it heeds some of HTML's tags."""
+    return html.escape(text, quote=False)
+
+
+def _layout(x: str, y: str, traces: int) -> dict[str, Any]:
+    return {
+        "height": _HEIGHT + _KEY_HEIGHT * traces,
+        "autosize": True,
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+        "xaxis": {"title": {"text": x}, "automargin": True, "exponentformat": "SI"},
+        "yaxis": {"title": {"text": y}, "automargin": True},
+        "legend": {"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "showlegend": True,
+    }
+
+
+def _line(number: int) -> dict[str, Any]:
+    """Return how the line of this number is drawn; no two of the first 32 are alike."""
+    return {"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Return so many of the points as a screen can show: of each stretch the lowest and the highest one."""
+    if len(points) <= _MOST_POINTS:
+        return points
+    stretch = -(-len(points) * 2 // _MOST_POINTS)
+    kept = {0, len(points) - 1}
+    for first in range(0, len(points), stretch):
+        numbers = range(first, min(first + stretch, len(points)))
+        finite = [number for number in numbers if math.isfinite(points[number].value)] or [first]
+        kept |= {min(finite, key=lambda n: points[n].value), max(finite, key=lambda n: points[n].value)}
+    return [points[number] for number in sorted(kept)]
+
+
+def _finite(value: float) -> float | None:
+    """Return a value that JSON has; a line has a gap in the place of others."""
+    return value if math.isfinite(value) else None

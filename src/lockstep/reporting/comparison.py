@@ -1,0 +1,265 @@
+"""What came of one recipe under several placements: as a table for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.reporting import wording
+from lockstep.reporting.history import History, by_rank, count, peaks
+
+State = Literal["waiting", "running", "done", "failed"]
+
+# The parts of the seconds of training that a table has, by what Done calls them; `training` is all of them, undivided.
+PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
+_TRAINING: Final = (*PARTS, "training")
+_MIB: Final = 1 << 20
+_STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One placement of one recipe, and its run in `folder`.
+
+    `variant` has the overrides by which the recipe differs from the one that was given, `promises` what the strategy
+    promises (bits, close or none). `step` and `left_s` are of a run that is under way, `reason` of one that failed.
+    """
+
+    strategy: str
+    processes: int
+    variant: str
+    folder: str
+    promises: str = "bits"
+    state: State = "waiting"
+    step: int = 0
+    steps: int = 0
+    left_s: float | None = None
+    reason: str = ""
+    history: History = field(default_factory=History)
+
+    @property
+    def placement(self) -> str:
+        """The placement in words."""
+        return f"{self.strategy} on {self.processes}"
+
+    @property
+    def label(self) -> str:
+        """The placement in words, and what its recipe differs in."""
+        return f"{self.placement}, {self.variant}" if self.variant else self.placement
+
+    @property
+    def seconds(self) -> float | None:
+        """From the first step to the end, evaluating and saving included; of a resumed run, all starts together."""
+        return self.history.seconds if self.state == "done" else None
+
+    @property
+    def spent(self) -> dict[str, list[float]]:
+        """What the seconds of each rank went to in the last start."""
+        return by_rank(self.history.last)
+
+    @property
+    def peak_bytes(self) -> list[float]:
+        """The peak of memory of each rank."""
+        return peaks(self.history.last)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples by seconds of training in the last start, without setting up, evaluating and saving."""
+        seconds = sum(self.spent[what][0] for what in _TRAINING if what in self.spent)
+        end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
+        if self.state != "done" or not seconds or end is None or begin is None or end <= begin:
+            return None
+        return (end - begin) / seconds
+
+    def part(self, name: str) -> float | None:
+        """Return which fraction of the seconds of training, of all ranks, went to this; None where nobody knows."""
+        whole = sum(sum(self.spent.get(each, ())) for each in PARTS)
+        return sum(self.spent.get(name, ())) / whole if whole else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Placements of a recipe, in the order in which they run; `machine` is where, in words."""
+
+    recipe: str
+    rows: tuple[Row, ...]
+    machine: str = ""
+
+    def reference(self, row: Row) -> Row | None:
+        """Return one process of the same recipe, with which a row is compared; None where that is not done."""
+        found = [each for each in self.rows if each.variant == row.variant and each.strategy == "single"]
+        return found[0] if found and found[0].state == "done" else None
+
+    def speed_up(self, row: Row) -> float | None:
+        """Return how many times the throughput of one process a row has."""
+        reference = self.reference(row)
+        ours, theirs = row.samples_per_s, reference.samples_per_s if reference else None
+        return ours / theirs if ours and theirs else None
+
+    def efficiency(self, row: Row) -> float | None:
+        """Return the speed-up for each process."""
+        speed_up = self.speed_up(row)
+        return None if speed_up is None else speed_up / row.processes
+
+    def same_bits(self, row: Row) -> bool | None:
+        """Return whether the weights are those of one process; None where one of the two is missing."""
+        reference, own = self.reference(row), row.history.weights_sha256
+        return own == reference.history.weights_sha256 if reference and own else None
+
+    @property
+    def broken(self) -> list[Row]:
+        """The placements that promise the bits of one process, and have others."""
+        return [row for row in self.rows if row.promises == "bits" and self.same_bits(row) is False]
+
+    @property
+    def failed(self) -> list[Row]:
+        """The placements that failed."""
+        return [row for row in self.rows if row.state == "failed"]
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds left: of the run under way, and of those to come as much as the others took on average."""
+        taken = [row.seconds for row in self.rows if row.seconds is not None]
+        running = [row for row in self.rows if row.state == "running"]
+        if any(row.left_s is None for row in running):
+            return None
+        now = [row.history.seconds + (row.left_s or 0) for row in running]
+        waiting = sum(row.state == "waiting" for row in self.rows)
+        if waiting and not taken + now:
+            return None
+        mean = sum(taken + now) / len(taken + now) if waiting else 0.0
+        return sum(row.left_s or 0 for row in running) + waiting * mean
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    cell: Callable[[Comparison, Row], str]
+
+
+def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the words of each row; columns in which nothing stands are left out."""
+    monitors = dict.fromkeys(row.history.monitor for row in comparison.rows if row.history.started)
+    figures = [_figure(name) for name in monitors if name != "loss"]
+    columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
+    table = [[column.cell(comparison, row) for row in comparison.rows] for column in columns]
+    kept = [number for number, column in enumerate(table) if any(column) and {*column} != {"done"}]
+    rows = [[table[number][row] for number in kept] for row in range(len(comparison.rows))]
+    return [columns[number].heading for number in kept], rows
+
+
+def drawn(comparison: Comparison) -> Table:
+    """Return the table for a terminal."""
+    headings, rows = cells(comparison)
+    table = Table()
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for row, words in zip(comparison.rows, rows, strict=True):
+        table.add_row(*map(Text, words), style=_STYLES.get(row.state, ""))
+    return table
+
+
+def conclusion(comparison: Comparison) -> list[str]:
+    """Return the lines below the table: what failed, and what broke a promise."""
+    lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
+    return lines + [
+        f"{row.label} has other weights than one process, and strategy {row.strategy} promises the same bits; "
+        f"lockstep verify finds the first difference"
+        for row in comparison.broken
+    ]
+
+
+def to_json(comparison: Comparison) -> str:
+    """Write all figures of the rows as JSON; None stands for what is not known."""
+    rows = [_plain(comparison, row) for row in comparison.rows]
+    return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
+
+
+def _plain(comparison: Comparison, row: Row) -> dict[str, Any]:
+    evaluated = {name: points[-1].value for name, points in row.history.curves.items()}
+    return {
+        "placement": row.placement,
+        "strategy": row.strategy,
+        "processes": row.processes,
+        "variant": row.variant,
+        "run": row.folder,
+        "state": row.state,
+        "reason": row.reason or None,
+        "starts": len(row.history.starts),
+        "seconds": row.seconds,
+        "samples_per_s": row.samples_per_s,
+        "speed_up": comparison.speed_up(row),
+        "efficiency": comparison.efficiency(row),
+        "last": {name: value if math.isfinite(value) else str(value) for name, value in evaluated.items()},
+        "seconds_by_rank": row.spent,
+        "peak_bytes_by_rank": row.peak_bytes,
+        "weights_sha256": row.history.weights_sha256 or None,
+        "same_bits_as_single": comparison.same_bits(row),
+        "promises": row.promises,
+    }
+
+
+def state(comparison: Comparison, row: Row) -> str:
+    """Say how far a row is."""
+    if row.state != "running":
+        return row.state
+    left = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"
+    return f"step {row.step:,}/{row.steps:,}{left}" if row.steps else "starting"
+
+
+def _same(comparison: Comparison, row: Row) -> str:
+    same = comparison.same_bits(row)
+    if same is None or row is comparison.reference(row):
+        return ""
+    return "yes" if same else "no" if row.promises == "bits" else f"no ({row.promises})".replace("none", "not promised")
+
+
+def _loss(_: Comparison, row: Row) -> str:
+    name = "loss/validation" if "loss/validation" in row.history.curves else "loss/train"
+    return "" if row.state != "done" else _number(row.history.last_of(name), "{:.4f}")
+
+
+def _figure(name: str) -> _Column:
+    def cell(_: Comparison, row: Row) -> str:
+        value = row.history.last_of(name) if row.state == "done" else None
+        return "" if value is None else wording.figure(value, name in row.history.fractions)
+
+    return _Column(name, cell)
+
+
+def _memory(_: Comparison, row: Row) -> str:
+    return f"{max(row.peak_bytes) / _MIB:,.0f} MiB" if row.peak_bytes else ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _percent(row: Row, name: str) -> str:
+    return _number(row.part(name), "{:.0%}")
+
+
+_FIGURES_AT: Final = 6
+_COLUMNS: Final = (
+    _Column("placement", lambda _, row: row.placement),
+    _Column("recipe", lambda _, row: row.variant),
+    _Column("state", state),
+    _Column("same bits", _same),
+    _Column("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
+    _Column("loss", _loss),
+    _Column("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
+    _Column("speed-up", lambda all_, row: _number(all_.speed_up(row), "{:.2f}")),
+    _Column("efficiency", lambda all_, row: _number(all_.efficiency(row), "{:.0%}")),
+    _Column("computing", lambda _, row: _percent(row, "computing")),
+    _Column("data", lambda _, row: _percent(row, "data")),
+    _Column("waiting", lambda _, row: _percent(row, "waiting")),
+    _Column("for a core", lambda _, row: _percent(row, "waiting for a core")),
+    _Column("peak memory", _memory),
+    _Column("weights", lambda _, row: row.history.weights_sha256[:8]),
+)

@@ -1,0 +1,88 @@
+"""Where a comparison goes: the terminal while it runs, and then the table, JSON, the page and PNG files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final, TextIO, final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from lockstep.core.text import printable
+from lockstep.reporting import comparison_page, wording
+from lockstep.reporting.charts import Chart
+from lockstep.reporting.comparison import Comparison, Row, State, conclusion, drawn, to_json
+from lockstep.reporting.page import page
+from lockstep.reporting.png import write_png
+
+JSON: Final = "comparison.json"
+PAGE: Final = "comparison.html"
+_SECONDS_BETWEEN_DRAWINGS: Final = 0.2
+_WIDEST: Final = 200  # characters of a line that is not for a terminal
+
+
+@final
+class Shown:
+    """What a person sees while runs go on: the table, on a terminal; else a line for each run that begins or ends.
+
+    No thread redraws it: a process with threads should not fork the processes of the runs.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._moving = stream.isatty() and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._drawn = -float("inf")
+        self._states: list[State] = []
+
+    def __enter__(self) -> Shown:
+        if self._moving:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._moving:
+            self._live.stop()
+
+    def tell(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now."""
+        states = [row.state for row in comparison.rows]
+        changed, self._states = states != self._states, states
+        now = time.monotonic()
+        if self._moving and (changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS):
+            self._drawn = now
+            self._live.update(Group(drawn(comparison), Text(_left(comparison))), refresh=True)
+        elif changed and not self._moving:
+            row = [each for each in comparison.rows if each.state != "waiting"][-1]
+            self._console.print(Text(printable(_line(row))), soft_wrap=True)
+
+
+def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
+    """Print the table, write the files, and return their paths."""
+    console = Console(file=stream, width=None if stream.isatty() else _WIDEST, highlight=False, markup=False)
+    console.print(drawn(comparison))
+    for line in conclusion(comparison):
+        console.print(Text(printable(line), style="bold red"), soft_wrap=True)
+    paths = [folder / JSON]
+    paths[0].write_text(to_json(comparison), encoding="utf-8")
+    sections = comparison_page.sections(comparison)
+    if with_page:
+        paths.append(folder / PAGE)
+        title = f"{comparison.recipe} under {len(comparison.rows)} placements"
+        paths[1].write_text(page(title, sections), encoding="utf-8")
+    if with_png:
+        paths += write_png([each for each in sections if isinstance(each, Chart)], folder)
+    return paths
+
+
+def _left(comparison: Comparison) -> str:
+    left = comparison.left_s
+    return "" if left is None else f"{wording.duration(left)} left for all, if what comes takes as long as what was"
+
+
+def _line(row: Row) -> str:
+    if row.state == "done":
+        return f"{row.label}: done in {wording.duration(row.seconds or 0)}"
+    return f"... {row.label}" if row.state == "running" else f"{row.label}: {row.state}: {row.reason}"

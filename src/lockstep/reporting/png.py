@@ -1,0 +1,46 @@
+"""Charts as PNG files, drawn by the Chromium or Chrome of this machine, without a network."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.errors import UsageError
+from lockstep.reporting.charts import Chart, plain
+
+_BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_WIDTH: Final = 900
+_SCALE: Final = 2
+
+
+def check_png() -> None:
+    """Raise UsageError where kaleido or a browser is missing, which draw them."""
+    missing = [each for each in ("plotly", "kaleido") if find_spec(each) is None]
+    if missing:
+        raise UsageError(f"--png needs {' and '.join(missing)}, not installed; pip install 'lockstep-train[png]'")
+    if not _browser():
+        raise UsageError("--png needs Chromium or Chrome, which is not found; on Debian: apt-get install chromium")
+
+
+def write_png(charts: Sequence[Chart], folder: Path) -> list[Path]:
+    """Write each chart to a file of the folder, named after it, and return the files; light, as they are for paper."""
+    from kaleido import write_fig_from_object_sync
+
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png" for chart in charts]
+    drawn: list[dict[str, Any]] = []
+    for chart, path in zip(charts, paths, strict=True):
+        title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
+        layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
+        size = {"width": _WIDTH, "height": layout["height"] + 100, "scale": _SCALE}
+        drawn.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
+    write_fig_from_object_sync(drawn, kopts={"path": _browser()})
+    return paths
+
+
+def _browser() -> str:
+    return next((found for name in _BROWSERS if (found := shutil.which(name))), "")

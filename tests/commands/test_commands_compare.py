@@ -1,0 +1,128 @@
+"""`lockstep compare` as users run it: the table, the files, what is refused, what fails, and an interruption."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from component import require_package
+from forked import steps
+
+QUICK = ("recipe.epochs=1", "recipe.model.name=held:linear", "recipe.model.source=auto", "recipe.model.options={}")
+QUICK = (*QUICK, "run.tensorboard=false", "run.probe=off", "run.log_every=1")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["rows"]
+    return found
+
+
+def test_placements_side_by_side_and_again(run):
+    require_package("plotly")
+    asked = ("compare", "digits", *QUICK, "--placements", "ddp,zero3", "--processes", "1,3", "--dir", "a")
+    first = run(*asked)
+    folder = first.folder / "a"
+    found = rows(folder)
+    assert [row["placement"] for row in found] == ["single on 1", "ddp on 3", "zero3 on 3"]
+    assert len({row["weights_sha256"] for row in found}) == 1
+    assert [row["same_bits_as_single"] for row in found] == [True, True, True]
+    assert [len(row["peak_bytes_by_rank"]) for row in found] == [1, 3, 3]
+    for row in found:
+        assert row["state"] == "done"
+        assert min(row["samples_per_s"], row["speed_up"], row["efficiency"], *row["peak_bytes_by_rank"]) > 0
+        spent = row["seconds_by_rank"]
+        assert {"setting up", "computing", "data", "waiting", "waiting for a core", "evaluating"} <= set(spent)
+        [done] = [event for event in events(folder / Path(row["run"]).name) if event["event"] == "done"]
+        assert sum(each[0] for each in spent.values()) == pytest.approx(done["seconds"], abs=0.1)
+    assert "ddp on 3" in first.out
+    assert "written a/comparison.html" in first.out
+    assert first.err.splitlines()[:2] == ["... single on 1", first.err.splitlines()[1]]
+    assert first.left() == []
+
+    before = (folder / "ddp-3" / "events.jsonl").read_bytes()
+    again = run(*asked)
+    assert (folder / "ddp-3" / "events.jsonl").read_bytes() == before  # what is finished is not run again
+    assert again.err == ""
+    assert [row["weights_sha256"] for row in rows(folder)] == [row["weights_sha256"] for row in found]
+
+
+def test_another_recipe_is_compared_with_its_own_one_process(run):
+    command = run("compare", "digits", *QUICK, "--also", "recipe.seed=7", "--dir", "a", "--no-page")
+    found = rows(command.folder / "a")
+    assert [(row["placement"], row["variant"]) for row in found] == [
+        ("single on 1", ""),
+        ("ddp on 2", ""),
+        ("single on 1", "recipe.seed=7"),
+        ("ddp on 2", "recipe.seed=7"),
+    ]
+    assert all(row["same_bits_as_single"] for row in found)
+    assert len({row["weights_sha256"] for row in found}) == 2
+    assert not (command.folder / "a" / "comparison.html").exists()
+
+
+def test_all_that_cannot_run_is_refused_together_before_anything_does(run):
+    asked = ("--placements", "ddp,{name: hsdp, replicate: 2},nothing", "--processes", "2,3,9", "--dir", "a")
+    command = run("compare", "digits", *QUICK, *asked, code=2)
+    lines = command.err.splitlines()
+    assert lines[0] == "error: these placements cannot run, so none was started:"
+    for placement in ("ddp on 9", "hsdp (replicate=2) on 3", "hsdp (replicate=2) on 9", "nothing on 2", "nothing on 9"):
+        assert any(line.startswith(f"{placement}: ") for line in lines), placement
+    assert not any(line.startswith("ddp on 2: ") for line in lines)
+    assert not (command.folder / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--processes", "1,two"), "--processes 1,two: expected whole numbers from 1, such as 1,2,4"),
+        (("--processes", "0"), "--processes 0: expected whole numbers from 1"),
+        (("--placements", "[ddp"), "--placements [ddp: expected strategies"),
+        (("--placements", "3"), "--placements 3: expected strategies"),
+        (("placement.processes=2",), "placement.processes=2: lockstep compare sets placement.processes for each run"),
+        (("--also", "run.dir=x"), "run.dir=x: lockstep compare sets run.dir"),
+        (("recipe.epoch=1",), "recipe.epoch"),
+        (("recipe.data.name=folder", "recipe.data.root=nowhere"), "nowhere"),
+    ],
+)
+def test_bad_words(run, words, said):
+    command = run("compare", "digits", *words, "--dir", "a", code=2)
+    assert said in command.err
+    assert not (command.folder / "a").exists()
+
+
+def test_a_folder_of_another_recipe_is_refused(run):
+    run("train", "digits", *QUICK, "recipe.seed=3", "run.dir=a/ddp-2")
+    command = run("compare", "digits", *QUICK, "--dir", "a", code=2)
+    assert "ddp on 2: a/ddp-2: holds a run of another recipe" in command.err
+    assert not (command.folder / "a" / "single-1").exists()
+
+
+def test_one_that_fails_is_a_row_that_says_so(run):
+    command = run("compare", "digits", *QUICK, 'recipe.loss={name: "held:failing"}', "--dir", "a", code=1)
+    single, ddp = rows(command.folder / "a")
+    assert (single["state"], ddp["state"]) == ("done", "failed")
+    assert "no such loss" in ddp["reason"]
+    assert "ddp on 2 failed: " in command.out
+    assert command.left() == []
+
+
+def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
+    asked = ("compare", "digits", *QUICK, "recipe.epochs=40", "--processes", "2", "--dir", "a", "--no-page")
+    command = start(*asked)
+    command.until(lambda: (command.folder / "a" / "ddp-2").exists() and 5 in steps(command.folder / "a" / "ddp-2"))
+    command.signal_group(signal.SIGINT)
+    assert command.wait() == 130
+    assert "start again with --dir a to resume" in command.err
+    assert "Traceback" not in command.err
+    assert command.left() == []
+    assert not (command.folder / "a" / "comparison.json").exists()
+
+    run(*asked)
+    single, ddp = rows(command.folder / "a")
+    assert (single["starts"], ddp["starts"]) == (1, 2)
+    assert ddp["same_bits_as_single"] is True
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]

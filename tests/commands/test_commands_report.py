@@ -1,0 +1,181 @@
+"""`lockstep report` on run folders, good and bad: what differs, restarts, checkpoints, curves, and what is refused."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from component import require_package
+from event_examples import done, evaluated, saved, started, stepped
+
+from lockstep.cli import main
+from lockstep.config.load import load, to_yaml
+from lockstep.reporting.charts import Chart
+from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.page import Table, Words
+from lockstep.reporting.run_page import charts, sections
+from lockstep.run.machine_record import machine_of
+from lockstep.run.reported import reported
+from lockstep.training.events import Event
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_folder(name: str, *events: Event, overrides: tuple[str, ...] = ()) -> Path:
+    """Make a run folder with a log that has an event each second."""
+    run = Path("runs") / name
+    log = JsonLines(run / "events.jsonl")
+    for number, event in enumerate(events):
+        log.write(event, 100.0 + number)
+    log.close()
+    (run / "config.yaml").write_text(to_yaml(load("digits", overrides)), encoding="utf-8")
+    environment = {"cpu": {"model": "EPYC", "cores_usable": 2}, "packages": {"torch": "2.15.0"}, "gpus": []}
+    (run / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+    return run
+
+
+def report(*words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ("report", *words))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:
+    """Return the tables of a page on the runs, by their headings."""
+    found, _ = reported(folders or [Path("runs")])
+    made = [each for each in sections(found) if isinstance(each, Table)]
+    return {each.title: [dict(zip(each.columns, row, strict=True)) for row in each.rows] for each in made}
+
+
+def test_a_page_of_two_runs() -> None:
+    require_package("plotly")
+    run_folder("a", started(), stepped(), evaluated(), saved(), done())
+    run_folder("b", started(), stepped(30, 0.5), overrides=("recipe.optimizer.lr=0.3", "placement.processes=2"))
+    assert report().stdout == "written report.html\n"
+    html = Path("report.html").read_text(encoding="utf-8")
+    charts = [json.loads(text) for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html)]
+    loss = next(each for each in charts if each["layout"]["yaxis"]["title"]["text"] == "loss/train")
+    assert [(trace["name"], trace["y"]) for trace in loss["data"]] == [("runs/a", [0.43214]), ("runs/b", [0.5])]
+    assert "<title>2 runs</title>" in html
+
+
+def test_tables() -> None:
+    run_folder("a", started(), stepped(), evaluated(), saved(), done())
+    resumed = started(46, "runs/x")
+    run_folder(
+        "b",
+        *(started(), stepped(46), stepped(69), replace(resumed, processes=2, strategy="ddp", again=23), stepped(50)),
+        overrides=("recipe.optimizer.lr=0.3", "placement.processes=2"),
+    )
+    found = tables()
+    first, second = found["Runs"]
+    assert first == {
+        "run": "runs/a",
+        "state": "done",
+        "step": "690/690",
+        "time": "0:04",
+        "loss/train": "0.4321",
+        "loss/validation": "0.1023",
+        "top1": "98.61 %",
+        "samples/s": "4,416",
+        "starts": "1",
+        "weights": "0123456789ab",
+        "machine": "2 cores of EPYC, torch 2.15.0",
+    }
+    assert (second["state"], second["step"], second["starts"], second["weights"]) == ("died", "50/690", "2", "")
+    assert found["What differs"] == [
+        {"run": "runs/a", "recipe.optimizer.lr.value": "0.1", "placement.processes": "auto"},
+        {"run": "runs/b", "recipe.optimizer.lr.value": "0.3", "placement.processes": "2"},
+    ]
+    assert [list(row.values()) for row in found["Restarts"]] == [
+        ["runs/b", "0", "0:00", "single on 1, cpu", "0"],
+        ["runs/b", "46", "0:02", "ddp on 2, cpu", "23"],
+    ]
+    assert [list(row.values()) for row in found["Checkpoints"]] == [
+        ["runs/a", "690", "0:03", "0.10 s", "0123456789ab", "best so far"]
+    ]
+
+
+def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
+    run_folder("a", started(), stepped(), evaluated(), replace(evaluated(), weights="ema"), done())
+    found, _ = reported([Path("runs")])
+    drawn = charts(found)
+    assert [each.title for each in drawn] == [
+        *("loss/train", "loss/validation", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
+        *("samples_per_s", "lr", "norm", "peak_bytes"),
+    ]
+    percent = {each.title: "tickformat" in each.figure["layout"]["yaxis"] for each in drawn}
+    assert (percent["top1"], percent["top1/ema"], percent["loss/train"]) == (True, True, False)
+
+
+def test_one_run_differs_from_none() -> None:
+    run_folder("a", started(), stepped(), done())
+    assert "What differs" not in tables()
+    assert "Restarts" not in tables()
+
+
+def test_runs_of_strangers(folder: Path) -> None:
+    """What cannot be read is listed as such; a link is not followed, and a failure is text."""
+    require_package("plotly")
+    run_folder("a", started(), stepped(), done())
+    damaged = folder / "runs" / "damaged"
+    damaged.mkdir()
+    (damaged / "events.jsonl").write_text("nonsense\n", encoding="utf-8")
+    linked = folder / "runs" / "linked"
+    linked.mkdir()
+    (linked / "events.jsonl").symlink_to("/etc/passwd")
+    (linked / "lock").touch()
+    failed = run_folder("failed", started())
+    reason = {"event": "failed", "exit_code": 1, "reason": "<script>alert(1)</script>"}
+    (failed / "result.json").write_text(json.dumps(reason), encoding="utf-8")
+    result = report()
+    assert "not JSON" in result.stderr
+    assert [(row["run"], row["state"]) for row in tables()["Runs"]] == [
+        ("runs/a", "done"),
+        ("runs/damaged", "unreadable"),
+        ("runs/failed", "died"),
+        ("runs/linked", "unreadable"),
+    ]
+    html = Path("report.html").read_text(encoding="utf-8")
+    assert "runs/failed failed: &lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "root:x:" not in html
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere",), "nowhere: no such folder"),
+        ((".",), "no runs; name run folders, or a folder of some"),
+        (("--out", "no/where.html", "runs"), "--out no/where.html: there is no folder no"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(words: tuple[str, ...], said: str) -> None:
+    require_package("plotly")
+    assert said in report(*words, code=2).stderr
+    assert not Path("report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"cpu": 3, "packages": [], "gpus": "x"}', "[" * 10_000])
+def test_a_machine_that_is_not_recorded_is_not_named(folder: Path, text: str) -> None:
+    (folder / "environment.json").write_text(text, encoding="utf-8")
+    assert machine_of(folder) == ""
+
+
+def test_cards_are_counted(folder: Path) -> None:
+    found: dict[str, Any] = {"gpus": [{"name": "A100"}, {"name": "A100"}], "packages": {"torch": "2.15.0"}}
+    (folder / "environment.json").write_text(json.dumps(found), encoding="utf-8")
+    assert machine_of(folder) == "2 A100, torch 2.15.0"
+
+
+def test_sections_are_what_a_page_takes() -> None:
+    run_folder("a", started(), stepped(), done())
+    found, _ = reported([Path("runs/a"), Path("runs")])  # named twice
+    assert len(found) == 1
+    assert all(isinstance(each, Table | Words | Chart) for each in sections(found))

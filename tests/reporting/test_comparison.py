@@ -1,0 +1,220 @@
+"""What follows from the runs of a comparison: speed-up, efficiency, equal bits; the table, the JSON, the time left."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from component import require_package
+from event_examples import SHA, done, evaluated, started, stepped
+from rich.console import Console
+
+from lockstep.reporting.comparison import Comparison, Row, cells, conclusion, drawn, to_json
+from lockstep.reporting.comparison_output import Shown, write
+from lockstep.reporting.comparison_page import sections
+from lockstep.reporting.history import History, history
+from lockstep.reporting.jsonl import figures
+from lockstep.reporting.page import Table, Words
+
+OTHER = "f" * 64
+
+
+def a_history(seconds: float, weights: str = SHA, ranks: int = 1) -> History:
+    """Return the log of a run of 43,110 samples, half of whose seconds are training."""
+    spent = {"setting up": seconds / 2, "computing": seconds / 4, "data": seconds / 8, "waiting": seconds / 8}
+    end = replace(
+        done(),
+        weights_sha256=weights,
+        seconds_by_rank={what: [each] * ranks for what, each in spent.items()},
+        peak_bytes_by_rank=[(rank + 1) << 20 for rank in range(ranks)],
+    )
+    events = [(started(), 0.0), (stepped(), 1.0), (evaluated(), 2.0), (end, seconds)]
+    lines: list[dict[str, Any]] = [figures(event, time) for event, time in events]
+    return history(lines)
+
+
+def a_row(strategy: str, processes: int, seconds: float, weights: str = SHA, variant: str = "", **other: Any) -> Row:
+    found = a_history(seconds, weights, processes)
+    return Row(strategy, processes, variant, f"runs/{strategy}-{processes}", state="done", history=found, **other)
+
+
+ROWS = (
+    a_row("single", 1, 40.0),
+    a_row("ddp", 2, 25.0),
+    a_row("zero3", 2, 50.0, OTHER),
+    a_row("deepspeed", 2, 40.0, OTHER, promises="close"),
+    Row("ddp", 4, "", "runs/ddp-4", state="failed", reason="lost a rank"),
+    a_row("single", 1, 80.0, OTHER, "recipe.seed=1"),
+    a_row("ddp", 2, 40.0, OTHER, "recipe.seed=1"),
+)
+COMPARISON = Comparison("digits", ROWS, "2 cores")
+
+
+def test_figures_beside_one_process_of_the_same_recipe() -> None:
+    assert ROWS[0].samples_per_s == pytest.approx(43_110 / 20)
+    assert [COMPARISON.speed_up(row) for row in ROWS] == pytest.approx([1.0, 1.6, 0.8, 1.0, None, 1.0, 2.0])
+    assert [COMPARISON.efficiency(row) for row in ROWS[:3]] == pytest.approx([1.0, 0.8, 0.4])
+    assert [COMPARISON.same_bits(row) for row in ROWS] == [True, True, False, False, None, True, True]
+    assert COMPARISON.broken == [ROWS[2]]  # deepspeed promises no bits
+    assert COMPARISON.failed == [ROWS[4]]
+    assert [row.part("computing") for row in ROWS[:1]] == [0.5]
+
+
+def test_without_one_process_nothing_is_compared() -> None:
+    alone = Comparison("digits", (replace(ROWS[0], state="failed"), *ROWS[1:3]))
+    assert [alone.speed_up(row) for row in alone.rows] == [None] * 3
+    assert alone.broken == []
+
+
+def test_the_table() -> None:
+    headings, rows = cells(COMPARISON)
+    table = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert table[1] == {
+        "placement": "ddp on 2",
+        "recipe": "",
+        "state": "done",
+        "time": "25.0 s",
+        "loss": "0.1023",
+        "top1": "98.61 %",
+        "samples/s": "3,449",
+        "speed-up": "1.60",
+        "efficiency": "80%",
+        "computing": "50%",
+        "data": "25%",
+        "waiting": "25%",
+        "for a core": "0%",
+        "peak memory": "2 MiB",
+        "same bits": "yes",
+        "weights": "01234567",
+    }
+    assert [row["same bits"] for row in table] == ["", "yes", "no", "no (close)", "", "", "yes"]
+    assert (table[4]["state"], table[4]["time"]) == ("failed", "")
+    stream = StringIO()
+    Console(width=250, file=stream).print(drawn(COMPARISON))
+    assert "deepspeed on 2" in stream.getvalue()
+
+
+def test_what_is_said_below_it() -> None:
+    failed, broken = conclusion(COMPARISON)
+    assert failed == "ddp on 4 failed: lost a rank"
+    assert broken.startswith("zero3 on 2 has other weights than one process, and strategy zero3 promises the same bits")
+
+
+def test_json_has_what_the_table_has_and_each_rank() -> None:
+    found = json.loads(to_json(COMPARISON), parse_constant=lambda text: pytest.fail(text))
+    assert found["machine"] == "2 cores"
+    row = found["rows"][1]
+    assert (row["placement"], row["run"], row["seconds"]) == ("ddp on 2", "runs/ddp-2", 25.0)
+    assert (row["same_bits_as_single"], row["promises"], row["weights_sha256"]) == (True, "bits", SHA)
+    assert row["peak_bytes_by_rank"] == [1 << 20, 2 << 20]
+    assert row["seconds_by_rank"]["computing"] == [6.25, 6.25]
+    assert row["last"]["top1"] == 355 / 360
+    assert found["rows"][4]["seconds"] is None
+
+
+def test_how_far_it_is() -> None:
+    running = Row(
+        "ddp", 2, "", "runs/a", state="running", step=10, steps=40, left_s=30.0, history=History(seconds=10.0)
+    )
+    waiting = Row("ddp", 4, "", "runs/b")
+    now = Comparison("digits", (ROWS[0], running, waiting))
+    assert cells(now)[1][1][1] == "step 10/40, 0:30 left"
+    assert now.left_s == 30.0 + 40.0  # the mean of 40 s, that were taken, and 10 + 30
+    assert Comparison("digits", (replace(running, left_s=None), waiting)).left_s is None
+    assert Comparison("digits", (waiting,)).left_s is None
+    assert Comparison("digits", ROWS[:2]).left_s == 0
+
+
+class Terminal(StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+RUNNING = replace(ROWS[1], state="running", step=10, steps=40, left_s=30.0, history=History(seconds=10.0))
+STATES = (
+    Comparison("digits", (replace(ROWS[0], state="running", history=History()), Row("ddp", 2, "", "runs/b"))),
+    Comparison("digits", (ROWS[0], RUNNING)),
+    Comparison("digits", (ROWS[0], replace(RUNNING, step=11))),
+    Comparison("digits", (ROWS[0], replace(ROWS[4], reason="lost a \x1b[2Jrank"))),
+)
+
+
+def test_what_is_shown_in_a_pipe_while_runs_go_on() -> None:
+    stream = StringIO()
+    with Shown(stream) as shown:
+        for each in STATES:
+            shown.tell(each)
+    assert stream.getvalue().splitlines() == [
+        "... single on 1",
+        "... ddp on 2",
+        r"ddp on 4: failed: lost a \x1b[2Jrank",
+    ]
+
+
+def test_what_is_shown_on_a_terminal_while_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "240")
+    stream = Terminal()
+    with Shown(stream) as shown:
+        for each in STATES:
+            shown.tell(each)
+        assert "step 10/40, 0:30 left" in stream.getvalue()
+        assert "0:30 left for all" in stream.getvalue()
+    assert "\x1b[?25h" in stream.getvalue()  # the cursor is there again
+
+
+def test_the_files(tmp_path: Path) -> None:
+    require_package("plotly")
+    stream = StringIO()
+    paths = write(COMPARISON, tmp_path, stream, with_page=True, with_png=False)
+    assert [path.name for path in paths] == ["comparison.json", "comparison.html"]
+    assert "<title>digits under 7 placements</title>" in paths[1].read_text(encoding="utf-8")
+    assert "ddp on 4 failed: lost a rank" in stream.getvalue()
+    assert write(COMPARISON, tmp_path, stream, with_page=False, with_png=False) == paths[:1]
+
+
+def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
+    found = sections(COMPARISON)
+    assert [section.title for section in found] == [
+        "",
+        "Placements",
+        "Time of the whole training",
+        "Throughput",
+        "Speed-up over one process",
+        "Scaling efficiency",
+        "Where each second goes",
+        "Peak memory of each rank",
+        "loss/train",
+        "loss/validation",
+        "top1",
+    ]
+    words, table, time, *_ = found
+    assert isinstance(words, Words)
+    assert isinstance(table, Table)
+    assert words.paragraphs[1] == "ddp on 4 failed: lost a rank"
+    assert len(table.rows) == len(ROWS)
+    assert not isinstance(time, Words | Table)
+    drawn_lines = {trace["name"]: (trace["x"], trace["y"]) for trace in time.figure["data"]}
+    assert drawn_lines == {  # each strategy begins at the one process of its recipe
+        "ddp": ([1, 2], [40, 25]),
+        "zero3": ([1, 2], [40, 50]),
+        "deepspeed": ([1, 2], [40, 40]),
+        "ddp, recipe.seed=1": ([1, 2], [80, 40]),
+    }
+
+
+def test_where_seconds_go_is_a_mean_of_the_ranks() -> None:
+    row = replace(ROWS[1], history=replace(ROWS[1].history, last={**ROWS[1].history.last}))
+    row.history.last["seconds_by_rank"] = {"computing": [1.0, 3.0], "waiting": [3.0, 1.0]}  # type: ignore[index]
+    [chart] = [each for each in sections(Comparison("digits", (row,))) if each.title == "Where each second goes"]
+    assert not isinstance(chart, Words | Table)
+    assert {trace["name"]: trace["x"] for trace in chart.figure["data"]} == {"computing": [2.0], "waiting": [2.0]}
+
+
+def test_one_process_alone_makes_a_page_too() -> None:
+    assert "Throughput" not in [section.title for section in sections(Comparison("digits", ROWS[:1]))]
+    assert sections(Comparison("digits", (ROWS[4],)))[-1].title == "Placements"

@@ -1,0 +1,77 @@
+"""A page is whole in itself: it loads nothing, runs no script but its own, and shows what runs are called as text."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from component import require_package
+
+from lockstep.errors import UsageError
+from lockstep.reporting import page as pages
+from lockstep.reporting.charts import curves
+from lockstep.reporting.history import Point
+from lockstep.reporting.page import Section, Table, Words, check_plotly, page
+
+EVIL = '</script><script>alert(1)</script><img src="http://example.org/x.png" onerror=alert(2)>\x1b[2J'
+SECTIONS: list[Section] = [
+    Words(EVIL, [EVIL]),
+    Table(EVIL, ["run", EVIL], [[EVIL, EVIL]], note=EVIL),
+    curves(EVIL, {EVIL: [Point(1, 64, 1.0, 2.0)]}, EVIL),
+]
+
+
+class Tags(HTMLParser):
+    """What a browser would make of a page: its tags, and what they would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.handlers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    require_package("plotly")
+    return page(EVIL, SECTIONS)
+
+
+def test_nothing_is_loaded_and_nothing_of_a_run_is_a_tag(html: str) -> None:
+    found = Tags()
+    found.feed(html)
+    assert (found.loads, found.handlers) == ([], [])
+    assert not {"img", "link", "iframe", "object", "base", "a"} & set(found.tags)
+    assert found.tags.count("script") == 3  # the data of a chart, plotly, and what draws
+    assert "@import" not in pages._STYLE
+    assert "url(" not in pages._STYLE
+    assert r"\x1b[2J" in html
+    assert "\x1b" not in html
+
+
+def test_the_policy_allows_its_own_two_scripts_alone(html: str) -> None:
+    [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', html)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", policy)) == 2
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+    assert html.index(policy) < html.index("<script")
+
+
+def test_the_same_runs_give_the_same_page(html: str) -> None:
+    assert page(EVIL, SECTIONS) == html
+
+
+def test_without_curves_there_is_no_switch() -> None:
+    require_package("plotly")
+    assert 'id="axis"' not in page("t", SECTIONS[:2])
+    assert 'id="axis"' in page("t", SECTIONS)
+
+
+def test_plotly_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"pip install 'lockstep-train\[report\]'"):
+        check_plotly()

@@ -1,0 +1,40 @@
+"""Charts as PNG files, drawn by a real Chromium without a network."""
+
+from pathlib import Path
+
+import pytest
+from component import require_chromium
+from PIL import Image
+
+from lockstep.errors import UsageError
+from lockstep.reporting import png
+from lockstep.reporting.charts import bars, lines
+from lockstep.reporting.png import check_png, write_png
+
+
+def test_a_picture_of_each_chart(tmp_path: Path) -> None:
+    require_chromium()
+    charts = [
+        lines("Time <b>", "processes", "seconds", {"ddp": [(1, 2.0), (2, 1.0)]}),
+        bars("Where each second goes", "seconds", {"data": [1.0]}, ["ddp on 2"]),
+    ]
+    check_png()
+    paths = write_png(charts, tmp_path / "new")
+    assert [path.name for path in paths] == ["time-b.png", "where-each-second-goes.png"]
+    blue, green = (0, 114, 178), (0, 158, 115)
+    for path in paths:
+        with Image.open(path) as picture:
+            assert picture.width == 1800
+            colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
+            assert blue in colours
+            assert green not in colours
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(png, "find_spec", lambda name: None if name == "kaleido" else name)
+    with pytest.raises(UsageError, match=r"--png needs kaleido, not installed; pip install 'lockstep-train\[png\]'"):
+        check_png()
+    monkeypatch.setattr(png, "find_spec", lambda name: name)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UsageError, match="--png needs Chromium or Chrome, which is not found"):
+        check_png()

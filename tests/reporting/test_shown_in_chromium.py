@@ -1,0 +1,136 @@
+"""A page as a real Chromium shows it: numbers read back, clicks, both colour schemes, a phone, and no request."""
+
+import re
+from pathlib import Path
+
+import pytest
+from browser import Tab, browse
+from component import require_chromium
+from PIL import Image
+
+from lockstep.reporting.charts import bars, curves, lines
+from lockstep.reporting.history import Point
+from lockstep.reporting.page import Table, Words, page
+
+EVIL = (
+    '</script><script>document.title = "evil"</script><img src="http://127.0.0.1:9/x.png" onerror="document.title=1">'
+)
+LONG = "runs/" + "a-very-long-name-of-a-run-" * 5
+POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 2.5, 1.0), Point(3, 192, 3.0, 0.5)]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a page with text that is not to be trusted everywhere, and names that are too long for a phone."""
+    require_chromium()
+    sections = [
+        Words("", [EVIL, LONG]),
+        Table("Runs", ["run", *("a column" for _ in range(12))], [[EVIL, *("12,345" for _ in range(12))]], LONG),
+        curves("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss"),
+        lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
+        bars("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
+    ]
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page("Two runs", sections), encoding="utf-8")
+    return path
+
+
+def visit(
+    file: Path, *steps: str, width: int = 1000, scheme: str = "light", picture: Path | None = None
+) -> list[object]:
+    """Return what expressions are in the page, one after the other; `click X` clicks on the element X instead."""
+    found: list[object] = []
+
+    async def visit(tab: Tab) -> None:
+        await tab.width(width)
+        await tab.colours(scheme)
+        await tab.until("document.querySelectorAll('.chart .main-svg').length >= 3")
+        await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
+        for step in steps:
+            if step.startswith("click "):
+                await tab.click(step.removeprefix("click "))
+            else:
+                found.append(await tab.value(step))
+        if picture is not None:
+            await tab.screenshot(picture)
+        assert tab.requests == [file.as_uri()]
+        assert tab.problems == []
+
+    browse(file, visit)
+    return found
+
+
+def test_charts_have_the_numbers_and_the_switch_moves_the_curves(file: Path) -> None:
+    x = "document.getElementById('chart-2').data.map(trace => trace.x)"
+    axis = "document.querySelector('#chart-2 .xtitle').textContent"
+    lines_drawn = "document.querySelectorAll('#chart-2 .scatterlayer .trace').length"
+    others = "document.getElementById('chart-3').data[0].x"
+    found = visit(
+        file,
+        *(x, axis, lines_drawn, others, "click input[value=seconds]"),
+        *(x, axis, others, "click input[value=samples]", x),
+    )
+    over_samples, over_seconds = [[64, 128, 192], [64, 128]], [[0.5, 2.5, 3], [0.5, 2.5]]
+    assert found == [over_samples, "samples", 2, [1, 2], over_seconds, "seconds", [1, 2], over_samples]
+
+
+def test_a_click_in_the_legend_takes_a_curve_away(file: Path) -> None:
+    shown = "document.getElementById('chart-2').data.map(trace => trace.visible ?? true)"
+    # plotly waits for a second click, which would leave this curve alone
+    wait = "new Promise(done => setTimeout(done, 600))"
+    found = visit(file, shown, "click #chart-2 .legendtoggle", wait, shown)
+    assert [found[0], found[-1]] == [[True, True], ["legendonly", True]]
+
+
+def test_what_runs_are_called_is_text(file: Path) -> None:
+    title, cell, name = visit(
+        file,
+        "document.title",
+        "document.querySelector('tbody th').textContent",
+        "document.querySelector('#chart-2 .legendtext').textContent",
+    )
+    assert (title, cell, name) == ("Two runs", EVIL, EVIL)
+
+
+@pytest.mark.parametrize("width", [390, 1000])
+def test_a_page_is_no_wider_than_the_window(file: Path, width: int) -> None:
+    inner, whole, charts = visit(
+        file,
+        "innerWidth",
+        "document.documentElement.scrollWidth",
+        "[...document.querySelectorAll('.chart')].map(e => e.getBoundingClientRect().right)",
+        width=width,
+    )
+    assert inner == width
+    assert isinstance(whole, int)
+    assert width - 20 <= whole <= width  # beside it there may be a scroll bar
+    assert isinstance(charts, list)
+    assert max(charts) <= whole
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(file: Path, tmp_path: Path, scheme: str) -> None:
+    picture = tmp_path / "page.png"
+    colours = visit(
+        file,
+        "getComputedStyle(document.body).backgroundColor",
+        "getComputedStyle(document.querySelector('td')).color",
+        "getComputedStyle(document.querySelector('.note')).color",
+        "getComputedStyle(document.querySelector('#chart-2 .legendtext')).fill",
+        scheme=scheme,
+        picture=picture,
+    )
+    ground, *text = (luminance(str(each)) for each in colours)
+    assert (ground > 0.5) == (scheme == "light")
+    for each in text:  # WCAG 2.2, 1.4.3: at least 4.5
+        assert (max(ground, each) + 0.05) / (min(ground, each) + 0.05) >= 4.5
+    with Image.open(picture) as shown:
+        assert shown.height > 1000
+        assert len(shown.convert("RGB").getcolors(1 << 24) or []) > 50  # it is not blank
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of a colour `rgb(r, g, b)`, as WCAG 2.2 defines it."""
+    parts = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
