@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tutorial/**/*.md")])
 
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")

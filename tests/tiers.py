@@ -51,6 +51,7 @@ _COMMANDS: Final = (
     "test_library.py",
     "test_die_with_parent.py",
     "test_follow_parent.py",
+    "test_tutorial.py",
     "test_typed.py",
     "test_worlds.py",
 )
