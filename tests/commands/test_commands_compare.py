@@ -107,6 +107,15 @@ def test_one_that_fails_is_a_row_that_says_so(run):
     assert command.left() == []
 
 
+def test_a_placement_that_breaks_its_promise_is_told(run):
+    """A bit of one rank's input is flipped, as by a bad chip."""
+    flipping = "recipe.model.name=held:flipping_on_rank_1"
+    command = run("compare", "digits", *QUICK, flipping, "--dir", "a", "--no-page", code=3)
+    single, ddp = rows(command.folder / "a")
+    assert (single["same_bits_as_single"], ddp["same_bits_as_single"]) == (True, False)
+    assert "ddp on 2 has other weights than one process, and strategy ddp promises the same bits" in command.out
+
+
 def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
     asked = ("compare", "digits", *QUICK, "recipe.epochs=40", "--processes", "2", "--dir", "a", "--no-page")
     command = start(*asked)
