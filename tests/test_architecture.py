@@ -67,6 +67,7 @@ ROOMS = {
     "data/asked": "keys of a recipe, as the sources of data get them",
     "config/recipe": "keys of a recipe, which users type",
     "config/naming": "the same keys, of which some go with a name",
+    "config/elsewhere": "the same of other frameworks",
     "config/shipped": "the names of recipes, which users type",
     "core/schemas": "what files of older versions call things",
     "device/kernels": "torch's operations, by their names and by what they are called for",

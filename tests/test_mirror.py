@@ -26,6 +26,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_doctor_gpu.py": "run: gpu_report",
     "commands/test_eval.py": "run: evaluation",
     "commands/test_first_look.py": "run: user_code\nverification: first_look",
+    "commands/test_import.py": "run: imported",
     "commands/test_jobs.py": "run: listing",
     "commands/test_launch.py": "launchers: agents\nrun: launching",
     "commands/test_launchers.py": "run: compared launched start",
@@ -58,6 +59,7 @@ TOGETHER: Final[dict[str, str]] = {
     "launchers/test_example.py": "launchers: base",
     "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: ghost layout loans replay trace",
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
+    "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: distribuuuu pycls sgd translation yacs",
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\n"
     "parallel/layouts: base replicated sharded",
     "parallel/test_deepspeed_engine.py": "comm: deepspeed\nparallel: deepspeed_places",

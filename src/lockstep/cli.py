@@ -1,8 +1,8 @@
 """The shell: finds the command that the user named, imports it, and turns errors into exit codes.
 
-A command is a file of commands/ with a click command named `command`; its name is the file's, and a file
-that begins with an underscore is none. `--help` lists them by the first lines of their docstrings and imports
-none, so that it answers at once whatever they import.
+A command is a file of commands/ with a click command named `command`; its name is the file's, without the underscore
+that a word of Python's has behind it there. A file that begins with one is no command. `--help` lists them by the
+first lines of their docstrings and imports none, so that it answers at once whatever they import.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, ClassVar, Final, final
 
@@ -60,7 +61,7 @@ class Shell(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
         files = (each.name for each in pkgutil.iter_modules([str(_COMMANDS)]))
-        return sorted(name.replace("_", "-") for name in files if not name.startswith("_"))
+        return sorted(name.removesuffix("_").replace("_", "-") for name in files if not name.startswith("_"))
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import a command."""
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 def _module(name: str) -> str:
-    return name.replace("-", "_")
+    return f"{name.replace('-', '_')}{'_' if iskeyword(name) else ''}"
 
 
 def _first_line(name: str) -> str:

@@ -44,7 +44,9 @@ def test_each_form_is_read(tmp_path: Path) -> None:
     safetensors.torch.save_file(TENSORS, tmp_path / "model.safetensors")
     torch.save(TENSORS, tmp_path / "plain.pth")
     torch.save({"epoch": 3, "state_dict": TENSORS}, tmp_path / "nested.ckpt")
-    for name in ("model.safetensors", "plain.pth", "nested.ckpt", "."):
+    torch.save({"epoch": 3, "state_dict": TENSORS, "best_acc1": 0.5}, tmp_path / "distribuuuu.pth.tar")
+    torch.save({"epoch": 3, "model_state": TENSORS, "optimizer_state": {}}, tmp_path / "pycls.pyth")
+    for name in ("model.safetensors", "plain.pth", "nested.ckpt", "distribuuuu.pth.tar", "pycls.pyth", "."):
         assert same(read_tensors(tmp_path / name)), name
     assert same(read_tensors(sharded(tmp_path / "sharded")))
 

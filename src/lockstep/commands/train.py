@@ -5,6 +5,8 @@ The numbers are the recipe's; how many processes share the work, and who started
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -22,21 +24,27 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
-def command(words: tuple[str, ...]) -> None:
+@click.option("--cfg", metavar="FILE", help="A YAML of Distribuuuu or pycls, in place of RECIPE; see lockstep import.")
+@click.option("--gpus", type=click.IntRange(min=1), help="With --cfg: how many GPUs a batch for each is meant for.")
+def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
     """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out).
 
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
     """
+    if gpus is not None and cfg is None:
+        raise click.UsageError("--gpus goes with --cfg; a recipe has the batch of all")
     info = launched()  # before the imports below, which take seconds
+    size = None if info is None else info.size
+    read = partial(_loaded, words) if cfg is None else partial(_imported, cfg, words, gpus, size)
     with outliving_terminal():
-        raise SystemExit(_alone(words) if info is None else _there(info, words))
+        raise SystemExit(_alone(read) if info is None else _there(info, words, read))
 
 
-def _alone(words: tuple[str, ...]) -> int:
+def _alone(read: Callable[[], Loaded]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
     from lockstep.run.finished import finished
 
-    loaded = _loaded(words)
+    loaded = _continued(read())
     if done := finished(loaded):
         click.echo(printable(done))
         return EXIT_DONE
@@ -45,18 +53,29 @@ def _alone(words: tuple[str, ...]) -> int:
     return train_here(loaded)
 
 
-def _there(info: RankInfo, words: tuple[str, ...]) -> int:
+def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -> int:
     from lockstep.run.start import as_launched
     from lockstep.run.training import opened_as_rank
 
-    return as_launched(info, words, lambda: opened_as_rank(_loaded(words, say=info.rank == 0), info))
+    return as_launched(info, words, lambda: opened_as_rank(_continued(read(), say=info.rank == 0), info))
 
 
-def _loaded(words: tuple[str, ...], say: bool = True) -> Loaded:
+def _loaded(words: tuple[str, ...]) -> Loaded:
     from lockstep.config.load import load, split
+
+    return load(*split(words))
+
+
+def _imported(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
+    from lockstep.run.imported import imported
+
+    return imported(file, words, gpus, world_size).loaded()
+
+
+def _continued(loaded: Loaded, say: bool = True) -> Loaded:
     from lockstep.run.continued import continued
 
-    loaded = continued(load(*split(words)))
+    loaded = continued(loaded)
     for note in loaded.notes if say else ():
         click.echo(printable(f"note: {note}"), err=True)
     return loaded

@@ -63,8 +63,12 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
         label = recipe.file.name
         document = recipe.varied(_document(_read(recipe.file, label), label))
         return _loaded(document, source, overrides, shares_steps=True)
-    file = _find(source)
-    return load_text(_read(file, source), source, file.stem, overrides)
+    return _loaded(read(source), FilePath(source).stem, overrides, shares_steps=True)
+
+
+def read(source: str) -> Document:
+    """Return what a YAML file of the user's holds; ConfigError where it cannot be read."""
+    return _document(_read(_find(source), source), source)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:

@@ -33,7 +33,7 @@ def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) 
             yield from block(value, origins, here)
         else:
             line = f"{line} {flow(value)}".ljust(_COMMENT_COLUMN)
-            yield f"{line}  # {_comment(origins[dotted(here)])}"
+            yield f"{line}  # {printable(origins[dotted(here)])}"
 
 
 def flow(value: Any) -> str:
@@ -79,6 +79,7 @@ def _float(value: float) -> str:
     return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
 
 
-def _comment(text: str) -> str:
+def printable(text: str) -> str:
+    """Return what of a text a comment may hold."""
     # A file name may hold a line break; a comment must not.
     return "".join(each if each.isprintable() else "?" for each in text)

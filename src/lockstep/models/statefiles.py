@@ -22,11 +22,17 @@ from lockstep.errors import UsageError
 from lockstep.models.deepspeed_folders import check_whole, model_file
 
 _SAFE: Final = ".safetensors"
-_TORCH: Final = (".bin", ".ckpt", ".pt", ".pth")
+_TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
 _LARGEST_INDEX: Final = 1 << 26  # bytes
-_NESTED: Final = ("state_dict", "model_state_dict", "model", "module")  # where training scripts keep the tensors
+_NESTED: Final = (
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "model",
+    "module",
+)  # where training scripts keep the tensors
 _WRAPPERS: Final = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
 
@@ -43,7 +49,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path}: not a regular file; give a file of tensors, a folder with one, or a run")
     if path.suffix == _SAFE:
         return _safetensors(path)
-    if path.suffix in _TORCH:
+    if path.name.endswith(_TORCH):
         return _torch(path)
     raise UsageError(f"{path}: of unknown kind; give a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
 

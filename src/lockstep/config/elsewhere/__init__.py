@@ -1,0 +1,1 @@
+"""Configurations of other frameworks, read as ours: what became of each of their keys is written beside it."""

@@ -1,0 +1,72 @@
+"""Which framework a configuration is of, and the recipe that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Final, final
+
+from lockstep.config import write
+from lockstep.config.document import Document, Place, dotted
+from lockstep.config.elsewhere import distribuuuu, pycls, yacs
+from lockstep.config.elsewhere.translation import Translated
+from lockstep.config.load import Loaded, load_text, read
+from lockstep.config.overrides import apply
+from lockstep.errors import ConfigError, UsageError
+
+_OURS: Final = ("recipe.", "placement.", "run.")
+
+
+@final
+@dataclass(frozen=True)
+class Imported:
+    """A configuration of the framework `of`, translated, with the overrides in our words that came with it."""
+
+    of: str
+    file: str
+    translated: Translated
+
+    def to_yaml(self) -> str:
+        """Write it as a recipe."""
+        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.")
+
+    def loaded(self) -> Loaded:
+        """Return the configuration; ConfigError as for any recipe."""
+        name = FilePath(self.file).stem
+        loaded = load_text(self.to_yaml(), f"{self.file}, as imported", name)
+        return replace(loaded, notes=[*loaded.notes, *self.translated.remarks()])
+
+
+def import_file(file: str, words: Sequence[str], gpus: int) -> Imported:
+    """Translate a file with `words` behind it: pairs KEY VALUE of its framework, and our overrides a.b=value.
+
+    `gpus` is the number of GPUs that it is meant for, where the file gives a batch for each and no number of them.
+    """
+    overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
+    given = yacs.read(read(file), [word for word in words if word not in overrides])
+    framework = pycls if "MODEL.TYPE" in given.values else distribuuuu
+    if not any(key in framework.DEFAULTS or key in framework.OLDER for key in given.values):
+        raise UsageError(
+            f"{file}: none of its keys is one of Distribuuuu or pycls; a recipe of ours is given without --cfg: "
+            f"lockstep train {file}"
+        )
+    given = given.renamed(framework.OLDER)
+    settings = given.over(framework.DEFAULTS, framework.NAME)
+    if framework is pycls:
+        named = any(word.startswith("recipe.model") for word in overrides)
+        translated = pycls.translate(settings, given.values, named)
+    else:
+        translated = distribuuuu.translate(settings, given.values, gpus)
+    return Imported(framework.NAME, file, _overridden(translated, overrides))
+
+
+def _overridden(translated: Translated, overrides: Sequence[str]) -> Translated:
+    """Return it with our overrides set, where a recipe is written out."""
+    document = apply(Document(translated.values, {(): Place("")}, []), overrides)
+    if document.problems:
+        raise ConfigError([str(each) for each in document.problems])
+    set_here = {dotted(path) for path in document.places if path}
+    paths = [dotted(path) for path, _ in write.leaves(document.values)]
+    origins = {path: "override" if path in set_here else translated.origins[path] for path in paths}
+    return replace(translated, values=document.values, origins=origins)

@@ -1,0 +1,26 @@
+"""A recipe from a configuration of another framework, for the number of GPUs that it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from lockstep.config.elsewhere.find import Imported, import_file
+
+_PROCESSES: Final = "placement.processes="
+
+
+def imported(file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None) -> Imported:
+    """Translate a file; see import_file.
+
+    Without `gpus`, it is for as many as there are ranks, or else cards in this machine, at least one.
+    """
+    asked = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
+    processes = int(asked[-1]) if asked and asked[-1].isdecimal() else 0
+    return import_file(file, words, gpus or world_size or processes or _cards())
+
+
+def _cards() -> int:
+    import torch  # only now: it takes seconds
+
+    return max(1, torch.cuda.device_count())
