@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lockstep.errors import OwnCodeError, UsageError
@@ -98,3 +99,14 @@ def test_what_torch_refuses_is_reported_as_the_models() -> None:
         OwnCode("model", shared=True),
     ):
         _in_chunks(wrong, _tensors((2, 2, 2)))
+
+
+def test_what_has_no_values_is_not_exchanged() -> None:
+    """A stage of a pipeline runs the code of those before it for the shapes alone, and in one chunk's forward only."""
+    with FakeTensorMode() as mode:
+        query = mode.from_tensor(torch.empty(3, 4, LENGTH, 6))
+    with Attention(Exchange(CHUNKS), Together([])) as attention:
+        found = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert found.shape == query.shape
+    with pytest.raises(UsageError, match="does not call"):
+        attention.check()
