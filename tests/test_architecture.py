@@ -36,6 +36,8 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "verification/first_look"),
     ],
+    "inference": ["core", "config", "device", "tasks", "data", "models", "parallel/weights", "training", "run"],
+    "exports": ["core", "config", "tasks", "data", "models", "run", "inference"],
     "verification": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
@@ -70,6 +72,10 @@ ROOMS = {
     "config/elsewhere": "the same of other frameworks",
     "config/shipped": "the names of recipes, which users type",
     "core/schemas": "what files of older versions call things",
+    "inference": "what a task makes of new samples",
+    "exports": "what other programs call it",
+    "commands/predict": "options, which users type",
+    "commands/export": "what of a run is exported, told to users",
     "device/kernels": "torch's operations, by their names and by what they are called for",
 }
 # `class` and `label` alone are Python's and a message's, and cannot be told apart; what goes with them is enough.
@@ -246,7 +252,7 @@ def test_only_commands_and_sinks_print() -> None:
 
 def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
     users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
-    allowed = ("commands", "run", "verification", "config")
+    allowed = ("commands", "run", "inference", "exports", "verification", "config")
     assert all(any(_within(module, place) for place in allowed) for module in users)
 
 

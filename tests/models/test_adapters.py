@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.adapters import Lora, adapt, has_adapters, peft_names
+from lockstep.models.adapters import Lora, adapt, has_adapters, merged, peft_names
 from lockstep.models.digits_convnet import digits_convnet
 
 LORA = Lora(["convolutions.0", "convolutions.3"], r=2, alpha=4.0, train=["9.*"])
@@ -66,3 +66,31 @@ def test_without_peft_it_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match=r"peft is not installed; pip install 'lockstep-train\[lora\]'"):
         adapt(digits_convnet(), LORA)
+
+
+def test_they_are_merged_into_what_they_are_beside() -> None:
+    model, inputs = adapted().eval(), torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lora_B" in name:
+                each.normal_(std=0.1)
+        before = model(inputs)
+        assert merged(model)
+        after = model(inputs)
+    assert [*model.state_dict()] == [*digits_convnet().state_dict()]
+    assert torch.allclose(after, before, atol=1e-5)
+    assert not torch.allclose(before, digits_convnet().eval()(inputs), atol=1e-2)
+    assert not merged(model)
+
+
+def test_a_table_of_tokens_is_merged_too() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    adapt(model, Lora(["0"], r=2))
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lora_embedding" in name:
+                each.normal_()
+        before = model(torch.arange(5))
+        assert merged(model)
+        assert torch.allclose(model(torch.arange(5)), before, atol=1e-5)
+    assert [*model.state_dict()] == ["0.weight", "1.weight", "1.bias"]

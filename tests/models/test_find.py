@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.find import OURS, build_model
+from lockstep.importing import import_object
+from lockstep.models.find import OURS, build_model, construction
 from lockstep.tasks.facts import facts
 
 
@@ -162,3 +163,22 @@ def test_a_model_of_tokens_gets_the_sizes_of_the_data_and_options_win() -> None:
     assert (model.embedding.tokens.num_embeddings, model.embedding.positions.num_embeddings) == (7, 5)
     longer = build_model(name="gpt", options={"layers": 1, "context": 9}, facts=facts)
     assert longer.embedding.positions.num_embeddings == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("digits_convnet", "lockstep.models.digits_convnet:digits_convnet"),
+        ("resnet10t", "timm:create_model"),
+        ("squeezenet1_0", "torchvision.models:get_model"),
+        (f"{__name__}:with_classes", f"{__name__}:with_classes"),
+    ],
+)
+def test_the_call_that_builds_a_model_is_known(name: str, function: str) -> None:
+    options = {"depth": 2} if ":" in name else {}
+    made = construction(name=name, source="auto", options=options, facts=facts(["a", "b"], (3, 32, 32)))
+    assert made.function == function
+    with torch.device("meta"):
+        built = import_object(made.function, "model")(*made.arguments, **made.options)
+        own = build_model(name=name, options=options, facts=facts(["a", "b"], (3, 32, 32)))
+    assert [each.shape for each in built.parameters()] == [each.shape for each in own.parameters()]

@@ -58,6 +58,19 @@ def adapt(model: nn.Module, lora: Lora) -> None:
             keep_in_evaluation(layer)
 
 
+def merged(model: nn.Module) -> bool:
+    """Add adapters to the weights that they are beside, and take them out; say whether there were any."""
+    places = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
+    places += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
+    for place in places:
+        name = place.rpartition(".lora_")[0]
+        layer: Any = model.get_submodule(name)
+        layer.merge(safe_merge=True)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.get_base_layer())
+    return bool(places)
+
+
 def has_adapters(names: Mapping[str, Tensor]) -> bool:
     """Whether tensors are those of a model with adapters."""
     return any(part in name for name in names for part in _PARTS)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,15 @@ from lockstep.own_code import OwnCode, described
 Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
 Origin = Literal["lockstep", "timm", "torchvision", "transformers", "path"]
 Factory = Callable[..., nn.Module]
+
+
+class Construction(NamedTuple):
+    """A call that builds a model: `module:function`, its arguments by position, and those by name."""
+
+    function: str
+    arguments: list[str]
+    options: dict[str, Any]
+
 
 OURS: Final[Mapping[str, str]] = {
     "botnet50": "lockstep.models.botnet:botnet50",
@@ -50,7 +59,7 @@ def build_model(
     function, for transformers to its config, and win over what follows from the data. timm, torchvision and
     transformers take seconds to import and are imported only where the name leads to them.
     """
-    origin = _origin(name, source)
+    origin = origin_of(name, source)
     if pretrained and origin in ("lockstep", "path"):
         raise UsageError(
             f"model {name}: only models of timm, torchvision and transformers come with pretrained weights; "
@@ -76,11 +85,25 @@ def check_pretrained(name: str, source: Source) -> None:
 
     A check of the model leaves them out, and ranks would be the first to see it.
     """
-    if _origin(name, source) == "transformers":
+    if origin_of(name, source) == "transformers":
         check_weights(name)
 
 
-def _origin(name: str, source: Source) -> Origin:
+def construction(*, name: str, source: Source, options: Mapping[str, Any], facts: Mapping[str, Any]) -> Construction:
+    """Return the call by which `build_model` gets a model without pretrained weights, but for those of transformers."""
+    origin = origin_of(name, source)
+    options = _from_data(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
+    match origin:
+        case "timm":
+            return Construction("timm:create_model", [name], options)
+        case "torchvision":
+            return Construction("torchvision.models:get_model", [name], options)
+        case _:
+            return Construction(OURS[name] if origin == "lockstep" else name, [], options)
+
+
+def origin_of(name: str, source: Source) -> Origin:
+    """Return whose model a name is. UsageError where it is nobody's."""
     if source == "auto" and ":" in name:
         return "path"
     if source == "transformers" or (source == "auto" and is_transformers_folder(name)):

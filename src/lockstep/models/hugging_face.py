@@ -114,6 +114,22 @@ def is_transformers_folder(name: str) -> bool:
     return os.path.isfile(os.path.join(name, "config.json"))
 
 
+def without_special_tokens(model: nn.Module) -> None:
+    """Take back a type's usual ids of special tokens: in a vocabulary that has none they are any tokens.
+
+    Whoever generates text would end it at one of them.
+    """
+    for settings in (model.config, getattr(model, "generation_config", None)):
+        for name in _SPECIAL:
+            if getattr(settings, name, None) is not None:
+                setattr(settings, name, None)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model's class is one of transformers."""
+    return type(model).__module__.partition(".")[0] == "transformers"
+
+
 @contextmanager
 def _said(name: str) -> Iterator[None]:
     """Say in one line what transformers finds wrong with a config: its own errors run over several."""

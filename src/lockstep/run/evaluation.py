@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -47,11 +47,16 @@ from lockstep.training.events import Evaluated
 
 @dataclass(frozen=True)
 class Asked:
-    """The checkpoint that is to be evaluated, what overrides its recipe, and whether the code it names may run."""
+    """A saved run, what overrides its recipe, and whether the code it names may run.
+
+    `path` is a checkpoint, or a run folder, of which `prefer` says which checkpoint. `command` is what the user called.
+    """
 
     path: str
     overrides: tuple[str, ...] = ()
     trust: bool = False
+    prefer: Literal["newest", "best"] = "newest"
+    command: str = "eval"
 
 
 class Found(NamedTuple):
@@ -96,7 +101,7 @@ def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement,
 def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
     """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
     is_new = found is None
-    found = found or store.load(Path(asked.path))
+    found = found or store.load(Path(asked.path), asked.prefer)
     recipe = values(saved_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / "config.yaml"
     if os.path.lexists(run_config):
@@ -124,7 +129,7 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not asked.trust:
-        words = " ".join(["lockstep eval", *map(shlex.quote, [asked.path, *foreign])])
+        words = " ".join([f"lockstep {asked.command}", *map(shlex.quote, [asked.path, *foreign])])
         raise UsageError(
             f"{asked.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
             f"run folder runs only if your command names it: {words}; or all of it, with --trust"

@@ -114,6 +114,13 @@ def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     return state
 
 
+def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise UsageError where tensors of the checkpoint `path` have other names or shapes than those of a model."""
+    dtypes = {name: found.get(name, each).dtype for name, each in expected.items()}  # an average may be in a wider one
+    forms = {name: Form(tuple(each.shape), dtypes[name]) for name, each in expected.items()}
+    _refuse(path, list(_forms_problems("model", _forms(found), forms)))
+
+
 def feedback_lost(before: Snapshot, now: State) -> list[str]:
     """Return a line where what a checkpoint's ranks held back of their gradients is not taken over."""
     if before.feedback is None or now.feedback is not None:

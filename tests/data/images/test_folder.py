@@ -16,6 +16,7 @@ from lockstep.core import random
 from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, random_crop
+from lockstep.data.images.pictures import as_sample
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError
 from lockstep.tasks.classification import SKIPPED
@@ -174,3 +175,13 @@ def test_names_outside_ascii(root: Path) -> None:
         (source / f"{each}.jpg").rename(source / name)
     images, _ = _open(root).train.fetch(np.arange(8), None)
     assert images.shape == (8, 3, SIZE, SIZE)
+
+
+def test_a_picture_as_a_sample_of_another_kind() -> None:
+    """Grey as Pillow's, to the bit, and of the size that is wanted."""
+    picture = _picture(5, 60, 80)
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    assert torch.equal(as_sample(pixels, 1, 60, 80)[0], torch.from_numpy(np.array(picture.convert("L"))))
+    assert torch.equal(as_sample(pixels, 3, 60, 80), pixels)
+    resized = functional.resize(pixels.contiguous(), [20, 30], antialias=True)
+    assert (as_sample(pixels, 3, 20, 30).int() - resized.int()).abs().max() <= 1

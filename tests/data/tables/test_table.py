@@ -11,6 +11,7 @@ from pyarrow import parquet
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.sources import open_data
+from lockstep.data.tables.columns import Category, Number, known_column
 from lockstep.errors import UsageError
 
 TRAIN = "size,colour,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
@@ -164,8 +165,16 @@ def test_files_that_are_no_tables_are_named(root: Path) -> None:
     with pytest.raises(UsageError, match=r"validation has the class 'z', which training has not"):
         _open(root, target="kind")
     (root / "val.csv").write_text("size,colour,old,kind\nbig,red,true,a\n")
-    with pytest.raises(UsageError, match=r"column 'size' is of string in validation, and has numbers in training"):
+    with pytest.raises(UsageError, match=r"column 'size' is of string, and has numbers in training"):
         _open(root, target="kind")
     (root / "train.csv").unlink()
     with pytest.raises(UsageError, match=r"holds neither train\.csv nor train\.parquet"):
         _open(root, target="kind")
+
+
+def test_columns_are_known_again_by_what_a_checkpoint_keeps() -> None:
+    for column in (Number("size", 2.5, 0.5, True), Category("town", ("A", "B"))):
+        assert known_column(column.facts, True) == column
+    for strange in ({"name": "size", "mean": "2"}, {"name": "town", "values": [1]}, {}):
+        with pytest.raises(UsageError, match="a column of the checkpoint has"):
+            known_column(strange, False)

@@ -10,7 +10,8 @@ import torch
 from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.sources import open_data
-from lockstep.data.text.tokenizer import Characters, tokenizer_of
+from lockstep.data.text.library import as_library
+from lockstep.data.text.tokenizer import Bytes, Characters, characters_of, tokenizer_of
 from lockstep.errors import UsageError
 
 PLAY = "To be, or not to be: that is the question.\n" * 20
@@ -116,3 +117,14 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_a_strange_character_is_named() -> None:
     with pytest.raises(UsageError, match=r"character 'z', number 2 of the text, is none of the vocabulary"):
         Characters("abc").encode("abz")
+
+
+@pytest.mark.parametrize("by", ["character", "byte"])
+def test_the_library_gives_the_same_tokens(by: str) -> None:
+    text = "Größe\tan\r\nalle,  漢字.\n\n'll \x00" + "".join(map(chr, range(0x20, 0x180)))
+    own = Bytes() if by == "byte" else characters_of(text)
+    found = as_library(own)
+    ids = found.encode(text).ids
+    assert ids == own.encode(text).tolist()
+    assert found.decode(ids) == text
+    assert found.get_vocab_size() == own.vocabulary

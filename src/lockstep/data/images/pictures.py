@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
 
 import numpy as np
@@ -54,20 +54,39 @@ class Cut:
 
 def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], asked: Asked) -> DataSet:
     """Return a data set of pictures, cut as is asked. Validation always sees the centre."""
-    words, skips = asked.images, asked.on_error == "skip"
-    size = words.image_size or FILES_SIZE
-    scale = words.resized_crop_scale if words.resized_crop else None
-    resize = words.resize_size or size
-    splits = [PictureSplit(train, Cut(size, resize, scale, words.exif, skips))]
+    cut = cut_of(asked)
+    scale = asked.images.resized_crop_scale if asked.images.resized_crop else None
+    splits = [PictureSplit(train, replace(cut, scale=scale))]
     if validation is not None:
-        splits.append(PictureSplit(validation, Cut(size, resize, None, words.exif, skips)))
+        splits.append(PictureSplit(validation, cut))
     return DataSet(
         train=splits[0],
         validation=splits[1] if validation is not None else None,
         files=(train.name, (validation or train).name),
         skipped=skipped_samples,
-        facts=facts(classes, (3, size, size), _MEAN, _STD),
+        facts=facts(classes, (3, cut.size, cut.size), _MEAN, _STD),
     )
+
+
+def cut_of(asked: Asked) -> Cut:
+    """Return what validation sees of a picture."""
+    words = asked.images
+    size = words.image_size or FILES_SIZE
+    return Cut(size, words.resize_size or size, None, words.exif, asked.on_error == "skip")
+
+
+def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """Return a picture, uint8 of shape [3, any, any], as a sample of another shape: uint8 of [channels, height, width].
+
+    One of another size is resized, whatever its aspect. The only channel is Pillow's grey (ITU-R 601-2).
+    """
+    if pixels.shape[1:] != (height, width):
+        pixels = _resized(pixels, height, width)
+    if channels == 3:
+        return pixels
+    red, green, blue = pixels.to(torch.int32)
+    grey: Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return grey.to(torch.uint8)[None]
 
 
 @final
@@ -113,13 +132,14 @@ class PictureSplit:
             if self._cut.skips:
                 return None
             raise TrainingError(
-                f"{self._source.name(index)}: cannot be read as an image: {_said(error)}; remove it, or set "
+                f"{self._source.name(index)}: cannot be read as an image: {said(error)}; remove it, or set "
                 f"recipe.data.on_error=skip"
             ) from error
-        return _part(pixels, self._cut, draws)
+        return part(pixels, self._cut, draws)
 
 
-def _part(pixels: Tensor, cut: Cut, draws: Sequence[float] | None) -> Tensor:
+def part(pixels: Tensor, cut: Cut, draws: Sequence[float] | None = None) -> Tensor:
+    """Return what the model sees of a picture: uint8 of shape [3, size, size], by `draws` or else the centre."""
     _, height, width = pixels.shape
     if draws is None or cut.scale is None:
         high, wide = short_side(height, width, cut.resize)
@@ -136,7 +156,8 @@ def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
     return resized[0]
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Say in a line what a decoder raised."""
     if isinstance(error, UnidentifiedImageError):  # which names an object of ours
         return "no kind of image is known that begins so"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

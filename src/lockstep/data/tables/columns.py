@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
@@ -115,6 +116,16 @@ def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number 
     return Category(name, tuple(values))
 
 
+def known_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
+    """Return the column of which a checkpoint keeps these facts. UsageError where they are none of a column."""
+    match facts:
+        case {"name": str(name), "mean": float(mean), "std": float(std)}:
+            return Number(name, mean, std, means)
+        case {"name": str(name), "values": list(values)} if all(isinstance(each, str) for each in values):
+            return Category(name, tuple(values))
+    raise UsageError(f"data set table: a column of the checkpoint has {', '.join(facts) or 'nothing'}; restore it")
+
+
 def _number(name: str, column: Any, means: bool) -> Number:
     values = _floats(name, column)
     finite = values[np.isfinite(values)]
@@ -128,8 +139,7 @@ def _floats(name: str, column: Any) -> NDArray[np.float64]:
         found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls are NaN
     except Exception as error:  # of pyarrow's many
         raise UsageError(
-            f"data set table: column '{name}' is of {column.type} in validation, and has numbers in training; give it "
-            f"one type"
+            f"data set table: column '{name}' is of {column.type}, and has numbers in training; give it one type"
         ) from error
     return found
 

@@ -113,7 +113,7 @@ class FromFile:
         except OSError as error:
             raise UsageError(f"tokenizer {file}: cannot be read: {error.strerror}") from None
         try:
-            self._library = Library.from_str(content.decode())
+            self.library = Library.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
             raise UsageError(f"tokenizer {file}: not a file of the library tokenizers: {error}") from None
         self._sha256 = hashlib.sha256(content).hexdigest()
@@ -121,7 +121,7 @@ class FromFile:
     @property
     def vocabulary(self) -> int:
         """See Tokenizer."""
-        size: int = self._library.get_vocab_size(with_added_tokens=True)
+        size: int = self.library.get_vocab_size(with_added_tokens=True)
         return size
 
     @property
@@ -131,12 +131,12 @@ class FromFile:
 
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer; nothing is put before the text or after it."""
-        ids = self._library.encode(text, add_special_tokens=False).ids
+        ids = self.library.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.min_scalar_type(self.vocabulary))
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """See Tokenizer."""
-        text: str = self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+        text: str = self.library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
         return text
 
 

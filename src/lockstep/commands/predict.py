@@ -1,0 +1,80 @@
+"""Predict with a saved run: classes of pictures, masks, a column of a table, or what follows a prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+import click
+
+from lockstep.commands import _completion
+from lockstep.core.text import printable, printable_line
+
+_OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
+
+
+@click.command("predict")
+@click.argument("run", shell_complete=_completion.files)
+@click.argument("inputs", nargs=-1, metavar="[INPUT]... [KEY=VALUE]...", shell_complete=_completion.files)
+@click.option("--best", is_flag=True, help="Of a run folder, use the best checkpoint instead of the newest.")
+@click.option(
+    "--weights", type=click.Choice(["model", "ema"]), help="Default: averaged ones (ema) if the run has them."
+)
+@click.option("--top", type=click.IntRange(1), metavar="K", help="Classes for each picture [5].")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="The folder for masks; a file for a table and its columns."
+)
+@click.option("--prompt", metavar="TEXT", help="The text that a language model continues.")
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Tokens to add [100].")
+@click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token [0].")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Of what is drawn [0].")
+@click.option("--tokenizer", metavar="FILE", help="For a run that keeps none, or whose file has moved.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each input.")
+@click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
+def command(
+    run: str,
+    inputs: tuple[str, ...],
+    best: bool,
+    weights: str | None,
+    top: int | None,
+    out: Path | None,
+    prompt: str | None,
+    tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
+    tokenizer: str | None,
+    as_json: bool,
+    trust: bool,
+) -> None:
+    """Predict with RUN, a run folder or a checkpoint, by what it was trained on.
+
+    An INPUT is a picture or a folder of them, or a table (.csv, .parquet); a language model takes --prompt instead. The
+    checkpoint is enough: the data that it was trained on is not needed.
+
+    Overrides are dotted (placement.device=cpu). Code that the recipe names, such as recipe.model.name: my.nets:net,
+    runs only if an override names it too, or with --trust.
+    """
+    from rich.console import Console
+
+    from lockstep.inference.predict import Options, predict, table_of
+    from lockstep.inference.saved import open_saved
+    from lockstep.run.evaluation import Asked
+
+    overrides = tuple(each for each in inputs if _OVERRIDE.match(each))
+    files = [each for each in inputs if each not in overrides]
+    saved = open_saved(Asked(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
+    for line in (*(f"note: {each}" for each in saved.notes), *(f"warning: {each}" for each in saved.problems)):
+        click.echo(printable(line), err=True)
+    options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
+    found = predict(saved, files, options)
+    click.echo(printable_line(saved.words), err=True)
+    if as_json:
+        for row in found:
+            click.echo(json.dumps(row))
+    elif prompt is not None:
+        for row in found:
+            click.echo(printable(row["prompt"] + row["text"]))
+    else:
+        Console(highlight=False, markup=False, emoji=False).print(table_of(list(found)))

@@ -1,0 +1,45 @@
+"""What is exported, and what a format is to the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from lockstep.core.batch import Inputs
+from lockstep.inference.saved import Saved
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A saved run and its model: on the CPU, in evaluation, its adapters merged into the weights they are beside.
+
+    `inputs` are those that the export is checked with. `described` is what whoever uses it needs to know beside the
+    weights, ready for JSON.
+    """
+
+    saved: Saved
+    model: nn.Module
+    inputs: Inputs
+    described: Mapping[str, Any]
+
+
+class Format(Protocol):
+    """A module that writes a format: `write`, and what is true of what it writes.
+
+    exports/as_user.py has a function of the format's name, which loads it back.
+    """
+
+    SUFFIX: str  # of the file; "" is a folder
+    SAME_KERNELS: bool  # whether whoever loads it computes with the kernels of the run's own model
+
+    def check(self, saved: Saved) -> None:
+        """Raise UsageError where a run cannot be written so; called before its model is built."""
+        ...
+
+    def write(self, subject: Subject, place: Path) -> str:
+        """Write it to `place`, which is not there; return what is to be said of it, such as which sizes it takes."""
+        ...

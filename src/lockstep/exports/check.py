@@ -1,0 +1,107 @@
+"""Whether an export gives what the run's own model gives: computed in a process that has no Lockstep, and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lockstep.core.batch import Inputs, with_paths
+from lockstep.core.text import printable
+from lockstep.core.tolerance import tolerance, unit_roundoff
+from lockstep.errors import TrainingError, UsageError
+from lockstep.exports import as_user
+
+_MOST_LINES: Final = 6  # of what the other process said
+
+
+class Compared(NamedTuple):
+    """How far two outputs are from each other, as a part of the largest magnitude, and how far they may be."""
+
+    difference: float
+    tolerance: float
+
+    @property
+    def words(self) -> str:
+        """What a person reads."""
+        if self.difference == 0:
+            return "the outputs are equal, bit for bit"
+        return f"the outputs differ by {self.difference:.2g} of the largest, and may by {self.tolerance:.2g}"
+
+
+def compared(
+    name: str, place: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
+) -> Compared:
+    """Let the format `name` compute `inputs` from what is at `place`, and compare with `outputs`.
+
+    `job` is what the other process is told beside. TrainingError where it cannot load it, or the outputs are further
+    from each other than they may be: not at all (`exact`), or by the roundings of two forward passes in fp32.
+    """
+    found = _computed(name, place, inputs, job)
+    allowed = 0.0 if exact else _tolerance(model, inputs)
+    if found.shape != outputs.shape or found.dtype != outputs.dtype:
+        raise TrainingError(
+            f"export to {name}: loaded back, it gives {found.dtype} of shape {list(found.shape)}, and the run's model "
+            f"{outputs.dtype} of shape {list(outputs.shape)}; nothing was written"
+        )
+    if torch.equal(found, outputs):
+        return Compared(0.0, allowed)
+    scale = max(float(outputs.abs().max()), torch.finfo(torch.float32).tiny)
+    difference = float((found.double() - outputs.double()).abs().max()) / scale
+    if not difference <= allowed:  # NaN is no difference that may be
+        raise TrainingError(
+            f"export to {name}: loaded back, its outputs differ from those of the run's model by {difference:.2g} of "
+            f"the largest, and may by {allowed:.2g}; nothing was written"
+        )
+    return Compared(difference, allowed)
+
+
+def _computed(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
+    with TemporaryDirectory() as folder:
+        tensors, structure = _flattened(inputs)
+        save_file(tensors, Path(folder, "inputs.safetensors"))
+        Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}), encoding="utf-8")
+        # No hub, whatever a config names: all that is needed is at the place.
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        words = [sys.executable, as_user.__file__, name, str(place.absolute()), folder]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            said = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
+            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{said}")
+        return load_file(Path(folder, "outputs.safetensors"))["outputs"]
+
+
+def _flattened(inputs: Inputs) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of inputs by names, and their structure with these names in place of the tensors."""
+    tensors: dict[str, Tensor] = {}
+    strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
+    if strange:
+        raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            name = f"input {len(tensors)}"
+            tensors[name] = value.contiguous().clone()
+            return name
+        if isinstance(value, Mapping):
+            return {key: named(each) for key, each in value.items()}
+        return [named(each) for each in value]
+
+    return tensors, named(inputs)
+
+
+def _tolerance(model: nn.Module, inputs: Inputs) -> float:
+    """Return how far two forward passes in fp32 may differ that add in other orders."""
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    positions = max((leaf.shape[1] for _, leaf in with_paths(inputs) if leaf.ndim > 1), default=1)
+    length = max([positions, *(each.numel() // len(each) for each in matrices)])
+    return tolerance(unit_roundoff("fp32"), length, max(1, len(matrices)), steps=1)

@@ -1,0 +1,136 @@
+"""A saved run written as another program's file, which is loaded back and compared before it gets its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.core.batch import Inputs, call
+from lockstep.core.names import choices
+from lockstep.errors import TrainingError, UsageError
+from lockstep.exports.base import Format, Subject
+from lockstep.exports.check import compared
+from lockstep.exports.sample import sample_of
+from lockstep.exports.to_safetensors import built_by
+from lockstep.exports.to_transformers import automatic_class, has_tokenizer, processed
+from lockstep.inference.saved import Saved
+from lockstep.inference.text import tokenizer_for
+from lockstep.models.adapters import merged
+from lockstep.own_code import OwnCode
+from lockstep.tasks.batches import predictions
+
+FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
+FOLDER: Final = "exports"  # in a run folder, where nothing else is asked for
+
+_TEXT: Final = 200  # tokens that a tokenizer is tried with
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, which inputs it takes (in words, "" where that says nothing), and what its check found."""
+
+    path: Path
+    sizes: str
+    check: str
+
+
+def export(saved: Saved, to: str, out: Path | None = None) -> Exported:
+    """Write a saved run as `to`, one of FORMATS, and check it: load it back in a process without Lockstep, and compare.
+
+    `out` left out is in the run's folder `exports`. UsageError where it is there already, or the run does not fit the
+    format; TrainingError where the check fails, and then nothing is left at `out`.
+    """
+    if to not in FORMATS:
+        raise UsageError(f"--to {to}: no such format{choices(to, FORMATS)}")
+    chosen = cast(Format, import_module(f"lockstep.exports.to_{to}"))
+    chosen.check(saved)
+    place = out or _place(saved, chosen.SUFFIX or f"-{to}")
+    if os.path.lexists(place):
+        raise UsageError(f"{place}: is there already; remove it, or choose another name with --out")
+    sample = sample_of(saved)
+    model = saved.model()
+    outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
+    has_adapters = merged(model)
+    subject = Subject(saved, model, sample.inputs, described(saved))
+    aside = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
+    exact = chosen.SAME_KERNELS and not has_adapters
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        sizes = chosen.write(subject, aside)
+        found = compared(to, aside, model, sample.inputs, outputs, _job(subject), exact)
+        os.rename(aside, place)
+    except OSError as error:
+        raise TrainingError(f"{place}: cannot be written: {error.strerror or error}; choose another --out") from error
+    finally:
+        _remove(aside)
+    return Exported(place, sizes, f"with {sample.origin}: {found.words}")
+
+
+def described(saved: Saved) -> dict[str, Any]:
+    """Return what whoever uses the weights needs to know of them, ready for JSON."""
+    facts, data = saved.facts, saved.recipe.data
+    found: Mapping[str, Any] = {
+        "model": saved.recipe.model.name,
+        "classes": facts.classes,
+        "shape": facts.shape,
+        "mean": data.mean or facts.mean,
+        "std": data.std or facts.std,
+        "columns": facts.columns,
+        "targets": facts.targets,
+        "vocabulary": facts.vocabulary,
+        "context": facts.context,
+        "tokenizer": facts.tokenizer,
+        "step": saved.step,
+        "weights": saved.weights,
+        "weights_sha256": saved.weights_sha256,
+        "lockstep": lockstep.__version__,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _place(saved: Saved, suffix: str) -> Path:
+    run = saved.path.absolute().parent.parent
+    with suppress(ValueError):
+        run = run.relative_to(Path.cwd())
+    return run / FOLDER / f"{saved.path.name}{suffix}"
+
+
+def _outputs(saved: Saved, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    torch.set_num_threads(saved.recipe.threads)
+    with torch.no_grad(), OwnCode(saved.name):
+        return predictions(call(model, inputs), saved.name)
+
+
+def _job(subject: Subject) -> dict[str, Any]:
+    """Return what the process that checks is told."""
+    saved, facts = subject.saved, subject.saved.facts
+    job: dict[str, Any] = {
+        "threads": saved.recipe.threads,
+        "lockstep": str(built_by(saved, subject.model).get("function", "")).startswith("lockstep."),
+        "class": automatic_class(saved),
+        "classes": facts.classes,
+        "pixels": processed(saved),
+        **{name: subject.described.get(name) for name in ("mean", "std")},
+        "input_size": facts.shape,
+    }
+    if has_tokenizer(saved):
+        tokenizer = tokenizer_for(saved)
+        given = next(iter(subject.inputs.values() if isinstance(subject.inputs, Mapping) else subject.inputs))
+        job["text"] = tokenizer.decode(given[0, :_TEXT].numpy())
+        job["ids"] = tokenizer.encode(job["text"]).tolist()
+    return job
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

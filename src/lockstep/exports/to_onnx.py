@@ -1,0 +1,43 @@
+"""A model in ONNX, by torch's exporter: for runtimes without Python."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.exports.base import Subject
+from lockstep.exports.to_torch import sizes_of, traced
+from lockstep.inference.saved import Saved
+
+SUFFIX: Final = ".onnx"
+SAME_KERNELS: Final = False
+
+_NEEDED: Final = ("onnx", "onnxscript", "onnxruntime")
+_LARGEST: Final = 1 << 31  # bytes of a file in protobuf
+
+
+def check(saved: Saved) -> None:
+    """See Format."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"--to onnx: {', '.join(missing)} not installed; run: pip install 'lockstep-train[onnx]', or use --to torch"
+        )
+    size = sum(each.numel() * each.element_size() for each in saved.tensors.values())
+    if size >= _LARGEST:
+        raise UsageError(f"--to onnx: {size:,} bytes of weights, and a file has room for {_LARGEST:,}; use --to torch")
+
+
+def write(subject: Subject, place: Path) -> str:
+    """See Format. The names of its metadata are those of the description, its values JSON."""
+    program = traced(subject)
+    made = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert made is not None
+    made.model.metadata_props.update({name: json.dumps(each) for name, each in subject.described.items()})
+    made.save(place, external_data=False)
+    return sizes_of(program)

@@ -1,0 +1,41 @@
+"""A file of weights by the model's own names; how the model is built, and what its data is, stand in its metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import safetensors.torch
+from torch import nn
+
+from lockstep.exports.base import Subject
+from lockstep.inference.saved import Saved
+from lockstep.models.find import construction
+from lockstep.models.hugging_face import is_of_transformers
+
+SUFFIX: Final = ".safetensors"
+SAME_KERNELS: Final = True
+
+
+def check(saved: Saved) -> None:
+    """See Format: every run can be."""
+
+
+def write(subject: Subject, place: Path) -> str:
+    """See Format."""
+    # Cloned: tied weights are one tensor by two names, which a file cannot hold.
+    tensors = {name: each.contiguous().clone() for name, each in subject.model.state_dict().items()}
+    found = {**subject.described, "build": built_by(subject.saved, subject.model)}
+    metadata = {name: each if isinstance(each, str) else json.dumps(each) for name, each in found.items()}
+    safetensors.torch.save_file(tensors, place, {**metadata, "format": "pt"})
+    return ""
+
+
+def built_by(saved: Saved, model: nn.Module) -> dict[str, Any]:
+    """Return which function builds a run's model and by which arguments, for transformers its config, as JSON."""
+    if is_of_transformers(model):
+        return {"class": type(model).__name__, "config": json.loads(model.config.to_json_string(use_diff=False))}  # type: ignore[union-attr, operator]
+    asked = saved.recipe.model
+    made = construction(name=asked.name, source=asked.source, options=asked.options, facts=saved.known)
+    return {"function": made.function, "arguments": made.arguments, "options": made.options}

@@ -1,0 +1,86 @@
+"""A program of torch.export: operations and weights, which torch alone loads and runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.batch import mapped
+from lockstep.errors import UsageError
+from lockstep.exports.base import Subject
+from lockstep.inference.saved import Saved
+from lockstep.own_code import described
+from lockstep.tasks.batches import predictions
+
+SUFFIX: Final = ".pt2"
+SAME_KERNELS: Final = False  # torch may take operations apart that it has as one
+
+_TRACED: Final = 2  # samples: with one, torch would take it for the only number
+_FACTS: Final = "lockstep.json"  # the file in the program that has what is described
+
+
+def check(saved: Saved) -> None:
+    """See Format: whether a model can be traced is seen as it is."""
+
+
+def write(subject: Subject, place: Path) -> str:
+    """See Format."""
+    program = traced(subject)
+    program.example_inputs = None
+    torch.export.save(program, place, extra_files={_FACTS: json.dumps(subject.described)})
+    return sizes_of(program)
+
+
+def traced(subject: Subject) -> torch.export.ExportedProgram:
+    """Return the model as a program of any number of samples and, of tokens, positions, where it allows that.
+
+    UsageError where it cannot be traced.
+    """
+    inputs = subject.inputs
+    by_position = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
+    # Of the shapes of samples alone: a program keeps what it was traced with, and these may be anybody's.
+    zeros = mapped(lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED, *tensor.shape[1:]).clone(), by_position)
+    of_tokens = subject.saved.facts.vocabulary is not None
+    shapes = mapped(lambda tensor: _dims(tensor, of_tokens), by_position)
+    model = Single(subject.model, list(inputs) if isinstance(inputs, dict) else None).eval()
+    try:
+        return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
+    except Exception as error:  # whatever a model's code and torch's tracer raise
+        first = described(error).splitlines()[0]
+        raise UsageError(
+            f"{subject.saved.name}: it cannot be traced by torch.export: {first}; export its weights, with --to "
+            f"safetensors"
+        ) from error
+
+
+def sizes_of(program: torch.export.ExportedProgram) -> str:
+    """Say which sizes a program takes, for each of its inputs: `[any, 3, 8, 8]`."""
+    names = set(program.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    shapes = [", ".join(str(size) if isinstance(size, int) else "any" for size in each.shape) for each in values]
+    return f"inputs of shape {' and '.join(f'[{shape}]' for shape in shapes)}"
+
+
+def _dims(tensor: Tensor, of_tokens: bool) -> dict[int, Any]:
+    free = [0, 1] if of_tokens and tensor.ndim == 2 else [0]
+    return {dim: torch.export.Dim.AUTO if dim in free else torch.export.Dim.STATIC for dim in range(tensor.ndim)}
+
+
+@final
+class Single(nn.Module):
+    """A model whose inputs are by position, and whose output is one tensor, as a program of any kind takes them."""
+
+    def __init__(self, model: nn.Module, names: list[str] | None) -> None:
+        super().__init__()
+        self.model = model
+        self._names = names
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the model's predictions."""
+        if self._names is None:
+            return predictions(self.model(*inputs))
+        return predictions(self.model(**dict(zip(self._names, inputs, strict=True))))

@@ -1,0 +1,90 @@
+"""A folder that transformers' automatic classes take: config with names, weights, tokenizer or image processor."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.config.base import values
+from lockstep.data.asked import asked_by
+from lockstep.data.images.pictures import cut_of
+from lockstep.data.text.library import as_library
+from lockstep.errors import UsageError
+from lockstep.exports.base import Subject
+from lockstep.inference.saved import Saved
+from lockstep.inference.text import tokenizer_for
+from lockstep.models.find import origin_of
+from lockstep.models.hugging_face import kind_of, without_special_tokens
+
+SUFFIX: Final = ""
+SAME_KERNELS: Final = True
+
+
+def check(saved: Saved) -> None:
+    """See Format."""
+    asked = saved.recipe.model
+    if origin_of(asked.name, asked.source) != "transformers":
+        raise UsageError(
+            f"{saved.path}: model {asked.name} is none of transformers; use --to torch or --to safetensors"
+        )
+    if has_tokenizer(saved):
+        tokenizer_for(saved)  # its file is there, and the right one
+
+
+def write(subject: Subject, place: Path) -> str:
+    """See Format."""
+    saved, model = subject.saved, subject.model
+    config: Any = model.config
+    if "use_cache" in config.to_dict():
+        config.use_cache = True  # training keeps no keys and values; whoever generates text wants them
+    if (saved.facts.tokenizer or {}).get("by") in ("byte", "character"):
+        without_special_tokens(model)
+    import_module("transformers.utils.logging").disable_progress_bar()
+    model.save_pretrained(str(place))  # type: ignore[operator]
+    if has_tokenizer(saved):
+        from transformers import PreTrainedTokenizerFast
+
+        library = as_library(tokenizer_for(saved))
+        longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
+        kind: Any = PreTrainedTokenizerFast
+        kind(tokenizer_object=library, **longest).save_pretrained(str(place))
+    if processed(saved):
+        _processor(saved).save_pretrained(str(place))
+    return ""
+
+
+def has_tokenizer(saved: Saved) -> bool:
+    """Whether the run keeps a tokenizer."""
+    return (saved.facts.tokenizer or {}).get("by") in ("byte", "character", "tokenizer")
+
+
+def processed(saved: Saved) -> dict[str, Any] | None:
+    """Return size, mean and std of the run's images, None where it has none of three channels and bytes."""
+    facts, data = saved.facts, saved.recipe.data
+    mean, std = data.mean or facts.mean, data.std or facts.std
+    shape = facts.shape or []
+    if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
+        return None
+    return {"size": shape[1], "mean": list(mean), "std": list(std)}
+
+
+def automatic_class(saved: Saved) -> str:
+    """Return the name of the automatic class that loads a run's model."""
+    return f"AutoModelFor{kind_of(saved.known)}"
+
+
+def _processor(saved: Saved) -> Any:
+    from PIL.Image import Resampling
+    from transformers import ViTImageProcessor
+
+    told = processed(saved)
+    assert told is not None
+    square = {"height": told["size"], "width": told["size"]}
+    common = {"image_mean": told["mean"], "image_std": told["std"], "resample": int(Resampling.BILINEAR)}
+    if saved.recipe.data.name not in ("folder", "webdataset"):
+        return ViTImageProcessor(size=square, **common)
+    from transformers import CLIPImageProcessor  # which cuts the centre out
+
+    cut = cut_of(asked_by(values(saved.recipe.data)))
+    return CLIPImageProcessor(size={"shortest_edge": cut.resize}, crop_size=square, **common)

@@ -1,0 +1,158 @@
+"""Pictures that a run has not seen, as its evaluation would see them: decoded, cut or resized, and normalised."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lockstep import plainfile
+from lockstep.config.base import values
+from lockstep.data.asked import asked_by
+from lockstep.data.images.decoding import decode
+from lockstep.data.images.device_transforms import device_transforms
+from lockstep.data.images.listing import images
+from lockstep.data.images.pictures import Cut, as_sample, cut_of, part, said
+from lockstep.errors import UsageError
+from lockstep.inference.saved import Computing, Saved
+from lockstep.tasks.batches import predictions
+
+_CUT: Final = ("folder", "webdataset")  # the data sets whose samples are cut from pictures of any size
+_SHAPES: Final = (1, 3)  # channels
+_MOST_MASKED: Final = 256  # classes, each a value of a byte
+
+Row = dict[str, Any]  # ready for JSON
+
+
+class Ranked(NamedTuple):
+    """The classes that are the likeliest, and how likely each is."""
+
+    numbers: list[int]
+    probabilities: list[float]
+
+
+@final
+@dataclass(frozen=True)
+class View:
+    """How a picture becomes a sample of `shape`: what `cut` leaves of it, or without one all of it, resized."""
+
+    shape: tuple[int, int, int]
+    cut: Cut | None
+    exif: bool
+
+    def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
+        """Return uint8 of `shape`, and the picture's own height and width. UsageError where it cannot be read."""
+        try:
+            with plainfile.reader(file, links=True) as stream:
+                content = bytearray(stream.read())
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be read: {error.strerror}; give a picture, or a folder of them") from None
+        try:
+            pixels = decode(content, self.exif)
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
+            raise UsageError(f"{file}: cannot be read as an image: {said(error)}; leave it out") from error
+        size = (pixels.shape[1], pixels.shape[2])
+        return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size
+
+
+def view_of(saved: Saved) -> View:
+    """Return how this run's evaluation sees pictures. UsageError where its samples are none that are known here."""
+    facts, data = saved.facts, saved.recipe.data
+    shape = tuple(facts.shape or ())
+    if len(shape) != 3 or shape[0] not in _SHAPES:
+        raise UsageError(
+            f"{saved.path}: samples of data set {data.name} have shape {list(shape)}, and pictures 1 or 3 channels, "
+            f"height and width; predict reads pictures, tables (.csv, .parquet) and prompts"
+        )
+    if device_transforms(values(saved.recipe), saved.known, torch.device("cpu")) is None:
+        raise UsageError(
+            f"{saved.path}: data set {data.name} gives its pictures as floats of its own making, and how is not known "
+            f"here; let it give bytes (uint8), which Lockstep normalises by recipe.data.mean and std"
+        )
+    cut = cut_of(asked_by(values(data))) if data.name in _CUT else None
+    return View((shape[0], shape[1], shape[2]), cut, data.exif)
+
+
+def files_of(inputs: Sequence[str]) -> list[Path]:
+    """Return the pictures among files and folders, those of a folder at any depth, in the order of their names."""
+    found: list[Path] = []
+    for name in inputs:
+        below = [Path(each) for each in images(name)] if os.path.isdir(name) else [Path(name)]
+        if not below:
+            raise UsageError(f"{name}: a folder without pictures; they end in .jpg, .png, ...")
+        found += below
+    missing = next((file for file in found if not file.exists()), None)
+    if missing is not None:
+        raise UsageError(f"{missing}: not found; give pictures, or folders of them")
+    return found
+
+
+def classified(saved: Saved, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
+    """Yield for each picture its `top` likeliest classes, the likeliest first."""
+    names = saved.facts.classes or []
+    for file, outputs, _ in _outputs(saved, computing, inputs):
+        found = ranked(outputs, min(top, len(names)))
+        pairs = zip(found.numbers, found.probabilities, strict=True)
+        yield {"input": str(file), "classes": [{"class": names[number], "probability": p} for number, p in pairs]}
+
+
+def measured(saved: Saved, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
+    """Yield for each picture the numbers that a regression gives."""
+    for file, outputs, _ in _outputs(saved, computing, inputs):
+        yield {"input": str(file), "values": outputs.double().flatten().tolist()}
+
+
+def masked(saved: Saved, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
+    """Write for each picture a mask of its size into `folder`; yield what of it each class has.
+
+    A mask is a grey PNG of the picture's name, whose values are the numbers of the classes.
+    """
+    names = saved.facts.classes or []
+    if len(names) > _MOST_MASKED:
+        raise UsageError(f"{saved.path}: {len(names)} classes; a mask of bytes has room for {_MOST_MASKED}")
+    files = files_of(inputs)
+    targets = {file: folder / f"{file.stem}.png" for file in files}
+    if len({*targets.values()}) < len(targets):
+        raise UsageError(f"--out {folder}: two of the pictures have one name; give those of each folder by themselves")
+    taken = next((each for each in targets.values() if each.exists()), None)
+    if taken is not None:
+        raise UsageError(f"{taken}: is there already; choose another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, outputs, (height, width) in _outputs(saved, computing, inputs):
+        numbers = outputs.argmax(0)
+        mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
+        mask.save(targets[file])
+        shares = torch.bincount(numbers.flatten(), minlength=len(names)).double() / numbers.numel()
+        order = shares.argsort(descending=True, stable=True).tolist()
+        found = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
+        yield {"input": str(file), "mask": str(targets[file]), "classes": found}
+
+
+def ranked(outputs: Tensor, top: int) -> Ranked:
+    """Return the `top` likeliest of scores, floats of shape [classes], by their softmax."""
+    probabilities = outputs.double().softmax(0)
+    order = probabilities.argsort(descending=True, stable=True)[:top]
+    return Ranked(order.tolist(), probabilities[order].tolist())
+
+
+def _outputs(
+    saved: Saved, computing: Computing, inputs: Sequence[str]
+) -> Iterator[tuple[Path, Tensor, tuple[int, int]]]:
+    """Yield each picture, what the model gives for it, on the CPU, and the picture's height and width."""
+    view, files = view_of(saved), files_of(inputs)
+    change = device_transforms(values(saved.recipe), saved.known, computing.device)
+    assert change is not None
+    for first in range(0, len(files), computing.batch):
+        part_of = files[first : first + computing.batch]
+        samples, sizes = zip(*(view.sample(file) for file in part_of), strict=True)
+        fetched = torch.stack(samples).to(computing.device), torch.zeros(len(samples), device=computing.device)
+        outputs = predictions(computing((change.for_evaluation(fetched)[0],)), saved.name).cpu()
+        yield from zip(part_of, outputs, sizes, strict=True)

@@ -1,0 +1,186 @@
+"""A saved run as a model: its weights, what it knows of its data, and the forward pass that an evaluation has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+
+from lockstep.config.base import values
+from lockstep.config.placement import Placement
+from lockstep.config.recipe import Recipe
+from lockstep.core.batch import Batch, Inputs, call, mapped
+from lockstep.core.rank import ALONE
+from lockstep.core.shard import local_tensor
+from lockstep.device.precision import autocast
+from lockstep.errors import UsageError
+from lockstep.models.find import build_model
+from lockstep.models.initialise import initialise
+from lockstep.models.tuned import tuned
+from lockstep.own_code import OwnCode
+from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
+from lockstep.run.adapters import tuning_of
+from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data
+from lockstep.run.computing import computing_device
+from lockstep.run.evaluation import Asked, opened
+from lockstep.run.resume import check_tensors
+from lockstep.tasks.base import Task
+from lockstep.tasks.find import find_task, wanted
+from lockstep.training.checkpoint import saved_state, store
+
+Weights = Literal["model", "ema"]
+
+_SHOWN: Final = 3  # wrong facts
+
+
+class Facts(BaseModel):
+    """What a checkpoint says of its run's data, as far as it is read here; whoever wrote the folder wrote it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    classes: list[str] | None = None
+    shape: list[int] | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    pixels: bool = False
+    outputs: int | None = None
+    targets: list[str] | None = None
+    columns: list[dict[str, Any]] | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+    tokenizer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint after `step` updates, with the weights that `weights` says: the model's own, or their average.
+
+    `known` has all that the checkpoint says of its data, and `facts` what of it is read here. `notes` and `problems`
+    are for the user.
+    """
+
+    path: Path
+    step: int
+    weights: Weights
+    tensors: Mapping[str, Tensor]
+    weights_sha256: str
+    recipe: Recipe
+    placement: Placement
+    known: Mapping[str, Any]
+    facts: Facts
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What errors call the model."""
+        return f"model {self.recipe.model.name}"
+
+    @property
+    def words(self) -> str:
+        """Which weights these are, in words."""
+        averaged = ", averaged weights (ema)" if self.weights == "ema" else ""
+        return f"{self.path}, after step {self.step}{averaged}"
+
+    def task(self, example: Batch = None) -> Task:
+        """Return what the model learned; `example` is a few samples, where the facts do not say it."""
+        return find_task(wanted(values(self.recipe), self.name), self.known, example).task
+
+    def model(self) -> nn.Module:
+        """Build the model on the CPU, in evaluation and without chunks, with its trained weights.
+
+        UsageError where they are not those of the recipe's model.
+        """
+        recipe = self.recipe
+        # Without pretrained weights: the checkpoint has them all.
+        plain = partial(
+            build_model,
+            name=recipe.model.name,
+            source=recipe.model.source,
+            options=recipe.model.options,
+            facts=self.known,
+        )
+        model = initialise(partial(tuned, plain, tuning_of(recipe)), recipe.seed)
+        check_tensors(self.path, self.tensors, model.state_dict())
+        model.load_state_dict(dict(self.tensors))
+        return model.eval().requires_grad_(False)
+
+    def computing(self) -> Computing:
+        """Return the model on its device, computing as an evaluation of the run does, but for its chunks."""
+        recipe = self.recipe
+        device = computing_device(self.placement, ALONE, recipe.threads, recipe.precision)
+        return Computing(self.model(), recipe, device)
+
+
+@final
+class Computing:
+    """A model on its device, and the forward pass of an evaluation: its precision, dtypes and memory format."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        self.device = device
+        self.batch = evaluation_batch(recipe)  # samples at a time
+        self._name = f"model {recipe.model.name}"
+        self._numerics = numerics_of(recipe)
+        self._autocast = autocast(recipe.precision, device)
+        layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
+        self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        if self._numerics.stored is not None:  # its weights are of that dtype
+            widen_batchnorm(self._model)
+            store_in(self._model, self._numerics.stored)
+        else:
+            computing_in(self._model, self._numerics.copied)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Inputs) -> Any:
+        """Return what the model gives for inputs, which are brought to its device."""
+        placed = mapped(lambda tensor: tensor.to(self.device), inputs)
+        with self._autocast, OwnCode(self._name):
+            outputs = call(self._model, self._numerics.laid_out(placed))
+        return self._numerics.given_out(outputs)
+
+
+def open_saved(asked: Asked, weights: Weights | None = None) -> Saved:
+    """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
+
+    `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
+    none and they are asked for.
+    """
+    found, loaded = opened(asked)
+    state = saved_state.parsed(found.path, found.snapshot.state)
+    recipe, average = loaded.config.recipe, found.snapshot.ema
+    chosen: Weights = weights or ("model" if average is None else "ema")
+    if chosen == "ema" and average is None:
+        raise UsageError(f"{found.path}: the run has no averaged weights (recipe.ema); use --weights model")
+    tensors = found.snapshot.model if chosen == "model" or average is None else average
+    known = state.facts
+    if known is None:  # up to 0.1 checkpoints did not have them
+        known = open_recipe_data(recipe).facts
+    return Saved(
+        path=found.path,
+        step=state.progress.step,
+        weights=chosen,
+        tensors={name: local_tensor(held) for name, held in tensors.items()},
+        weights_sha256=store.weights_sha256(tensors),
+        recipe=recipe,
+        placement=loaded.config.placement,
+        known=known,
+        facts=_facts(found.path, known),
+        notes=tuple(loaded.notes),
+        problems=tuple(found.problems),
+    )
+
+
+def _facts(path: Path, known: Mapping[str, Any]) -> Facts:
+    try:
+        return Facts.model_validate(dict(known))
+    except ValidationError as error:
+        lines: Sequence[str] = [
+            f"data.{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()[:_SHOWN]
+        ]
+        raise UsageError("\n".join([f"{path / store.STATE}: not what this version writes:", *lines])) from None

@@ -1,0 +1,87 @@
+"""A table that a run has not seen: its rows as the model takes them, by what the checkpoint keeps of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lockstep.data.tables.columns import Number, check_input, known_column
+from lockstep.data.tables.files import read
+from lockstep.data.tables.rows import Rows
+from lockstep.errors import UsageError
+from lockstep.inference.pictures import Row, ranked
+from lockstep.inference.saved import Computing, Saved
+from lockstep.tasks.batches import predictions
+
+_WRITTEN: Final = (".csv", ".parquet")
+
+
+def predicted(saved: Saved, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
+    """Yield for each row of a .csv or .parquet file what is predicted for it: a class, or the numbers of the targets.
+
+    With `out` the whole table is written there too, with these as columns beside its own. Columns that the run did not
+    learn from may be missing.
+    """
+    table = read(file)
+    rows = _rows(saved, table)
+    if out is not None:
+        _check_out(out)
+    task, kept = saved.task(), []
+    for first in range(0, len(rows), computing.batch):
+        numbers = np.arange(first, min(first + computing.batch, len(rows)))
+        outputs = predictions(computing(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
+        for number, found in zip(numbers.tolist(), outputs, strict=True):
+            row = _predicted(saved, found)
+            kept += [row] if out is not None else []
+            yield {"row": number, **row}
+    if out is not None:
+        _write(out, table, kept)
+
+
+def _rows(saved: Saved, table: Any) -> Rows:
+    options: Mapping[str, Any] = saved.recipe.data.options
+    columns = [known_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
+    missing = [each.name for each in columns if each.name not in table.column_names]
+    if missing:
+        raise UsageError(f"the table lacks {len(missing)} of the columns that were learned from: {', '.join(missing)}")
+    for each in columns:
+        if isinstance(each, Number):
+            check_input(each.name, table[each.name], each.means)
+    unknown = torch.zeros(len(table), dtype=torch.int64)
+    return Rows(columns, [table[each.name] for each in columns], unknown, bool(options.get("codes")))
+
+
+def _predicted(saved: Saved, found: torch.Tensor) -> Row:
+    facts = saved.facts
+    if facts.classes:
+        best = ranked(found, 1)
+        return {"predicted": facts.classes[best.numbers[0]], "probability": best.probabilities[0]}
+    numbers = found.double().flatten().tolist()
+    targets = facts.targets or []
+    if len(numbers) == len(targets) > 1:
+        return {f"predicted {name}": value for name, value in zip(targets, numbers, strict=True)}
+    return {"predicted": numbers[0] if len(numbers) == 1 else numbers}
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix not in _WRITTEN:
+        raise UsageError(f"--out {out}: a table is written as {' or '.join(_WRITTEN)}; choose such a name")
+    if out.exists():
+        raise UsageError(f"--out {out}: is there already; choose another name")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
+
+
+def _write(out: Path, table: Any, rows: list[Row]) -> None:
+    from pyarrow import csv, parquet
+
+    for name in rows[0]:
+        if name in table.column_names:
+            raise UsageError(f"--out {out}: the table has a column '{name}' already; rename it")
+        table = table.append_column(name, [[row[name] for row in rows]])
+    write = csv.write_csv if out.suffix == ".csv" else parquet.write_table
+    write(table, out)

@@ -1,0 +1,93 @@
+"""A prompt continued by a language model, a token at a time: the likeliest one, or one drawn by its probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.text.tokenizer import FromFile, Tokenizer, tokenizer_of
+from lockstep.errors import UsageError
+from lockstep.inference.pictures import Row
+from lockstep.inference.saved import Computing, Saved
+from lockstep.tasks.batches import predictions
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a text goes on: by how many `tokens`, the likeliest ones at a `temperature` of 0, else drawn by `seed`."""
+
+    tokens: int = 100
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def continued(
+    saved: Saved, computing: Computing, prompt: str, sampling: Sampling, tokenizer: str | None = None
+) -> Iterator[Row]:
+    """Yield the prompt, the text that follows it, and how many tokens were given and made.
+
+    `tokenizer` is a file of the library tokenizers, for a run that keeps none, or whose own has moved.
+    """
+    words = tokenizer_for(saved, tokenizer)
+    given = words.encode(prompt).astype(np.int64).tolist()
+    if not given:
+        raise UsageError("--prompt: it is empty; give at least one character to go on from")
+
+    def scores(ids: list[int]) -> Tensor:
+        outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
+        return outputs[0, -1, : words.vocabulary]  # a model may know more than its tokenizer
+
+    made = generated(scores, given, sampling, saved.facts.context)
+    text = words.decode(np.array(given + made))
+    # Of a tokenizer by bytes the prompt's last token may be half a character, so the whole is decoded at once.
+    known = words.decode(np.array(given))
+    yield {"prompt": known, "text": text.removeprefix(known), "tokens": len(given), "new_tokens": len(made)}
+
+
+def generated(
+    scores: Callable[[list[int]], Tensor], given: list[int], sampling: Sampling, context: int | None
+) -> list[int]:
+    """Return the tokens that follow those `given`; the model sees the last `context` of what there is.
+
+    `scores` gives the next token's logits, floats of shape [vocabulary]. They are drawn from in float64 on the CPU.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    ids = list(given)
+    for _ in range(sampling.tokens):
+        found = scores(ids[-context:] if context else ids).double().cpu()
+        if sampling.temperature:
+            chances = (found / sampling.temperature).softmax(0)
+            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+        else:
+            ids.append(int(found.argmax()))
+    return ids[len(given) :]
+
+
+def tokenizer_for(saved: Saved, file: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a run, or that of a file. UsageError where neither is known, or it is another one."""
+    facts = saved.facts.tokenizer
+    own = saved.recipe.data.options.get("tokenizer")
+    if facts is None or facts.get("by") not in ("byte", "character", "tokenizer"):
+        if file is None:
+            raise UsageError(
+                f"{saved.path}: data set {saved.recipe.data.name} keeps no tokenizer; give the file of the library "
+                f"tokenizers that made its tokens, with --tokenizer"
+            )
+        found: Tokenizer = FromFile(file)
+    else:
+        if file is not None and facts["by"] != "tokenizer":
+            raise UsageError(f"--tokenizer: this run's tokens are by {facts['by']}, and no file's; leave it out")
+        place = file or own
+        if facts["by"] == "tokenizer" and not isinstance(place, str):
+            raise UsageError(f"{saved.path}: its tokenizer is a file; give it with --tokenizer")
+        found = tokenizer_of(facts, place or "")
+    if saved.facts.vocabulary is not None and found.vocabulary > saved.facts.vocabulary:
+        raise UsageError(
+            f"tokenizer: it has {found.vocabulary:,} tokens, and the run's data {saved.facts.vocabulary:,}; give the "
+            f"one that made its tokens"
+        )
+    return found

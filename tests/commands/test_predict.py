@@ -1,0 +1,201 @@
+"""`lockstep predict`: what an evaluation of the run would see, from the checkpoint alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import forging
+import numpy as np
+import pytest
+import stored
+from conftest import FOLDER
+from PIL import Image
+
+from lockstep.data.images.digits import digits
+
+TRUST = "recipe.loss.name=held:cross_entropy"
+PLAIN = """
+recipe:
+  model: {model}
+  data: {data}
+  batch: 8
+  microbatches: 2
+  epochs: {epochs}
+  optimizer: {{name: adamw, lr: {rate}}}
+run: {{dir: run, tensorboard: false}}
+placement: {{processes: 1}}
+"""
+TABLE = "town,size,price\n" + "".join(f"{'AB'[n % 2]},{n},{2 * n + n % 2}.5\n" for n in range(40))
+SEGMENTS = """
+import torch
+from torch import nn
+
+class Bytes:
+    def __init__(self, samples):
+        generator = torch.Generator().manual_seed(samples)
+        self.pictures = torch.randint(0, 256, (samples, 3, 8, 8), generator=generator).byte()
+
+    def __len__(self):
+        return len(self.pictures)
+
+    def __getitem__(self, index):
+        return self.pictures[index], (self.pictures[index, 0] > 127).long()
+
+def masks():
+    return Bytes(32), Bytes(8)
+
+def convolution(num_classes):
+    return nn.Conv2d(3, num_classes, 1)
+"""
+
+
+def plain(here: Path, model: str, data: str, epochs: int, rate: float) -> str:
+    """Write a recipe and return its file's name."""
+    text = PLAIN.format(model=model.removeprefix("recipe.model="), data=data, epochs=epochs, rate=rate)
+    (here / "plain.yaml").write_text(text)
+    return "plain.yaml"
+
+
+def rows(command):
+    return [json.loads(line) for line in command.out.splitlines()]
+
+
+@pytest.fixture
+def trained(finished, tmp_path: Path) -> Path:
+    """Return a run that learned digits, in the test's folder, with two checkpoints and averaged weights."""
+    words = ("recipe.epochs=2", "recipe.ema={decay: 0.9}", "run.save_every={epochs: 1}")
+    shutil.copytree(finished(*words).folder / "run", tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def test_all_validation_pictures_are_told_as_an_evaluation_tells_them(run, trained, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    validation = digits().validation
+    assert validation is not None
+    for number in range(360):
+        Image.fromarray(validation.images[number, 0].numpy()).save(tmp_path / f"pictures/{number:03}.png")
+    for weights, place in (("ema", "run"), ("model", "run/checkpoints/step-00000023")):
+        found = run("predict", place, "pictures", "--json", "--weights", weights, TRUST)
+        guesses = [row["classes"][0]["class"] for row in rows(found)]
+        right = sum(guess == str(int(truth)) for guess, truth in zip(guesses, validation.targets, strict=True))
+        if weights == "ema":
+            assert f"top1 {100 * right / 360:.2f} %" in run("eval", place, TRUST).out
+        assert ("averaged weights (ema)" in found.err) == (weights == "ema")
+        assert 36 < right < 360  # neither by chance nor by heart
+    first = rows(found)[0]
+    assert first["input"] == "pictures/000.png"
+    assert len(first["classes"]) == 5
+    assert first["classes"] == sorted(first["classes"], key=lambda each: -each["probability"])
+    assert "after step 23" in found.err
+
+
+def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):
+    run("train", *FOLDER, "recipe.epochs=8", "recipe.optimizer={name: adam, lr: 0.05}", "run.dir=run")
+    (tmp_path / "images").rename(tmp_path / "moved")  # the data is not needed
+    found = run("predict", "run", "moved/val", "--top", "1", "--json")
+    assert [(row["input"], row["classes"][0]["class"]) for row in rows(found)] == [
+        (f"moved/val/{kind}/{number}.jpg", kind) for kind in ("cat", "dog") for number in range(2)
+    ]
+    table = run("predict", "run", "moved/val/cat", "moved/val/dog/0.jpg").out.splitlines()
+    assert table[0].split() == ["input", "class", "probability"]
+    assert len(table) == 1 + 3 * 2  # both classes of three pictures
+
+
+def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
+    (tmp_path / "evil.py").write_text("open('ran', 'w')\nanything = None\n")
+    (tmp_path / "one.png").touch()
+    latest = (trained / "checkpoints" / "latest").resolve()
+    forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
+    refused = run("predict", "run", "one.png", TRUST, code=2)
+    assert "lockstep predict run recipe.model.name=evil:anything; or all of it, with --trust" in refused.err
+    assert not (tmp_path / "ran").exists()
+    run("predict", "run", "one.png", "--trust", code=2)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "this run takes pictures or folders of them, and gives classes; give some"),
+        (("one.png", "--prompt", "x"), "--prompt does not fit it, the options that do: --top"),
+        (("one.png", "--out", "masks"), "--out does not fit it"),
+        (("none.png",), "none.png: not found; give pictures, or folders of them"),
+        (("empty",), "empty: a folder without pictures"),
+        (("run/config.yaml",), "config.yaml: cannot be read as an image: no kind of image is known that begins so"),
+        (("one.png", "--top", "0"), "--top"),
+        (("one.png", "recipe.model.options.width=7"), "not a checkpoint of this run"),
+    ],
+)
+def test_what_does_not_fit_is_refused(run, trained, tmp_path, words, told):
+    (tmp_path / "empty").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    assert told in run("predict", "run", *words, TRUST, code=2).err
+
+
+def test_best_and_averages_that_are_not_there(run, finished, tmp_path):
+    shutil.copytree(finished().folder / "run", tmp_path / "run", symlinks=True)
+    Image.new("RGB", (20, 10)).save(tmp_path / "one.png")
+    assert "no averaged weights (recipe.ema)" in run("predict", "run", "one.png", TRUST, "--weights", "ema", code=2).err
+    assert len(rows(run("predict", "run", "one.png", TRUST, "--best", "--json"))) == 1
+    (tmp_path / "run" / "checkpoints" / "best").unlink()
+    assert "no checkpoint is marked as best" in run("predict", "run", "one.png", TRUST, "--best", code=2).err
+
+
+def test_a_table_gets_a_column(run, tmp_path):
+    (tmp_path / "table.csv").write_text(TABLE)
+    shutil.copy(stored.__file__, tmp_path / "nets.py")
+    data = "{name: table, root: table.csv, options: {target: price}}"
+    run("train", plain(tmp_path, "nets:dense", data, 60, 0.02))
+    (tmp_path / "new.csv").write_text("size,town\n10,A\n11,B\n12,C\n")
+    words = ("recipe.model.name=nets:dense", "--json", "--out", "found.csv")
+    found = rows(run("predict", "run", "new.csv", *words))
+    assert [row["row"] for row in found] == [0, 1, 2]
+    assert np.allclose([row["predicted"] for row in found[:2]], [20.5, 23.5], atol=4)  # 2 size + 0.5, for B 1 more
+    assert (tmp_path / "found.csv").read_text().splitlines()[0] == '"size","town","predicted"'
+    assert f"{found[1]['predicted']}" in (tmp_path / "found.csv").read_text()
+    assert "found.csv: is there already" in run("predict", "run", "new.csv", *words, code=2).err
+    (tmp_path / "less.csv").write_text("size\n10\n")
+    assert (
+        "lacks 1 of the columns that were learned from: town" in run("predict", "run", "less.csv", *words, code=2).err
+    )
+    assert "this run takes one table" in run("predict", "run", "new.csv", "new.csv", *words[:1], code=2).err
+
+
+def test_a_prompt_goes_on(run, tmp_path):
+    (tmp_path / "text.txt").write_text("abcdefgh" * 60)
+    data = "{name: text, root: text.txt, options: {context: 12, stride: 1}}"
+    run("train", plain(tmp_path, stored.TOKENS, data, 30, 0.02))
+    (tmp_path / "text.txt").unlink()
+    found = run("predict", "run", "--prompt", "abc", "--tokens", "21")  # more than the context
+    assert found.out == "abc" + "defghabc" * 2 + "defgh\n"
+    drawn = [run("predict", "run", "--prompt", "abc", "--temperature", "9", "--seed", seed).out for seed in "334"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    refused = ((("x.png",), "leave x.png out"), ((), "give --prompt TEXT"), (("--prompt", ""), "it is empty"))
+    refused += ((("--prompt", "Z"), "character 'Z', number 0 of the text, is none of the vocabulary"),)
+    refused += ((("--prompt", "a", "--top", "3"), "--top does not fit it, the options that do: --prompt, --tokens"),)
+    refused += ((("--prompt", "a", "--temperature", "-1"), "use 0, the likeliest token, or more"),)
+    refused += ((("--prompt", "a", "--tokenizer", "x"), "this run's tokens are by character, and no file's"),)
+    for words, told in refused:
+        assert told in run("predict", "run", *words, code=2).err
+
+
+def test_masks_have_the_size_of_their_pictures(run, tmp_path):
+    (tmp_path / "segments.py").write_text(SEGMENTS)
+    data = "{name: 'segments:masks', options: {classes: 2}}"
+    run("train", plain(tmp_path, "segments:convolution", data, 40, 0.1))
+    pixels = np.zeros((16, 32, 3), np.uint8)
+    pixels[:, 8:, 0] = 250
+    Image.fromarray(pixels).save(tmp_path / "one.png")
+    trust = ("recipe.model.name=segments:convolution", "recipe.data.name=segments:masks")
+    assert "give the folder for them with --out" in run("predict", "run", "one.png", *trust, code=2).err
+    (found,) = rows(run("predict", "run", "one.png", *trust, "--out", "masks", "--json"))
+    mask = np.array(Image.open(tmp_path / "masks" / "one.png"))
+    assert mask.shape == (16, 32)
+    assert not mask[:, :8].any()
+    assert mask[:, 8:].all()
+    assert found == {
+        "input": "one.png",
+        "mask": "masks/one.png",
+        "classes": [{"class": "1", "share": 0.75}, {"class": "0", "share": 0.25}],
+    }
+    assert "is there already" in run("predict", "run", "one.png", *trust, "--out", "masks", code=2).err
