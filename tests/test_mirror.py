@@ -60,6 +60,7 @@ TOGETHER: Final[dict[str, str]] = {
     "launchers/test_command.py": "launchers: job local ssh",
     "launchers/test_detect.py": "launchers: environment horovodrun mpich openmpi slurm torchrun variables",
     "launchers/test_example.py": "launchers: base",
+    "parallel/tensor/test_spread.py": "parallel/layouts: spread",
     "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: ghost layout loans replay trace",
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
     "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: distribuuuu pycls sgd translation yacs",

@@ -13,7 +13,7 @@ ON_2 = ("placement.strategy=context", "placement.processes=2")
 ON_2_X_2 = ("placement.strategy={name: context, replicate: 2}", "placement.processes=4")
 BOTH = ("recipe.model.chunks=2", "recipe.model.sequence_chunks=2")
 MESH = ("placement.strategy={name: mesh, tensor: 2, context: 2}", "placement.processes=4")
-TENSOR = ("placement.strategy=tensor", "placement.processes=2")
+SPREAD = ("placement.strategy={name: tensor, sequence_parallel: true}", "placement.processes=2")
 PIPED = ("placement.strategy={name: mesh, pipe: 2, context: 2}", "placement.processes=4")
 PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
 DDP = ("placement.strategy=ddp", "placement.processes=3")
@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("words", "first", "second", "evaluated"),
-    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, TENSOR, MESH), ((), PIPED, PIPELINE, PIPED)],
+    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, SPREAD, SPREAD), ((), PIPED, PIPELINE, PIPED)],
     ids=["sequences", "sequences and features", "sequences and stages"],
 )
 def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe, words, first, second, evaluated):
@@ -93,6 +93,8 @@ DIGITS = ("recipe.data=digits", "recipe.task=auto")
         ((*ON_2, "placement.recompute=full"), "leave placement.recompute out"),
         ((*ON_2, "placement.audit_every=2"), "leave placement.audit_every out"),
         (("recipe.model.chunks=2",), "4 chunks cannot share out 2 heads of queries, keys and values; use 1, 2 (where"),
+        ((*BOTH, *SPREAD, f"{CHUNKS}=1"), "2 processes cannot share chunks of which each sequence has 1"),
+        ((*BOTH, *SPREAD, "recipe.model.plan={head: vocab, embedding.tokens: vocab}"), "cut by rows or experts"),
         ((*BOTH, *MESH, "placement.processes=6", "placement.strategy.tensor=3"), "cannot share the 2 chunks of blocks"),
         ((f"{NET}={{name: digits_convnet, sequence_chunks: 2}}", *DIGITS), "has BatchNorm"),
     ],

@@ -35,6 +35,13 @@ from lockstep.strategies.mesh import Strategy
         (Strategy(pipe=2, stages_per_rank=2), 2, 4, "strategy mesh: schedule 1f1b has one stage for each process"),
         (Strategy(pipe=2, schedule="interleaved", cut=("a",)), 2, 4, "cut names 1 modules, but there are 4 stages"),
         (Strategy(expert=2, context=2), 4, 4, "expert=2 goes with replicate alone, not with context=2"),
+        (
+            Strategy(tensor=2, shard=2, sequence_parallel=True),
+            4,
+            4,
+            "alone; leave out shard=2, or leave sequence_parall",
+        ),
+        (Strategy(context=2, sequence_parallel=True), 4, 4, "make tensor 2 or more, or leave sequence_parallel out"),
         (Strategy(replicate=2, expert=3), 6, 4, "6 processes but only 4 micro-batches"),
         (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
     ],

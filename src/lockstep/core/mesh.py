@@ -62,6 +62,11 @@ class Mesh(NamedTuple):
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
+    @property
+    def spread(self) -> Mesh:
+        """This mesh where the ranks that share products share sequences, too: as they are outside of the products."""
+        return self._replace(context=self.context * self.tensor, tensor=1)
+
     def data_rank(self, rank: int) -> DataRank:
         """Return which data a rank computes."""
         at = self.coordinate(rank)

@@ -47,6 +47,7 @@ from lockstep.parallel.context.seats import leaves_of
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layouts.base import HoldsBack, MakeLayout, Slots, check_names, take_over
+from lockstep.parallel.leaves import MakeLeaves
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -83,6 +84,7 @@ class DataParallelEngine:
         mesh: Mesh,
         make_layout: MakeLayout,
         on_close: Callable[[], None] | None = None,
+        make_leaves: MakeLeaves = leaves_of,
     ) -> None:
         self._task = problem.task
         self._world = world
@@ -104,7 +106,7 @@ class DataParallelEngine:
         chunks = numerics.sequence_chunks
         self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Together(self._generators)
-        self._leaves = leaves_of(problem.task, self._model, chunks, world, mesh, self._together)
+        self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", beside=False))
@@ -290,12 +292,13 @@ class DataParallelEngine:
             microbatch.note("loss", loss)
             microbatch.note("BatchNorm statistics", self._running.observed(microbatch.samples))
 
-    def _count(self, microbatch: MicroBatch, loss: Tensor) -> None:
+    def _count(self, microbatch: MicroBatch, loss: Tensor | None) -> None:
         """Add what a forward gave to the step's sums, and send them after the last one of this rank."""
         now = self._now
         now.left -= 1
-        self._show(microbatch, loss)
-        if not microbatch.dummy:
+        if loss is not None:
+            self._show(microbatch, loss)
+        if loss is not None and not microbatch.dummy:
             now.own_losses.append(loss.detach())
             if not now.alone:
                 now.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples))
@@ -317,16 +320,16 @@ class DataParallelEngine:
             )
         for microbatch, loss in zip(microbatches, losses, strict=True):
             self._count(microbatch, loss)
-        self._backward(losses, step)
+        self._backward([loss for loss in losses if loss is not None], step)
         apart.check()
         for number, microbatch in enumerate(microbatches):
             self._gradients.before_backward(microbatch)
             apart.hand(number)
             self._gradients.after_backward(microbatch)
 
-    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor:
+    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor | None:
         with self.forward(microbatch, step):
-            loss = self._loss_of(microbatch, observed)
+            loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, observed))
             # None leaves autocast before all have come here: that would clear what it keeps for the others, too.
             self._together.exchange("its end", list, None)
         return loss

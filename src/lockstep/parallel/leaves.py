@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, final
 
+from torch import Tensor, nn
+
+from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
+from lockstep.core.mesh import Mesh
+from lockstep.parallel.together import Together
 from lockstep.tasks.base import MicroBatch, Task
 
 
@@ -30,9 +35,17 @@ class Leaves(Protocol):
         """Return the context of the forward of one leaf, or of a part of it."""
         ...
 
+    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+        """Return what `compute` returns for a leaf, or None for one that is another rank's: take part in it instead."""
+        ...
+
     def evaluated(self, inputs: Inputs) -> Inputs:
         """Return what the model's forward takes in evaluation, which is of whole samples, for the task's `inputs`."""
         ...
+
+
+# Given the task, the model, the number of chunks of a sequence, and what runs forwards together.
+MakeLeaves = Callable[[Task, nn.Module, int, World, Mesh, Together], Leaves]
 
 
 @final
@@ -54,6 +67,10 @@ class WholeMicroBatches:
     def around(self) -> AbstractContextManager[object]:
         """See Leaves."""
         return nullcontext()
+
+    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+        """See Leaves."""
+        return compute()
 
     def evaluated(self, inputs: Inputs) -> Inputs:
         """See Leaves."""

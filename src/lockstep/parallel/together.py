@@ -79,6 +79,11 @@ class Together:
         self._generators = generators
         self._running: _Part | None = None  # the function that runs now, where there are several
 
+    @property
+    def under_way(self) -> bool:
+        """Whether several functions are."""
+        return self._running is not None
+
     def exchange(self, place: str, joint: Joint, given: Any) -> Any:
         """Return this function's part of what `joint` makes of what all functions give, in their order.
 

@@ -116,7 +116,8 @@ def _check_sequences(resolved: Resolved) -> None:
     """Raise UsageError where the processes cannot share the chunks of sequences, or not compute chunks at all."""
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
-    seats = strategy.mesh(resolved.processes).context
+    mesh = strategy.mesh(resolved.processes)
+    seats = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
     if chunks % seats:
         fitting = ", ".join(map(str, divisors(chunks)))
         raise UsageError(

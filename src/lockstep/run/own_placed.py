@@ -163,7 +163,7 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
             f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
             "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
         )
-    if chosen.mesh(size).context > 1:
+    if chosen.mesh(size).context > 1 or chosen.traits.spreads_sequences:
         raise refused(
             f"strategy {name}: a loop of your own gives the model whole sequences, which no process computes here",
             "use another strategy, or a recipe with recipe.model.sequence_chunks",

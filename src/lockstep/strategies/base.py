@@ -29,8 +29,8 @@ class Traits:
     of tensors, and one for which that is not the same as the whole is refused. Unless `compiles`, `recipe.compile` is
     refused: no block is called as one, forward and backward. Unless `audits`, `placement.audit_every` is: no two ranks
     have the same weights. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it; nor,
-    unless `cuts_sequences`, `recipe.model.sequence_chunks`. `sent` is the precision that gradients are rounded to
-    before they are sent, where they are.
+    unless `cuts_sequences`, `recipe.model.sequence_chunks`. With `spreads_sequences` ranks along tensor share these
+    chunks, too. `sent` is the precision that gradients are rounded to before they are sent, where they are.
     """
 
     cuts: str
@@ -42,6 +42,7 @@ class Traits:
     audits: bool = True
     syncs_batchnorm: bool = False
     cuts_sequences: bool = False
+    spreads_sequences: bool = False
     sent: Literal["fp16", "bf16"] | None = None
 
 

@@ -27,11 +27,13 @@ from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.dispatched import check_experts, dispatched, own_experts
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.layouts.sharded import sharded
+from lockstep.parallel.layouts.spread import spread_out
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
+from lockstep.parallel.tensor.spread import check_spread, spread_leaves
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
@@ -46,10 +48,11 @@ class Strategy:
     lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
     optimizer state by rows, in pipelines the optimizer state alone; `expert`, how many processes share the experts of
     mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer; `context`, how many
-    share the chunks of each sequence. Of pipelines, `schedule`: the order of the work; `stages_per_rank`: how many
-    stages each process has (interleaved: 2 unless said otherwise, else 1); `cut`: the modules that begin the stages but
-    the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`, gradients are exchanged in
-    pieces of about this size, while backward goes on.
+    share the chunks of each sequence; `sequence_parallel`, whether those that share layers share sequences outside of
+    these, with `replicate` and `context` alone. Of pipelines, `schedule`: the order of the work; `stages_per_rank`: how
+    many stages each process has (interleaved: 2 unless said otherwise, else 1); `cut`: the modules that begin the
+    stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`, gradients are
+    exchanged in pieces of about this size, while backward goes on.
     """
 
     replicate: Length | None = None
@@ -58,6 +61,7 @@ class Strategy:
     expert: Length = 1
     tensor: Length = 1
     context: Length = 1
+    sequence_parallel: bool = False
     schedule: Schedule = "1f1b"
     stages_per_rank: Length | None = None
     cut: tuple[str, ...] = ()
@@ -75,6 +79,7 @@ class Strategy:
             communication="as pipeline, hsdp, expert, tensor and context, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
             cuts_sequences=self.expert == 1 and self.schedule != "zero_bubble",
+            spreads_sequences=self.sequence_parallel,
             compiles=self.expert == self.tensor == 1 and self.schedule != "zero_bubble",
             syncs_batchnorm=self.pipe == self.expert == self.tensor == 1,
         )
@@ -100,6 +105,13 @@ class Strategy:
                 f"strategy mesh: expert={self.expert} goes with replicate alone, not with {' and '.join(others)}; "
                 f"leave expert out: tensor shares the experts too, and shard cuts them by rows"
             )
+        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "expert") if name in given]
+        if self.sequence_parallel and (self.tensor == 1 or others):
+            change = f"leave out {' and '.join(others)}" if others else "make tensor 2 or more"
+            raise UsageError(
+                f"strategy mesh: sequence_parallel is of the processes along tensor, with replicate and context alone; "
+                f"{change}, or leave sequence_parallel out"
+            )
         if self.pipe == 1 and (self.schedule != "1f1b" or self.stages_per_rank is not None):
             raise UsageError(
                 "strategy mesh: schedule and stages_per_rank are of pipelines, and pipe is 1; make it 2 or more, or "
@@ -123,6 +135,8 @@ class Strategy:
             return
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.tensor)
+        if self.sequence_parallel:
+            check_spread(blank, example)
         if self.pipe > 1:
             find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
@@ -153,6 +167,13 @@ class Strategy:
         )
         if self.tensor > 1:
             problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
+        if self.sequence_parallel:
+            make_layout = sliced(world, mesh, spread_out(world, mesh, bucket_bytes, chunks))
+            leaves = partial(spread_leaves, mesh)
+            return DataParallelEngine(
+                problem, make_optimizer, world, numerics, mesh.spread, make_layout, make_leaves=leaves
+            )
+        if self.tensor > 1:
             make_layout = sliced(world, mesh, make_layout)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
 

@@ -23,8 +23,10 @@ from lockstep.device.meta import on_meta
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.layouts.spread import spread_out
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
+from lockstep.parallel.tensor.spread import check_spread, spread_leaves
 from lockstep.strategies.base import Traits
 from lockstep.tasks.base import Problem
 
@@ -32,11 +34,13 @@ from lockstep.tasks.base import Problem
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: how many replicas share the micro-batches. `bucket_mib`: gradients are exchanged between them in
-    pieces of about this size, while backward goes on.
+    """`replicate`: how many replicas share the micro-batches. `sequence_parallel`: the processes of a replica share the
+    chunks of sequences outside of cut layers. `bucket_mib`: gradients are exchanged between them in pieces of about
+    this size, while backward goes on.
     """
 
     replicate: Annotated[int, Field(ge=1)] = 1
+    sequence_parallel: bool = False
     bucket_mib: Annotated[float, Field(gt=0)] = 8.0
 
     @property
@@ -47,10 +51,12 @@ class Strategy:
             needs="recipe.model.chunks, which the processes of a replica divide; a model whose layers are known, or "
             "recipe.model.plan; an optimizer that works element by element",
             communication="the sum of each cut pair of layers, forward and backward, for each micro-batch; with "
+            "sequence_parallel, in its place, the inputs of its first layers, and the sum to where it belongs; with "
             "replicate the sum of the gradients once a step",
             cuts_rows=True,
             compiles=False,
             cuts_sequences=True,
+            spreads_sequences=self.sequence_parallel,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
@@ -62,7 +68,10 @@ class Strategy:
         self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
     ) -> None:
         """Raise UsageError where the chunks of the model that `build` builds cannot be shared by so many processes."""
-        check_shared(cut_layers(on_meta(build)), self.mesh(processes).tensor)
+        blank = on_meta(build)
+        check_shared(cut_layers(blank), self.mesh(processes).tensor)
+        if self.sequence_parallel:
+            check_spread(blank, example)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""
@@ -72,6 +81,12 @@ class Strategy:
         """Return the engine."""
         mesh = self.mesh(world.size)
         own = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        whole = replicated(world, mesh, int(self.bucket_mib * 2**20), chunks=numerics.sequence_chunks)
-        make_layout = sliced(world, mesh, whole)
+        bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.sequence_chunks
+        if self.sequence_parallel and mesh.tensor > 1:
+            make_layout = sliced(world, mesh, spread_out(world, mesh, bucket_bytes, chunks))
+            leaves = partial(spread_leaves, mesh)
+            return DataParallelEngine(
+                own, make_optimizer, world, numerics, mesh.spread, make_layout, make_leaves=leaves
+            )
+        make_layout = sliced(world, mesh, replicated(world, mesh, bucket_bytes, chunks=chunks))
         return DataParallelEngine(own, make_optimizer, world, numerics, mesh, make_layout)

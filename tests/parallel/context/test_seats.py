@@ -17,6 +17,7 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
 
+SPREAD = (("sequence_parallel", True),)
 CASES = {
     "gpt": Case(),
     "rotary, averaged, bf16": Case("rotary", precision="bf16", ema=True),
@@ -24,6 +25,8 @@ CASES = {
     "sharded": Case("llama", chunks=2, ema=True),  # a rank without work in a round computes another's chunk along
     "fp16": Case(precision="fp16", chunks=2, microbatches=4, samples=(8, 4)),  # whose sums go by halves
     "in chunks of both kinds": Case("many heads", features=2, vocabulary=("embedding.tokens", "head")),
+    "sequence-parallel": Case("many heads", features=2),
+    "qwen, sequence-parallel": Case("qwen3", chunks=2, features=2, precision="bf16", samples=(8, 5), ema=True),
     "llama in chunks of both kinds": Case("llama", chunks=2, features=2, ema=True, precision="bf16"),
 }
 # With 3 micro-batches a replica of 2 has one more than the other; steps of 2 samples leave one of 3 without work.
@@ -64,6 +67,12 @@ PLACED: dict[str, list[tuple[str, int, tuple[tuple[str, Any], ...]]]] = {
         ("mesh", 8, (("pipe", 2), ("tensor", 2), ("context", 2))),
         ("ddp", 3, ()),
     ],
+    "sequence-parallel": [
+        ("tensor", 2, SPREAD),
+        ("tensor", 4, (("replicate", 2), *SPREAD)),
+        ("mesh", 4, (("tensor", 2), ("context", 2), *SPREAD)),
+    ],
+    "qwen, sequence-parallel": [("tensor", 2, ()), ("tensor", 2, SPREAD)],
     "llama in chunks of both kinds": [
         ("zero1", 2, ()),
         ("mesh", 8, (("replicate", 2), ("tensor", 2), ("context", 2))),
@@ -98,12 +107,12 @@ def test_a_run_goes_on_elsewhere() -> None:
 
 @pytest.mark.worlds
 def test_a_run_in_chunks_of_both_kinds_goes_on_elsewhere() -> None:
-    case = CASES["in chunks of both kinds"]
+    case = CASES["sequence-parallel"]
     [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
     all_kinds = (("pipe", 2), ("tensor", 2), ("context", 2))
     before = replace(case, samples=case.samples[:2], strategy="mesh", options=all_kinds)
     state: State = worlds.run(8, sequences.states, before, 0, None)[0][0]
-    _goes_on(case, expected, state, [("tensor", 2, ()), ("pipeline", 2, ()), ("ddp", 3, ())])
+    _goes_on(case, expected, state, [("tensor", 2, SPREAD), ("pipeline", 2, ()), ("ddp", 3, ())])
 
 
 def _goes_on(case: Case, expected: Any, state: State, placed: list[tuple[str, int, Any]]) -> None:

@@ -10,12 +10,12 @@ With M micro-batches in a step, leaf c * M + m is chunk c of micro-batch m.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call, tensors_of
@@ -68,6 +68,10 @@ class Seats:
     def around(self) -> Attention:
         """See Leaves."""
         return Attention(self._exchange, self._together)
+
+    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+        """See Leaves."""
+        return compute()
 
     def evaluated(self, inputs: Inputs) -> Inputs:
         """See Leaves."""

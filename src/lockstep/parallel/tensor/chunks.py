@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,24 @@ from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.core import random
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import part
-from lockstep.core.tree import Counter
+from lockstep.core.tree import Block, Counter
+
+
+class Spreads(Protocol):
+    """What the layers of a region call where the ranks share sequences outside of it (spread.py)."""
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def enter(
+        self, chunks: Chunks, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> None: ...
+
+    def columns(self, chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]: ...
+
+    def rows(self, chunks: Chunks, weight: Tensor, given: Sequence[Tensor]) -> Tensor: ...
+
+    def copies(self, chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]: ...
 
 
 @final
@@ -42,6 +59,7 @@ class Chunks:
         self.own = range(count)
         self.name = name
         self._across = CanonicalSum(0, [DataRank()], None)
+        self.spread: Spreads | None = None
         self._calls = _Calls()
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
@@ -51,16 +69,30 @@ class Chunks:
 
     def before(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Call a region for all chunks but the last, for which it is called after this."""
+        if self.spread is not None and self.spread.under_way:
+            self.spread.enter(self, call, arguments, named)
+        self._called(call, arguments, named, len(self.own) - 1)
+
+    def visited(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Call a region for all chunks in the place of a forward that another rank computes (spread.py)."""
+        self._called(call, arguments, named, len(self.own))
+
+    def _called(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], times: int) -> None:
         now = self._calls.now = _Call(Draws())
-        for number in range(len(self.own) - 1):
+        for number in range(times):
             now.current = number
             try:
                 call(*arguments, **named)
-            except _ChunkDone:
+            except ChunkDone:
                 now.draws.rewind()
             else:
                 raise RuntimeError(f"{self.name} was called and its rowwise layer was not: it cannot be cut")
         now.current = len(self.own) - 1
+
+    @property
+    def computing(self) -> bool:
+        """Whether a call of the region is under way, from its first layers to its last."""
+        return self._calls.now is not None
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the part of the chunk that is computed of what `compute` gave when `layer` was called for the first.
@@ -84,7 +116,7 @@ class Chunks:
             raise RuntimeError(f"the rowwise layer of {self.name} was called from elsewhere: it cannot be cut")
         now.given.append(given)
         if now.current < len(self.own) - 1:
-            raise _ChunkDone
+            raise ChunkDone
         now.draws.go_on()
         del self._calls.now
         return now.given
@@ -112,13 +144,17 @@ class Chunks:
         One is asked for after the other, so that few are there at a time. All ranks that share the chunks call it in
         the same order.
         """
-        counter: Counter[Tensor] = Counter(add_)
-        for chunk, partial in zip(self.own, partials, strict=True):
-            counter.push(chunk, partial)
-        pieces = counter.pieces()
+        pieces = self.pieces(partials)
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
+
+    def pieces(self, partials: Iterable[Tensor]) -> dict[Block, Tensor]:
+        """Return what this rank can add by itself of such a sum, by the blocks of the tree."""
+        counter: Counter[Tensor] = Counter(add_)
+        for chunk, partial in zip(self.own, partials, strict=True):
+            counter.push(chunk, partial)
+        return counter.pieces()
 
 
 @dataclass(eq=False)
@@ -141,7 +177,7 @@ class _Calls(threading.local):
         return _Calls, ()
 
 
-class _ChunkDone(BaseException):
+class ChunkDone(BaseException):
     """Ends a call of a region. No Exception: the region's own code may catch those."""
 
 

@@ -58,14 +58,22 @@ class RowLinear(nn.Module):
         """Return the outputs, the same on all ranks that share the chunks."""
         given = [each.reshape(-1, each.shape[-1]) for each in self.chunks.gather(inputs)]
         bias, weight, *given = _cast(self.bias, self.weight, *given)
-        outputs: Tensor = _Row.apply(self.chunks, weight, *given)
+        spread = self.chunks.spread
+        outputs: Tensor
+        if spread is not None and spread.under_way:
+            outputs = spread.rows(self.chunks, weight, given)
+        else:
+            outputs = _Row.apply(self.chunks, weight, *given)
         outputs = outputs.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
 
 def outputs_of(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
     """Return what each chunk of this rank gives for `inputs` [n, i], where `weight` has these chunks' rows."""
-    made: tuple[Tensor, ...] = _Column.apply(chunks, *_cast(bias, weight, inputs))
+    if chunks.spread is not None and chunks.spread.under_way:
+        return tuple(chunks.spread.columns(chunks, *_cast(bias, weight, inputs)))
+    # As inputs that are gathered: a kernel may give other bits for elements that are elsewhere in memory.
+    made: tuple[Tensor, ...] = _Column.apply(chunks, *_cast(bias, weight, inputs.contiguous()))
     return made
 
 
@@ -77,9 +85,16 @@ def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
 def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -> Any:
     own = layer._parameters
     given = {name: each for name, each in own.items() if each is not None}
-    copies: Any = chunks.begin(layer, partial(Copies.apply, chunks, *given.values()))
+    copies: Any = chunks.begin(layer, partial(_copies, chunks, [*given.values()]))
     with calling_with(layer, own | dict(zip(given, copies, strict=True))):
         return forward(*inputs)
+
+
+def _copies(chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if chunks.spread is not None and chunks.spread.under_way:
+        return chunks.spread.copies(chunks, tensors)
+    made: Sequence[Tensor] = Copies.apply(chunks, *tensors)
+    return made
 
 
 @contextmanager
@@ -100,17 +115,13 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.chunks, ctx.biased = chunks, bias is not None
         ctx.save_for_backward(inputs, weight)
-        if bias is None:
-            return tuple(inputs @ each.t() for each in by_chunk(weight, chunks))
-        pairs = zip(by_chunk(bias, chunks), by_chunk(weight, chunks), strict=True)
-        return tuple(torch.addmm(added, inputs, each.t()) for added, each in pairs)
+        return column_outputs(chunks, bias, weight, inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        of_bias = torch.cat([mine.sum(0) for mine in gradients]) if ctx.biased else None
-        of_weight = torch.cat([mine.t() @ inputs for mine in gradients]) if ctx.needs_input_grad[2] else None
+        of_bias, of_weight = column_gradients(gradients, inputs, ctx.biased, ctx.needs_input_grad[2])
         if not ctx.needs_input_grad[3]:
             return None, of_bias, of_weight, None
         pairs = zip(gradients, by_chunk(weight, ctx.chunks), strict=True)
@@ -131,8 +142,36 @@ class _Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *given = ctx.saved_tensors
-        of_weight = torch.cat([gradient.t() @ mine for mine in given]) if ctx.needs_input_grad[1] else None
-        return None, of_weight, *(gradient @ each for each in by_chunk(weight, ctx.chunks))
+        of_weight, of_given = row_gradients(ctx.chunks, gradient.contiguous(), weight, given, ctx.needs_input_grad[1])
+        return None, of_weight, *of_given
+
+
+def column_outputs(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs of _Column."""
+    if bias is None:
+        return tuple(inputs @ each.t() for each in by_chunk(weight, chunks))
+    pairs = zip(by_chunk(bias, chunks), by_chunk(weight, chunks), strict=True)
+    return tuple(torch.addmm(added, inputs, each.t()) for added, each in pairs)
+
+
+def column_gradients(
+    gradients: Sequence[Tensor], inputs: Tensor, of_bias: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of bias and weight of _Column, those of them that are asked for."""
+    return (
+        torch.cat([mine.sum(0) for mine in gradients]) if of_bias else None,
+        torch.cat([mine.t() @ inputs for mine in gradients]) if of_weight else None,
+    )
+
+
+def row_gradients(
+    chunks: Chunks, gradient: Tensor, weight: Tensor, given: Sequence[Tensor], of_weight: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Return the gradients of the weight of _Row, if it is asked for, and of what was given of each chunk."""
+    return (
+        torch.cat([gradient.t() @ mine for mine in given]) if of_weight else None,
+        [gradient @ each for each in by_chunk(weight, chunks)],
+    )
 
 
 class Copies(torch.autograd.Function):

@@ -40,11 +40,13 @@ LLAMA = {
     "attention_dropout": 0.1,
     "tie_word_embeddings": True,
 }
+QWEN = {**LLAMA, "head_dim": 2, "attention_dropout": 0.0, "tie_word_embeddings": False}  # norms of each head
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.2),
     "many heads": partial(gpt, WORDS, LENGTH, 2, 8, 16, 0.2),
     "rotary": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.1, "rotary", True, False),
     "llama": partial(transformers_model, "llama", options=LLAMA, facts={"vocabulary": WORDS}),
+    "qwen3": partial(transformers_model, "qwen3", options=QWEN, facts={"vocabulary": WORDS}),
 }
 
 

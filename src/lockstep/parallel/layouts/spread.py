@@ -1,0 +1,79 @@
+"""The layout of a slice of a model, whose ranks share sequences outside of what is cut (parallel/tensor/spread.py).
+
+What is cut has gradients of all chunks of a sequence on each rank that has it, all else of the rank's own chunks alone:
+so they are two sums, over other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import nn
+
+from lockstep.comm.stream import CommStream
+from lockstep.comm.world import World
+from lockstep.core.mesh import Mesh
+from lockstep.parallel.gradients import Gradients
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
+from lockstep.parallel.layouts.replicated import ReplicatedLayout
+from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.parallel.weights import Weights
+from lockstep.tasks.base import MicroBatch
+
+
+def spread_out(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
+    """Return what puts a slice of a model on each of the ranks, where sequences are cut into so many `chunks`."""
+
+    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+        weights = Weights(model, dtype)
+        cut = {getattr(each.module, key) for each in cut_layers(model).values() for key in each.parameters}
+        trained = trained_parameters(model)
+        of_whole, of_cut = (
+            Gradients(
+                [(name, each) for name, each in trained if (each in cut) == is_cut],
+                world.canonical(over, "replicate", "context", chunks=chunks),
+                stream,
+                False,
+                bucket_bytes,
+            )
+            for is_cut, over in ((False, mesh.spread), (True, mesh))
+        )
+        return ReplicatedLayout(weights), SpreadGradients(of_whole, of_cut)
+
+    return make
+
+
+@final
+class SpreadGradients:
+    """Adds the gradients of what is `whole` over this rank's leaves, and of what is `cut` over dummies, too."""
+
+    def __init__(self, whole: GradientSum, cut: GradientSum) -> None:
+        self._whole = whole
+        self._cut = cut
+
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """See GradientSum."""
+        self._whole.begin(leaves, microbatches)
+        self._cut.begin(leaves, [_counted(each) for each in microbatches])
+
+    def before_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._whole.before_backward(microbatch)
+        self._cut.before_backward(_counted(microbatch))
+
+    def after_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._whole.after_backward(microbatch)
+        self._cut.after_backward(_counted(microbatch))
+
+    def finish(self) -> None:
+        """See GradientSum."""
+        self._whole.finish()
+        self._cut.finish()
+
+
+def _counted(microbatch: MicroBatch) -> MicroBatch:
+    return replace(microbatch, dummy=False)

@@ -1,0 +1,147 @@
+"""Each rank computes its own chunks of a sequence outside of what is cut, with the bits of one process."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import sequences
+import torch
+import worlds
+from sequences import Case
+from torch import Tensor, nn
+
+from lockstep.comm.canonical import CanonicalSum
+from lockstep.comm.world import World
+from lockstep.core.batch import Inputs
+from lockstep.core.mesh import DataRank
+from lockstep.device.meta import on_meta
+from lockstep.errors import UsageError
+from lockstep.models.gpt import gpt
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.parallel.tensor.spread import Spread, check_spread
+from lockstep.parallel.together import Together
+
+SEATS = 2
+
+
+class Net(nn.Module):
+    """A region with every kind of layer, and dropout before, in and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 8)
+        self.gate = nn.Linear(6, 8, bias=False)
+        self.norm = nn.LayerNorm(2)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = self.before(torch.dropout(x, 0.2, self.training)) * scale
+        mixed = self.up(x) * self.norm(self.gate(x).unflatten(-1, (-1, 2))).flatten(-2)
+        return torch.dropout(self.down(torch.dropout(mixed, 0.2, self.training)), 0.2, self.training)
+
+
+PLAN = {"before": "whole", "up": "colwise", "gate": "colwise", "norm": "shared", "down": "rowwise"}
+
+
+def _net(together: Together, spread: bool) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net()
+    cut_into_chunks(net, PLAN, 2)
+    if spread:
+        alone = CanonicalSum(0, [DataRank()], None)
+        found = Spread(SEATS, 0, 1, alone, None, together, [torch.default_generator])
+        for layer in cut_layers(net).values():
+            layer.chunks.spread = found
+    return net
+
+
+def _trained(spread: bool) -> list[Tensor]:
+    """Return what forwards of two chunks of a sequence give together, and the gradients of it."""
+    together = Together([torch.default_generator])
+    net = _net(together, spread)
+    given = [torch.randn(3, 6, generator=torch.Generator().manual_seed(seat)).requires_grad_() for seat in range(SEATS)]
+
+    def forward(seat: int) -> Tensor:
+        torch.manual_seed(seat)
+        outputs: Tensor = net(given[seat], torch.full((), 1.0 + seat))
+        return outputs
+
+    outputs = together.run([partial(forward, seat) for seat in range(SEATS)], lambda _: None)
+    torch.stack([each.sin().sum() for each in outputs]).sum().backward()
+    return [*outputs, *(each.grad for each in (*given, *net.parameters()) if each.grad is not None)]
+
+
+def test_one_node_for_all_forwards_computes_what_one_for_each_does() -> None:
+    apart, joint = _trained(spread=False), _trained(spread=True)
+    assert len(apart) == len(joint) == 2 * SEATS + 9
+    assert all(torch.equal(*pair) for pair in zip(apart[: 2 * SEATS], joint[: 2 * SEATS], strict=True))
+    for one, other in zip(apart, joint, strict=True):  # two forwards add to one gradient here, in either order
+        assert torch.allclose(one, other, atol=1e-6)
+    assert min(each.abs().max() for each in joint) > 1e-3
+
+
+def test_forwards_that_come_to_different_regions_are_refused() -> None:
+    together = Together([])
+    spread = Spread(SEATS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
+
+    def forward(seat: int) -> None:
+        spread.enter(Chunks(2, f"layer {seat}"), torch.relu, (), {})
+
+    with pytest.raises(UsageError, match="has come to layer 0, and that of another to something else"):
+        together.run([partial(forward, seat) for seat in range(SEATS)], lambda _: None)
+
+
+def _calls(world: World, case: Case) -> dict[str, list[int]]:
+    """Return how many positions each call of a norm and of an activation sees in a step."""
+    training: Any = sequences.engine(world, case)
+    seen: dict[str, list[int]] = {"norm": [], "up": []}
+    model = training._engine._model
+    for name, module in (("norm", model.norm), ("up", model.blocks[0].up)):
+        module.register_forward_hook(lambda _, inputs, __, name=name: seen[name].append(inputs[0].shape[1]))
+    step, batch = next(sequences.steps(case))
+    parts = [sequences.MicroBatch(0, batch, step.samples, 0)]
+    training.forward_backward(parts, step)
+    return seen
+
+
+@pytest.mark.worlds
+def test_a_rank_computes_its_own_chunks_alone_outside_of_what_is_cut() -> None:
+    case = Case("many heads", features=2, microbatches=1, strategy="tensor")
+    shared = Case("many heads", features=2, microbatches=1, strategy="tensor", options=(("sequence_parallel", True),))
+    quarter = sequences.LENGTH // 4
+    assert worlds.run(2, _calls, case) == [{"norm": [quarter] * 4, "up": [quarter] * 4}] * 2
+    assert worlds.run(2, _calls, shared) == [{"norm": [quarter] * 2, "up": [quarter] * 4}] * 2
+
+
+def _gpt(plan: dict[str, str]) -> nn.Module:
+    model = gpt(vocabulary=20, context=8, layers=1, heads=4, width=16)
+    cut_into_chunks(model, {**plan, **{name: kind for name, kind in known_plan(model).items() if name not in plan}}, 2)
+    return model
+
+
+WHOLE = {f"blocks.0.attention{name}": "whole" for name in ("", ".queries_keys_values", ".out")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ({}, None),
+        ({"embedding.tokens": "vocab", "head": "vocab"}, "embedding.tokens is cut by rows or experts, whose inputs"),
+        (WHOLE, "the model attends outside of what recipe.model.chunks cuts"),
+    ],
+    ids=["known", "vocab", "attention"],
+)
+def test_models_that_do_not_fit_are_refused(plan: dict[str, str], problem: str | None) -> None:
+    build: Callable[[], nn.Module] = partial(_gpt, plan)
+    example: Inputs = (torch.zeros(2, 8, dtype=torch.long, device="meta"),)
+    if problem is None:
+        check_spread(on_meta(build), example)
+        return
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        check_spread(on_meta(build), example)
