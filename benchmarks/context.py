@@ -30,6 +30,8 @@ from lockstep.device.precision import fix_kernels
 from lockstep.models.gpt import gpt
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
+from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
@@ -38,37 +40,52 @@ WHOLE: Final = "whole sequences, 1 process"
 
 @dataclass(frozen=True)
 class Work:
-    """A GPT, the tokens of its one sequence, and into how many chunks that is cut."""
+    """A GPT, the tokens of its one sequence, and into how many chunks that, and its heads and features, are cut."""
 
     width: int
     layers: int
     tokens: int
     chunks: int = 1
+    features: int = 1
 
     def build(self) -> nn.Module:
         """Build the model, each time with the same weights."""
         torch.manual_seed(0)
-        return gpt(context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
+        model = gpt(context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
+        if self.features > 1:
+            cut_into_chunks(model, known_plan(model), self.features)
+        return model
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way to do the work."""
+
+    processes: int
+    strategy: str
+    work: Work
+    options: tuple[tuple[str, bool], ...] = ()
 
 
 def results(quick: bool) -> Iterator[Result]:
     """Measure time, then memory."""
     work = Work(32, 1, 64) if quick else Work(256, 4, 2048)
     described = f"GPT of width {work.width}, {work.layers} layers, 1 x {work.tokens} tokens"
-    cut = replace(work, chunks=2)
+    cut, both = replace(work, chunks=2), replace(work, chunks=2, features=2)
     sides = {
-        WHOLE: (1, "single", work),
-        "2 chunks, 1 process": (1, "single", cut),
-        "2 chunks, context on 2": (2, "context", cut),
+        WHOLE: Side(1, "single", work),
+        "2 chunks, 1 process": Side(1, "single", cut),
+        "2 chunks, context on 2": Side(2, "context", cut),
+        "2 x 2 chunks, 1 process": Side(1, "single", both),
+        "2 x 2 chunks, tensor on 2": Side(2, "tensor", both),
+        "2 x 2 chunks, sequence-parallel": Side(2, "tensor", both, (("sequence_parallel", True),)),
     }
-    [chunks, shared] = [*sides][1:]
+    chunks, shared = [*sides][1:3]
     for what, measure, turns, targets in (
         ("time", _timed, 5, [Target(chunks, WHOLE, "at most", 1.10), Target(shared, WHOLE, "at most", 0.70)]),
         ("memory", _measured, 3, [Target(chunks, WHOLE, "at most", 1.20), Target(shared, WHOLE, "at most", 0.70)]),
     ):
-        contestants = {
-            name: Contestant(partial(measure, strategy, each), size) for name, (size, strategy, each) in sides.items()
-        }
+        contestants = {name: Contestant(partial(measure, each), each.processes) for name, each in sides.items()}
         yield compare(
             f"context-{what}-{work.tokens}",
             f"long sequences, {what} of a step: {described}",
@@ -79,10 +96,11 @@ def results(quick: bool) -> Iterator[Result]:
         )
 
 
-def stepping(strategy: str, work: Work, world: World) -> Do:
+def stepping(side: Side, world: World) -> Do:
     """Return what does a step under one of our strategies."""
     fix_kernels(threads=1)
-    kind: Any = import_module(f"lockstep.strategies.{strategy}").Strategy()
+    work = side.work
+    kind: Any = import_module(f"lockstep.strategies.{side.strategy}").Strategy(**dict(side.options))
     engine = kind.start(
         Problem(Language(), work.build),
         lambda trained, _: make_optimizer(trained, name="AdamW", lr=LR, weight_decay=DECAY),
@@ -100,14 +118,14 @@ def stepping(strategy: str, work: Work, world: World) -> Do:
     return do
 
 
-def _timed(strategy: str, work: Work, world: World) -> Turn:
+def _timed(side: Side, world: World) -> Turn:
     keep_freed_memory()
-    return timed(stepping(strategy, work, world), world, time.process_time)
+    return timed(stepping(side, world), world, time.process_time)
 
 
-def _measured(strategy: str, work: Work, world: World) -> Turn:
-    stepping(strategy, Work(8 * HEADS, 1, 64, work.chunks), world)()
+def _measured(side: Side, world: World) -> Turn:
+    stepping(replace(side, work=replace(side.work, width=8 * HEADS, layers=1, tokens=64)), world)()
     live = LiveBytes()
-    do = stepping(strategy, work, world)
+    do = stepping(side, world)
     do()
     return lambda: live.peak(do) / 2**20

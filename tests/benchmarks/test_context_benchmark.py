@@ -6,13 +6,13 @@ import pytest
 import worlds
 
 from benchmarks import context
-from benchmarks.context import Work, stepping
+from benchmarks.context import Side, Work, stepping
 from benchmarks.report import as_json
 from lockstep.comm.world import World
 
 
 def losses(world: World, chunks: int) -> list[float]:
-    do = stepping("context", Work(32, 1, 16, chunks), world)
+    do = stepping(Side(world.size, "context", Work(32, 1, 16, chunks)), world)
     return [float(do()) for _ in range(2)]  # type: ignore[arg-type]
 
 
@@ -30,6 +30,9 @@ def test_all_figures_are_measured() -> None:
     figures = json.loads(json.dumps(as_json(list(context.results(quick=True)), load_before=0.0, quick=True)))["results"]
     assert [each["name"] for each in figures] == ["context-time-64", "context-memory-64"]
     for each in figures:
-        assert [row["name"] for row in each["rows"]] == [context.WHOLE, "2 chunks, 1 process", "2 chunks, context on 2"]
+        names = [row["name"] for row in each["rows"]]
+        assert names[:3] == [context.WHOLE, "2 chunks, 1 process", "2 chunks, context on 2"]
+        assert [name for name in names if "2 x 2" in name] == names[3:]
+        assert len(names) == 6
         assert all(row["median"] > 0 for row in each["rows"])
         assert len(each["verdicts"]) == 2
