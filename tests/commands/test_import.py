@@ -32,7 +32,7 @@ def test_it_prints_a_recipe_with_where_each_value_is_from(folder, run):
     assert "lr: 0.1 # OPTIM.BASE_LR" in lines
     assert "batch: 8 # TRAIN.BATCH_SIZE, for each of 2 GPUs" in lines
     assert "seed: 5 # override" in lines
-    assert "# CUDNN.BENCHMARK is not mapped: kernels are deterministic, always" in lines
+    assert "# not mapped: CUDNN.BENCHMARK: kernels are deterministic, always" in lines
     (folder / "new.yaml").write_text(printed)
     assert "weights sha256" in run("train", "new.yaml", "placement.processes=1").out
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
-@click.option("--cfg", metavar="FILE", help="A YAML of Distribuuuu or pycls, in place of RECIPE; see lockstep import.")
+@click.option(
+    "--cfg", metavar="FILE", help="A configuration of another framework, in place of RECIPE; see lockstep import."
+)
 @click.option("--gpus", type=click.IntRange(min=1), help="With --cfg: how many GPUs a batch for each is meant for.")
 def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
     """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out).

@@ -9,7 +9,7 @@ from typing import Final, final
 
 from lockstep.config import write
 from lockstep.config.document import Document, Place, dotted
-from lockstep.config.elsewhere import distribuuuu, pycls, yacs
+from lockstep.config.elsewhere import distribuuuu, hugging_face, pycls, yacs
 from lockstep.config.elsewhere.translation import Translated
 from lockstep.config.load import Loaded, load_text, read
 from lockstep.config.overrides import apply
@@ -27,9 +27,16 @@ class Imported:
     file: str
     translated: Translated
 
+    @property
+    def missing(self) -> list[str]:
+        """The keys that a recipe needs, and a configuration of Accelerate or the Trainer does not have."""
+        recipe = self.translated.values.get("recipe", {})
+        return [f"recipe.{name}" for name in ("model", "data", "batch", "optimizer") if name not in recipe]
+
     def to_yaml(self) -> str:
-        """Write it as a recipe."""
-        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.")
+        """Write it as a recipe, or as what it has of one."""
+        missing = f" A recipe needs {', '.join(self.missing)}, too." if self.missing else ""
+        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.{missing}")
 
     def loaded(self) -> Loaded:
         """Return the configuration; ConfigError as for any recipe."""
@@ -45,20 +52,25 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> Imported:
     """
     overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
     given = yacs.read(read(file), [word for word in words if word not in overrides])
-    framework = pycls if "MODEL.TYPE" in given.values else distribuuuu
-    if not any(key in framework.DEFAULTS or key in framework.OLDER for key in given.values):
-        raise UsageError(
-            f"{file}: none of its keys is one of Distribuuuu or pycls; a recipe of ours is given without --cfg: "
-            f"lockstep train {file}"
-        )
-    given = given.renamed(framework.OLDER)
-    settings = given.over(framework.DEFAULTS, framework.NAME)
-    if framework is pycls:
+    typed = given.values
+    if hugging_face.OF_ACCELERATE in typed:
+        of, translated = hugging_face.ACCELERATE, hugging_face.accelerate(typed)
+    elif any(key in typed for key in hugging_face.OF_TRAINER):
+        of, translated = hugging_face.TRAINER, hugging_face.trainer(typed, gpus)
+    elif "MODEL.TYPE" in typed:
         named = any(word.startswith("recipe.model") for word in overrides)
-        translated = pycls.translate(settings, given.values, named)
+        settings = given.over(pycls.DEFAULTS, pycls.NAME)
+        of, translated = pycls.NAME, pycls.translate(settings, typed, named)
+    elif any(key in distribuuuu.DEFAULTS or key in distribuuuu.OLDER for key in typed):
+        given = given.renamed(distribuuuu.OLDER)
+        settings = given.over(distribuuuu.DEFAULTS, distribuuuu.NAME)
+        of, translated = distribuuuu.NAME, distribuuuu.translate(settings, given.values, gpus)
     else:
-        translated = distribuuuu.translate(settings, given.values, gpus)
-    return Imported(framework.NAME, file, _overridden(translated, overrides))
+        raise UsageError(
+            f"{file}: its keys are not those of Distribuuuu, pycls, Accelerate or the Trainer; a recipe of ours is "
+            f"given without --cfg: lockstep train {file}"
+        )
+    return Imported(of, file, _overridden(translated, overrides))
 
 
 def _overridden(translated: Translated, overrides: Sequence[str]) -> Translated:

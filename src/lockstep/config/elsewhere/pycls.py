@@ -157,7 +157,6 @@ DEFAULTS: Final[dict[str, Any]] = {
     "VIT.PATCH_SIZE": 16,
     "VIT.STEM_TYPE": "patchify",
 }
-OLDER: Final[dict[str, str]] = {}
 _ROOT: Final = "pycls/datasets/data/imagenet"  # from where it is installed
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
 _PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottlenecks and widths of groups: one group

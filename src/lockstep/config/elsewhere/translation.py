@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from lockstep.config import write
 from lockstep.config.document import dotted
+
+_WIDTH: Final = 120
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,21 @@ class Translated:
 
     def to_yaml(self, heading: str) -> str:
         """Write it as a recipe, in which comments say where each value is from, and what is left out."""
-        remarks = [f"# {write.printable(each)}" for each in self.remarks()]
-        return "\n".join([f"# {write.printable(heading)}", *write.block(self.values, self.origins), *remarks]) + "\n"
+        lines = [*_comment(heading), *write.block(self.values, self.origins)]
+        return "\n".join([*lines, *(line for remark in self.remarks() for line in _comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
         """Yield what is left out, and what is not as it was there."""
-        for key, reason in self.left.items():
-            yield f"{key} is not mapped: {reason}"
+        for reason in dict.fromkeys(self.left.values()):
+            keys = [key for key, own in self.left.items() if own == reason]
+            yield f"not mapped: {', '.join(keys)}: {reason}"
         yield from self.notes
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        write.printable(text), _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+    )
 
 
 @final
@@ -56,6 +66,14 @@ class Translation:
         self._used.add(key)
         return self._settings[key]
 
+    def __contains__(self, key: str) -> bool:
+        """Whether a key of theirs has a value."""
+        return key in self._settings
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of theirs that may not be there."""
+        return self[key] if key in self._settings else default
+
     def set(self, path: str, value: Any, origin: str) -> None:
         """Set a dotted key of ours; `origin` says what it follows from."""
         *sections, name = path.split(".")
@@ -72,13 +90,21 @@ class Translation:
         self.set(path, self[key], key)
 
     def leave(self, reason: str, *keys: str) -> None:
-        """Say why these keys of theirs have no counterpart, if somebody typed them; the first reason counts."""
+        """Say why these keys of theirs have no counterpart, if somebody typed them and nothing follows from them.
+
+        The first reason counts.
+        """
         self._used.update(keys)
-        self._left = {key: reason for key in keys if key in self._typed} | self._left
+        mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
+        self._left = {key: reason for key in keys if key in self._typed and key not in mapped} | self._left
 
     def below(self, *sections: str) -> list[str]:
         """Return all keys of these sections of theirs."""
         return [key for key in self._settings if key.partition(".")[0] in sections]
+
+    def rest(self, reason: str) -> None:
+        """Say why all keys have no counterpart that nothing was done with yet."""
+        self.leave(reason, *(key for key in self._settings if key not in self._used))
 
     def note(self, text: str) -> None:
         """Say what else is not as it was there."""
