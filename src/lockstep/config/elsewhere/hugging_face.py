@@ -17,10 +17,16 @@ TRAINER: Final = "the Trainer"
 OF_ACCELERATE: Final = "distributed_type"  # a key that each of its files has
 OF_TRAINER: Final = ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir")
 _SHARDING: Final = {  # of FSDP 1, by name and by number
-    **dict.fromkeys(("FULL_SHARD", "1"), "zero3"),
-    **dict.fromkeys(("SHARD_GRAD_OP", "2"), "zero2"),
-    **dict.fromkeys(("NO_SHARD", "3"), "ddp"),
-    **dict.fromkeys(("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"), "hsdp"),
+    "FULL_SHARD": "zero3",
+    "1": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "2": "zero2",
+    "NO_SHARD": "ddp",
+    "3": "ddp",
+    "HYBRID_SHARD": "hsdp",
+    "4": "hsdp",
+    "HYBRID_SHARD_ZERO2": "hsdp",
+    "5": "hsdp",
 }
 _STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _PRECISIONS: Final = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
