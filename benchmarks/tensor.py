@@ -16,7 +16,7 @@ process has one thread, and all keep freed memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -24,11 +24,9 @@ from typing import Final
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import turns as dictionaries
-from benchmarks.live_bytes import LiveBytes
-from benchmarks.processes import Contestant, Turn, take_turns, timed
+from benchmarks.processes import Contestant, take_turns
 from benchmarks.report import Result, Target, compare
-from benchmarks.tensor_learners import HEADS, Side, Work, gradients, ours, torchs
-from lockstep.comm.world import World
+from benchmarks.tensor_learners import HEADS, Side, Work, gradients, memory_of_step, ours, time_of_step, torchs
 from lockstep.device.memory import keep_freed_memory
 
 WHOLE: Final = "1 chunk"
@@ -47,7 +45,6 @@ KERNELS: Final = {
     "aten::add_": "additions",
 }
 STEPS: Final = 5  # of a turn that looks where the time goes
-_WARM: Final = Work(8 * HEADS, layers=1)
 
 
 def results(quick: bool) -> Iterator[Result]:
@@ -66,12 +63,12 @@ def results(quick: bool) -> Iterator[Result]:
 def price_of(what: str, work: Work, turns: int) -> Result:
     """Compare the time with 8 chunks with that of the same model in one piece, on one process."""
     contestants = {
-        name: Contestant(partial(_timed, time.process_time, PRICES[what], replace(work, chunks=count)))
+        name: Contestant(partial(time_of_step, PRICES[what], replace(work, chunks=count), clock=time.process_time))
         for name, count in {WHOLE: 1, CUT: HEADS}.items()
     }
     return compare(
         f"tensor-price-{what.replace(' ', '-')}-{work.width}",
-        f"chunks, {what}: {_described(work)}, 1 process",
+        f"chunks, {what}: {described(work)}, 1 process",
         "s of the processor a step",
         take_turns(contestants, turns),
         WHOLE,
@@ -89,7 +86,7 @@ def where_time_goes(work: Work, turns: int) -> Result:
         raise RuntimeError("\n".join(f"{name}: {why}" for name, why in missing.items()))
     return compare(
         f"tensor-where-{work.width}",
-        f"where the time goes, forward and backward: {_described(work)}, 1 process",
+        f"where the time goes, forward and backward: {described(work)}, 1 process",
         "ms a step",
         {f"{name}: {part}": [each[part] for each in own[1:]] for name, own in answers.items() for part in own[0]},
         f"{WHOLE}: all",
@@ -98,12 +95,10 @@ def where_time_goes(work: Work, turns: int) -> Result:
 
 def time_of(work: Work, size: int, turns: int) -> Result:
     """Compare the time of a step of ranks that share chunks with that of torch's."""
-    contestants = {
-        name: Contestant(partial(_timed, time.perf_counter, *each), size) for name, each in _sides(work, size).items()
-    }
+    contestants = {name: Contestant(partial(time_of_step, *each), size) for name, each in _sides(work, size).items()}
     return compare(
         f"tensor-time-{size}-{work.width}",
-        f"tensor, a step: {_described(work)}, {size} processes",
+        f"tensor, a step: {described(work)}, {size} processes",
         "s a step",
         take_turns(contestants, turns),
         TORCH,
@@ -114,10 +109,10 @@ def time_of(work: Work, size: int, turns: int) -> Result:
 def memory_of(work: Work, size: int, turns: int) -> Result:
     """Compare the memory of such a rank with that of torch's, and with that of one that has the whole model."""
     sides = _sides(work, size) | {DDP: (partial(ours, "ddp"), replace(work, microbatches=size))}
-    contestants = {name: Contestant(partial(_measured, *each), size) for name, each in sides.items()}
+    contestants = {name: Contestant(partial(memory_of_step, *each), size) for name, each in sides.items()}
     return compare(
         f"tensor-memory-{size}-{work.width}",
-        f"tensor, memory in a step: {_described(work)}, {size} processes",
+        f"tensor, memory in a step: {described(work)}, {size} processes",
         "MiB, the largest rank",
         take_turns(contestants, turns),
         TORCH,
@@ -128,14 +123,14 @@ def memory_of(work: Work, size: int, turns: int) -> Result:
 def of_rows(what: str, work: Work, size: int, turns: int) -> Result:
     """Compare the time, or the memory, of a rank that has some rows of table and head with one that has all."""
     side, work = partial(ours, "tensor"), replace(work, chunks=size)
-    measure = partial(_timed, time.perf_counter) if what == "time" else _measured
+    measure = time_of_step if what == "time" else memory_of_step
     contestants = {
         name: Contestant(partial(measure, side, replace(work, by_rows=by_rows)), size)
         for name, by_rows in {NO_ROWS: False, ROWS: True}.items()
     }
     return compare(
         f"tensor-rows-{what}-{size}",
-        f"tensor, {what} of a step: {_described(work)}, vocabulary of {work.vocabulary:,}, {size} processes",
+        f"tensor, {what} of a step: {described(work)}, vocabulary of {work.vocabulary:,}, {size} processes",
         "s a step" if what == "time" else "MiB, the largest rank",
         take_turns(contestants, turns),
         NO_ROWS,
@@ -143,7 +138,8 @@ def of_rows(what: str, work: Work, size: int, turns: int) -> Result:
     )
 
 
-def _described(work: Work) -> str:
+def described(work: Work) -> str:
+    """Say what is trained."""
     return f"GPT of width {work.width}, {work.layers} layers, {work.sequences} x {work.tokens} tokens"
 
 
@@ -158,19 +154,6 @@ def _targets(size: int) -> list[Target]:
 
 def _mine(count: int) -> str:
     return f"lockstep tensor, {count} chunks"
-
-
-def _timed(clock: Callable[[], float], side: Side, work: Work, world: World) -> Turn:
-    keep_freed_memory()
-    return timed(side(work, world), world, clock)
-
-
-def _measured(side: Side, work: Work, world: World) -> Turn:
-    side(replace(_WARM, chunks=work.chunks, microbatches=work.microbatches), world)()
-    live = LiveBytes()
-    do = side(work, world)
-    do()
-    return lambda: live.peak(do) / 2**20
 
 
 def _taken_apart(work: Work) -> dictionaries.Turn:

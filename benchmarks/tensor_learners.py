@@ -7,20 +7,26 @@ the order of ranks first, as who slices by hand does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.processes import Turn, timed
 from lockstep.comm.world import World
 from lockstep.core.order import Step
+from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.models.gpt import GPT, gpt
 from lockstep.parallel.numerics import Numerics
@@ -31,6 +37,7 @@ from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
 HEADS: Final = 8
+SLICES: Final = 2  # along tensor, in a mesh
 VOCAB: Final = {"embedding.tokens": "vocab", "head": "vocab"}
 LR: Final = 1e-3
 DECAY: Final = 0.05
@@ -70,9 +77,9 @@ class Work:
         ids = torch.randint(self.vocabulary, (self.sequences, self.tokens + 1), generator=generator)
         return ids[:, :-1], ids[:, 1:]
 
-    def loss(self, model: nn.Module) -> Tensor:
-        """Return the mean loss of the first micro-batch."""
-        ids, targets = self.batch(0)
+    def loss(self, model: nn.Module, index: int = 0) -> Tensor:
+        """Return the mean loss of a micro-batch."""
+        ids, targets = self.batch(index)
         return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
@@ -88,10 +95,10 @@ def gradients(work: Work, _: World | None = None) -> Do:
     return do
 
 
-def ours(name: str, work: Work, world: World) -> Do:
-    """Return what does a step under our strategy `name`."""
+def ours(name: str, work: Work, world: World, options: Mapping[str, int] | None = None) -> Do:
+    """Return what does a step under our strategy `name`, with its options."""
     fix_kernels(threads=1)
-    strategy: Any = import_module(f"lockstep.strategies.{name}").Strategy()
+    strategy: Any = import_module(f"lockstep.strategies.{name}").Strategy(**(options or {}))
     engine = strategy.start(
         Problem(Language(), work.build),
         lambda trained, _: make_optimizer(trained, name="AdamW", lr=LR, weight_decay=DECAY),
@@ -116,25 +123,43 @@ def ours(name: str, work: Work, world: World) -> Do:
 
 def torchs(work: Work, world: World) -> Do:
     """Return what does a step of a model that torch has sliced for the ranks."""
-    model = sliced_by_torch(work.build(), world.size).train()
-    # Torch's multi-tensor form takes either tensors that are sliced or tensors that are not.
-    groups: list[dict[str, Any]] = [
-        {"params": [each for each in model.parameters() if isinstance(each, DTensor) == sliced]}
-        for sliced in (True, False)
-    ]
+    model = sliced_by_torch(work.build(), init_device_mesh("cpu", (world.size,))).train()
+    return _stepping(model, partial(work.loss, model))
+
+
+def composed(work: Work, world: World) -> Do:
+    """Return what does a step where two ranks next to each other share a slice's layers, and the others its rows.
+
+    Each pair has a micro-batch of its own; fully_shard takes the mean of their gradients.
+    """
+    mesh = init_device_mesh("cpu", (world.size // SLICES, SLICES), mesh_dim_names=("shard", "tensor"))
+    model = sliced_by_torch(work.build(), mesh["tensor"]).train()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return _stepping(model, partial(work.loss, model, mesh.get_local_rank("shard")))
+
+
+def _stepping(model: nn.Module, loss: Callable[[], Tensor]) -> Do:
+    # Torch's multi-tensor form takes tensors of one kind: not sliced, or sliced along the same axes.
+    kinds: dict[tuple[str, ...] | None, list[nn.Parameter]] = {}
+    for each in model.parameters():
+        kind = tuple(each.device_mesh.mesh_dim_names or ()) if isinstance(each, DTensor) else None
+        kinds.setdefault(kind, []).append(each)
+    groups = [{"params": params} for params in kinds.values()]
     optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, foreach=True)
 
     def do() -> None:
-        work.loss(model).backward()  # type: ignore[no-untyped-call]
+        loss().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
     return do
 
 
-def sliced_by_torch(model: GPT, ranks: int) -> GPT:
-    """Slice a model's blocks in place; all `ranks` call it."""
-    mesh = init_device_mesh("cpu", (ranks,))
+def sliced_by_torch(model: GPT, mesh: DeviceMesh) -> GPT:
+    """Slice a model's blocks in place; all ranks of a mesh of one axis call it."""
+    ranks = mesh.size()
     plan = {
         "attention.queries_keys_values": ColwiseParallel(),
         "attention.out": RowwiseParallel(),
@@ -150,3 +175,21 @@ def sliced_by_torch(model: GPT, ranks: int) -> GPT:
         attention.heads //= ranks
         parallelize_module(block, mesh, plan)
     return model
+
+
+def time_of_step(side: Side, work: Work, world: World, clock: Callable[[], float] = time.perf_counter) -> Turn:
+    """Return what times a step."""
+    keep_freed_memory()
+    return timed(side(work, world), world, clock)
+
+
+def memory_of_step(side: Side, work: Work, world: World) -> Turn:
+    """Return what counts the MiB in use at most in a step, from before the model is built on."""
+    side(replace(_WARM, chunks=work.chunks, microbatches=work.microbatches), world)()
+    live = LiveBytes()
+    do = side(work, world)
+    do()
+    return lambda: live.peak(do) / 2**20
+
+
+_WARM: Final = Work(8 * HEADS, layers=1)  # of a process that has computed nothing yet

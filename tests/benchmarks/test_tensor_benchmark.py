@@ -8,6 +8,7 @@ import pytest
 import torch
 import worlds
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks import tensor
@@ -19,7 +20,7 @@ WORK = Work(32, layers=2, sequences=2, tokens=8)
 
 
 def by_torch(world: World) -> tuple[float, dict[str, Tensor], int]:
-    model = sliced_by_torch(WORK.build(), world.size)
+    model = sliced_by_torch(WORK.build(), init_device_mesh("cpu", (world.size,)))
     sliced = sum(isinstance(each, DTensor) for each in model.parameters())
     return *_trained(model), sliced
 

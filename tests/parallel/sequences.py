@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -83,12 +82,6 @@ def ids(samples: int, seed: int = 3) -> Tensor:
     return torch.randint(WORDS, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def strategy(world: World, case: Case) -> Any:
-    name = "single" if world.size == 1 else case.strategy
-    kind = import_module(f"lockstep.strategies.{name}").Strategy
-    return kind(**dict(case.options)) if name == case.strategy else kind()
-
-
 def engine(world: World, case: Case) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name="adamw", lr=0.02, weight_decay=0.01, norms=norms)
@@ -104,7 +97,7 @@ def engine(world: World, case: Case) -> Engine:
     if case.chunks > 1:
         example = positioned(example, taken_by(build(case)))
     problem = Problem(Language(), partial(build, case), example=example)
-    started: Engine = strategy(world, case).start(problem, optimizer, world, numerics)
+    started: Engine = toys.named(world, case.strategy, case.options).start(problem, optimizer, world, numerics)
     return UsualShapes(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 
 
@@ -123,7 +116,7 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
     trace: Trace = {}
     for step, batch in list(steps(case))[first:]:
         cuts = cut(step.samples, min(case.microbatches, step.samples))
-        own = strategy(world, case).mesh(world.size).data_rank(world.rank).indices(len(cuts))
+        own = toys.named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank).indices(len(cuts))
         parts = [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0, dummy) for index, dummy in own]
         sums = training.forward_backward(parts, step)
         update = training.update(0.02, 0.5)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -120,12 +119,6 @@ def build(case: Case) -> nn.Module:
         return MODELS[case.model]()
 
 
-def strategy(world: World, case: Case) -> Any:
-    name = "single" if world.size == 1 else case.strategy
-    kind = import_module(f"lockstep.strategies.{name}").Strategy
-    return kind(**dict(case.options)) if name == case.strategy else kind()
-
-
 def engine(world: World, case: Case) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=case.optimizer, lr=0.02, weight_decay=0.01, norms=norms)
@@ -141,7 +134,7 @@ def engine(world: World, case: Case) -> Engine:
         recompute=case.recompute,
     )
     problem = Problem(task, partial(build, case), example=example)
-    started: Engine = strategy(world, case).start(problem, optimizer, world, numerics)
+    started: Engine = toys.named(world, case.strategy, case.options).start(problem, optimizer, world, numerics)
     return started
 
 
@@ -161,7 +154,7 @@ def steps(case: Case) -> Iterator[tuple[Step, dict[str, Tensor]]]:
 def share(world: World, case: Case, step: Step, batch: dict[str, Tensor]) -> list[MicroBatch]:
     """Return this rank's micro-batches."""
     cuts = cut(step.samples, min(case.microbatches, step.samples))
-    data_rank = strategy(world, case).mesh(world.size).data_rank(world.rank)
+    data_rank = toys.named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank)
     found = []
     for index, dummy in data_rank.indices(len(cuts)):
         own = {name: tensor[list(cuts[index])] for name, tensor in batch.items()}

@@ -142,6 +142,13 @@ def build(case: Case) -> nn.Module:
     return model
 
 
+def named(world: World, name: str, options: Sequence[tuple[str, Any]]) -> Any:
+    """Return a strategy by its name with these options; `single`, which has none, on one process."""
+    found = "single" if world.size == 1 else name
+    kind = import_module(f"lockstep.strategies.{found}").Strategy
+    return kind(**dict(options)) if found == name else kind()
+
+
 def strategy(world: World, case: Case) -> Any:
     """Return the strategy of a case: the plain one on one process."""
     name = case.alone if world.size == 1 else case.strategy
