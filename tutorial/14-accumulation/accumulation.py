@@ -38,9 +38,10 @@ def main() -> None:
     def counted(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         nonlocal messages
         messages += 1
-        work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda done: done.value()[0])
+        dist.all_reduce(bucket.buffer().div_(size))
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, counted)
