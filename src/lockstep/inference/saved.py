@@ -20,13 +20,12 @@ from lockstep.core.rank import ALONE
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
-from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.models.tuned import tuned
 from lockstep.own_code import OwnCode
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.adapters import tuning_of
-from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data
+from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model
 from lockstep.run.computing import computing_device
 from lockstep.run.evaluation import Asked, opened
 from lockstep.run.resume import check_tensors
@@ -99,13 +98,7 @@ class Saved:
         """
         recipe = self.recipe
         # Without pretrained weights: the checkpoint has them all.
-        plain = partial(
-            build_model,
-            name=recipe.model.name,
-            source=recipe.model.source,
-            options=recipe.model.options,
-            facts=self.known,
-        )
+        plain = plain_model(recipe, self.known)
         model = initialise(partial(tuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))

@@ -146,6 +146,17 @@ def over_ranks(world: World, number: int) -> int:
     return int(world.add_(torch.tensor(number)))
 
 
+def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
+    """Return what builds the recipe's model for data with these facts: without first weights, adapters or chunks."""
+    return partial(
+        build_model,
+        name=recipe.model.name,
+        source=recipe.model.source,
+        options=recipe.model.options,
+        facts=facts,
+    )
+
+
 def setup(recipe: Recipe, first: First | None = None) -> Setup:
     """Open the data, check model, loss and optimizer against it, and return all of it.
 
@@ -160,13 +171,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     name = f"model {recipe.model.name}"
     task, task_line = find_task(wanted(values(recipe), name), data.facts, example)
     task = measured(task, recipe.metrics)
-    plain = partial(
-        build_model,
-        name=recipe.model.name,
-        source=recipe.model.source,
-        options=recipe.model.options,
-        facts=data.facts,
-    )
+    plain = plain_model(recipe, data.facts)
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     tuning = tuning_of(recipe)

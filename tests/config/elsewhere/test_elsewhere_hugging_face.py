@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from lockstep.config.base import values
 from lockstep.config.elsewhere.find import Imported, import_file
@@ -80,7 +81,7 @@ def test_the_batch_of_the_trainer_is_that_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_every_argument_of_the_trainer_is_mapped_or_named(tmp_path: Path) -> None:
-    arguments = pytest.importorskip("transformers").TrainingArguments(output_dir="out", use_cpu=True, max_steps=5)
+    arguments = TrainingArguments(output_dir="out", use_cpu=True, max_steps=5)
     settings = json.loads(arguments.to_json_string())
     found = imported(tmp_path, settings, *MODEL)
     assert found.loaded().config.recipe.steps == 5

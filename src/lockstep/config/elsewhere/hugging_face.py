@@ -86,8 +86,7 @@ def _fsdp(keys: Translation) -> None:
     else:
         raise UsageError(f"fsdp_config.fsdp_sharding_strategy: {sharding!r}; use {', '.join(_SHARDING)}")
     offload = keys.get("fsdp_config.fsdp_offload_params", False) and strategy != "ddp"
-    value = {"name": strategy, "offload": True} if offload else strategy
-    keys.set("placement.strategy", value, f"{origin}, fsdp_offload_params" if offload else origin)
+    _set_strategy(keys, strategy, offload, f"{origin}, fsdp_offload_params" if offload else origin)
     if keys.get("fsdp_config.fsdp_activation_checkpointing", False):
         keys.set("placement.recompute", "full", "fsdp_config.fsdp_activation_checkpointing")
     keys.leave("blocks are found in the model", "fsdp_config.fsdp_auto_wrap_policy")
@@ -108,11 +107,8 @@ def _deepspeed(keys: Translation) -> None:
     if "nvme" in devices:
         raise UsageError("deepspeed_config: offload to nvme; placement.strategy: {name: deepspeed, ...} has that")
     offload = "cpu" in devices and stage > 0
-    keys.set(
-        "placement.strategy",
-        {"name": _STAGES[stage], "offload": True} if offload else _STAGES[stage],
-        "deepspeed_config.zero_stage, offload_*_device" if offload else "deepspeed_config.zero_stage",
-    )
+    origin = "deepspeed_config.zero_stage, offload_*_device" if offload else "deepspeed_config.zero_stage"
+    _set_strategy(keys, _STAGES[stage], offload, origin)
     if (clip := keys.get("deepspeed_config.gradient_clipping", "auto")) != "auto":
         keys.set("recipe.clip_norm", float(clip), "deepspeed_config.gradient_clipping")
     keys.note("ZeRO is Lockstep's own here, with the bits of one process; strategy deepspeed runs DeepSpeed's engine")
@@ -188,8 +184,11 @@ def _sharding(keys: Translation) -> None:
     words = given.split() if isinstance(given, str) else [str(each) for each in given] if given is not True else []
     named = [_SHARDING[word.upper()] for word in words if word.upper() in _SHARDING] or ["zero3"]
     if given:
-        value = {"name": named[0], "offload": True} if "offload" in words else named[0]
-        keys.set("placement.strategy", value, "fsdp")
+        _set_strategy(keys, named[0], "offload" in words, "fsdp")
+
+
+def _set_strategy(keys: Translation, name: str, offload: bool, origin: str) -> None:
+    keys.set("placement.strategy", {"name": name, "offload": True} if offload else name, origin)
 
 
 def _optimizer(keys: Translation) -> None:

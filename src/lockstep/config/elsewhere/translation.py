@@ -95,8 +95,7 @@ class Translation:
         The first reason counts.
         """
         self._used.update(keys)
-        mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
-        self._left = {key: reason for key in keys if key in self._typed and key not in mapped} | self._left
+        self._left = dict.fromkeys(keys, reason) | self._left
 
     def below(self, *sections: str) -> list[str]:
         """Return all keys of these sections of theirs."""
@@ -114,4 +113,6 @@ class Translation:
         """Return the whole."""
         if forgotten := sorted(set(self._settings) - self._used):
             raise AssertionError(f"nothing was done with {', '.join(forgotten)}")
-        return Translated(self._values, self._origins, self._left, tuple(self._notes))
+        mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
+        left = {key: reason for key, reason in self._left.items() if key in self._typed and key not in mapped}
+        return Translated(self._values, self._origins, left, tuple(self._notes))
