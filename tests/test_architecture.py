@@ -36,7 +36,9 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "verification/first_look"),
     ],
-    "inference": ["core", "config", "device", "tasks", "data", "models", "parallel/weights", "training", "run"],
+    "inference": [
+        *("core", "config", "device", "tasks", "data", "models", "parallel/weights", "training", "reporting", "run"),
+    ],
     "exports": ["core", "config", "tasks", "data", "models", "run", "inference"],
     "verification": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
@@ -76,6 +78,7 @@ ROOMS = {
     "exports": "what other programs call it",
     "commands/predict": "options, which users type",
     "commands/export": "what of a run is exported, told to users",
+    "commands/report": "what of a run is shown, told to users",
     "device/kernels": "torch's operations, by their names and by what they are called for",
 }
 # `class` and `label` alone are Python's and a message's, and cannot be told apart; what goes with them is enough.

@@ -6,7 +6,7 @@ import math
 import pytest
 from component import require_package
 
-from lockstep.reporting.charts import Chart, bars, curves, lines
+from lockstep.reporting.charts import Chart, bars, curves, dots, lines, matrix
 from lockstep.reporting.history import Point
 
 POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 1.0, math.nan), Point(3, 192, 1.5, 1.0)]
@@ -45,6 +45,38 @@ def test_names_are_text() -> None:
     assert (trace["name"], trace["y"]) == (escaped, [escaped])
 
 
+def test_a_matrix_has_each_count_once_on_its_diagonal_or_beside_it() -> None:
+    chart = matrix("t", "guess", "truth", ["<a>", "b" * 30], [[30, 10], [0, 12_345]])
+    right, wrong = chart.figure["data"]
+    assert (right["z"], wrong["z"]) == ([[0.75, None], [None, 1.0]], [[None, 0.25], [None, None]])
+    assert (right["text"], wrong["text"]) == ([["30", ""], ["", "12.3k"]], [["", "10"], ["", ""]])
+    assert (right["zmax"], wrong["zmax"]) == (1, 0.25)  # few mistakes have all shades, too
+    assert right["hovertext"][0][1] == f"truth &lt;a&gt;, guess {'b' * 30}: 10"
+    assert chart.figure["layout"]["xaxis"]["ticktext"] == ["&lt;a&gt;", "b" * 15 + "…"]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(9_999, "9999"), (10_000, "10k"), (999_499, "999k"), (999_501, "1M"), (1_234_567, "1.23M"), (2 * 10**9, "2G")],
+)
+def test_large_counts_have_room_in_a_cell(count: int, shown: str) -> None:
+    assert matrix("t", "x", "y", ["a"], [[count]]).figure["data"][0]["text"] == [[shown]]
+
+
+def test_dots_and_where_they_would_be_equal() -> None:
+    points, equal = dots("t", "x", "y", [(1.0, 2.0), (math.inf, 1.0), (4.0, 3.0)]).figure["data"]
+    assert (points["x"], points["y"]) == ([1.0, 4.0], [2.0, 3.0])
+    assert equal["x"] == equal["y"] == [1.0, 4.0]
+
+
+def test_lines_over_many_places_have_no_tick_for_each_and_need_not_begin_at_zero() -> None:
+    few, many = ([(float(place), 5.0) for place in range(count)] for count in (16, 100))
+    layouts = [lines("t", "x", "y", {"a": each}, from_zero=False).figure["layout"] for each in (few, many)]
+    assert ["tickvals" in layout["xaxis"] for layout in layouts] == [True, False]
+    assert layouts[1]["yaxis"]["rangemode"] == "normal"
+    assert lines("t", "x", "y", {"a": many}).figure["layout"]["yaxis"]["rangemode"] == "tozero"
+
+
 @pytest.mark.parametrize(
     "chart",
     [
@@ -52,6 +84,8 @@ def test_names_are_text() -> None:
         lines("t", "x", "y", {"a": [(1, 2.0), (2, math.inf)], "ideal": [(1, 1.0), (2, 2.0)]}, ideal="ideal"),
         bars("t", "x", {"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["one", "two"]),
         bars("t", "x", {"a": [1.0]}, ["one"], stacked=False),
+        matrix("t", "x", "y", ["one", "two"], [[3, 1], [0, 0]]),
+        dots("t", "x", "y", [(1.0, 2.0), (math.nan, 1.0)]),
     ],
 )
 def test_plotly_knows_all_that_is_said(chart: Chart) -> None:

@@ -10,13 +10,15 @@ from lockstep.errors import UsageError
 from lockstep.reporting import page as pages
 from lockstep.reporting.charts import curves
 from lockstep.reporting.history import Point
-from lockstep.reporting.page import Section, Table, Words, check_plotly, page
+from lockstep.reporting.page import Passage, Passages, Section, Table, Tile, Tiles, Words, check_plotly, page
 
 EVIL = '</script><script>alert(1)</script><img src="http://example.org/x.png" onerror=alert(2)>\x1b[2J'
 SECTIONS: list[Section] = [
     Words(EVIL, [EVIL]),
     Table(EVIL, ["run", EVIL], [[EVIL, EVIL]], note=EVIL),
     curves(EVIL, {EVIL: [Point(1, 64, 1.0, 2.0)]}, EVIL),
+    Passages(EVIL, [Passage(EVIL, EVIL, EVIL)], EVIL),
+    Tiles(EVIL, [Tile('data:image/png;base64,iVBORw0KGgo=" onerror="alert(3)', [EVIL, EVIL])], EVIL),
 ]
 
 
@@ -44,8 +46,10 @@ def html() -> str:
 def test_nothing_is_loaded_and_nothing_of_a_run_is_a_tag(html: str) -> None:
     found = Tags()
     found.feed(html)
-    assert (found.loads, found.handlers) == ([], [])
-    assert not {"img", "link", "iframe", "object", "base", "a"} & set(found.tags)
+    assert found.handlers == []
+    assert found.loads == ['img src=data:image/png;base64,iVBORw0KGgo=" onerror="alert(3)']  # which is in the page
+    assert found.tags.count("img") == 1
+    assert not {"link", "iframe", "object", "base", "a"} & set(found.tags)
     assert found.tags.count("script") == 3  # the data of a chart, plotly, and what draws
     assert "@import" not in pages._STYLE
     assert "url(" not in pages._STYLE
@@ -59,6 +63,18 @@ def test_the_policy_allows_its_own_two_scripts_alone(html: str) -> None:
     assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", policy)) == 2
     assert "unsafe-inline" not in policy.partition("style-src")[0]
     assert html.index(policy) < html.index("<script")
+
+
+def test_a_tile_that_would_be_loaded_is_none() -> None:
+    require_package("plotly")
+    with pytest.raises(ValueError, match=r"a tile of https://example\.org/x\.png"):
+        page("t", [Tiles("t", [Tile("https://example.org/x.png", ["x"])])])
+
+
+def test_a_passage_keeps_its_lines() -> None:
+    require_package("plotly")
+    made = page("t", [Passages("t", [Passage("name", "\ngiven\n", "follows\n")])])
+    assert "<pre>\n<span>\ngiven\n</span>follows\n</pre>" in made  # the first line end is HTML's own
 
 
 def test_the_same_runs_give_the_same_page(html: str) -> None:

@@ -8,14 +8,19 @@ from browser import Tab, browse
 from component import require_chromium
 from PIL import Image
 
-from lockstep.reporting.charts import bars, curves, lines
+from lockstep.reporting.charts import bars, curves, dots, lines, matrix
 from lockstep.reporting.history import Point
-from lockstep.reporting.page import Table, Words, page
+from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, page
 
 EVIL = (
     '</script><script>document.title = "evil"</script><img src="http://127.0.0.1:9/x.png" onerror="document.title=1">'
 )
 LONG = "runs/" + "a-very-long-name-of-a-run-" * 5
+# Of one pixel, a PNG.
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
+COUNTS = [[900 if row == column else row if row == column + 1 else 0 for column in range(10)] for row in range(10)]
 POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 2.5, 1.0), Point(3, 192, 3.0, 0.5)]
 
 
@@ -29,6 +34,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         curves("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss"),
         lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
         bars("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
+        matrix("Counts", "taken for", "is", [EVIL, LONG, *map(str, range(8))], COUNTS),
+        dots("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),
+        Tiles("Mistakes", [Tile(PIXEL, [EVIL, LONG])] * 24, LONG),
+        Passages("Text", [Passage(EVIL, f"  {EVIL}\n", LONG)], LONG),
     ]
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page("Two runs", sections), encoding="utf-8")
@@ -53,7 +62,7 @@ def visit(
                 found.append(await tab.value(step))
         if picture is not None:
             await tab.screenshot(picture)
-        assert tab.requests == [file.as_uri()]
+        assert [each for each in tab.requests if not each.startswith("data:")] == [file.as_uri()]
         assert tab.problems == []
 
     browse(file, visit)
@@ -80,6 +89,38 @@ def test_a_click_in_the_legend_takes_a_curve_away(file: Path) -> None:
     wait = "new Promise(done => setTimeout(done, 600))"
     found = visit(file, shown, "click #chart-2 .legendtoggle", wait, shown)
     assert [found[0], found[-1]] == [[True, True], ["legendonly", True]]
+
+
+def test_a_matrix_shows_each_count_that_is_there(file: Path) -> None:
+    drawn, names, inks = visit(
+        file,
+        "[...document.querySelectorAll('#chart-5 .heatmap-label')].map(e => e.textContent).filter(Boolean)",
+        "[...document.querySelectorAll('#chart-5 .xtick text')].map(e => e.textContent)",
+        "[...new Set([...document.querySelectorAll('#chart-5 .heatmap-label')].map(e => getComputedStyle(e).fill))]",
+    )
+    assert isinstance(drawn, list)
+    assert sorted(drawn) == sorted(str(count) for row in COUNTS for count in row if count)
+    assert isinstance(names, list)
+    assert names[:3] == [EVIL[:15] + "…", LONG[:15] + "…", "0"]
+    assert isinstance(inks, list)
+    for trace in matrix("", "", "", ["a"], [[1]]).figure["data"]:
+        for _, shade in trace["colorscale"]:
+            red, green, blue = (int(shade[at : at + 2], 16) for at in (1, 3, 5))
+            assert all(contrast(luminance(f"rgb({red}, {green}, {blue})"), luminance(each)) >= 4.5 for each in inks)
+
+
+def test_tiles_are_shown_and_passages_keep_their_lines(file: Path) -> None:
+    loaded, names, text, given = visit(
+        file,
+        "[...document.querySelectorAll('.tiles img')].map(e => e.complete && e.naturalWidth)",
+        "[...new Set([...document.querySelectorAll('.tiles img')].map(e => e.alt))]",
+        "document.querySelector('pre').textContent",
+        "document.querySelector('pre span').textContent",
+    )
+    assert loaded == [1] * 24
+    assert names == [EVIL]
+    assert text == f"  {EVIL}\n{LONG}"
+    assert given == f"  {EVIL}\n"
 
 
 def test_what_runs_are_called_is_text(file: Path) -> None:
@@ -117,16 +158,24 @@ def test_text_stands_out_from_its_ground(file: Path, tmp_path: Path, scheme: str
         "getComputedStyle(document.querySelector('td')).color",
         "getComputedStyle(document.querySelector('.note')).color",
         "getComputedStyle(document.querySelector('#chart-2 .legendtext')).fill",
+        "getComputedStyle(document.querySelector('#chart-5 .ytick text')).fill",
+        "getComputedStyle(document.querySelector('figcaption')).color",
+        "getComputedStyle(document.querySelector('pre')).color",
+        "getComputedStyle(document.querySelector('pre span')).color",
         scheme=scheme,
         picture=picture,
     )
     ground, *text = (luminance(str(each)) for each in colours)
     assert (ground > 0.5) == (scheme == "light")
-    for each in text:  # WCAG 2.2, 1.4.3: at least 4.5
-        assert (max(ground, each) + 0.05) / (min(ground, each) + 0.05) >= 4.5
+    assert all(contrast(ground, each) >= 4.5 for each in text)  # WCAG 2.2, 1.4.3
     with Image.open(picture) as shown:
         assert shown.height > 1000
         assert len(shown.convert("RGB").getcolors(1 << 24) or []) > 50  # it is not blank
+
+
+def contrast(one: float, other: float) -> float:
+    """Return the contrast of two luminances, as WCAG 2.2 defines it: 1 to 21."""
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
 def luminance(colour: str) -> float:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Final
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _overrides
 from lockstep.core.text import printable, printable_line
-
-_OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
 @click.command("predict")
@@ -62,8 +58,7 @@ def command(
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import Asked
 
-    overrides = tuple(each for each in inputs if _OVERRIDE.match(each))
-    files = [each for each in inputs if each not in overrides]
+    overrides, files = _overrides.apart(inputs)
     saved = open_saved(Asked(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
     for line in (*(f"note: {each}" for each in saved.notes), *(f"warning: {each}" for each in saved.problems)):
         click.echo(printable(line), err=True)

@@ -1,4 +1,4 @@
-"""Draw the curves of runs in a page, with what differs, restarts and checkpoints.
+"""Draw the curves of runs in a page, with what differs, restarts and checkpoints, and what their models do.
 
 The page is one file, which needs no network.
 """
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _overrides
 from lockstep.core.text import printable, printable_line
+from lockstep.errors import UsageError
 
 
 @click.command("report")
-@click.argument("folders", nargs=-1, metavar="[RUN]...", shell_complete=_completion.files)
+@click.argument("folders", nargs=-1, metavar="[RUN]... [KEY=VALUE]...", shell_complete=_completion.files)
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -25,31 +26,52 @@ from lockstep.core.text import printable, printable_line
 @click.option(
     "--png", is_flag=True, help="Write each chart as a PNG file, too, in a folder beside it, which needs Chromium."
 )
-def command(folders: tuple[str, ...], out: Path, png: bool) -> None:
+@click.option("--examples", is_flag=True, help="Evaluate a checkpoint of each run, and show what its model does.")
+@click.option("--samples", type=click.IntRange(1), metavar="N", help="At most so many validation samples [10000].")
+@click.option("--best", is_flag=True, help="Look at the best checkpoint of each run instead of the newest.")
+@click.option("--trust", is_flag=True, help="Run the code that the checkpoints' recipes name.")
+def command(
+    folders: tuple[str, ...], out: Path, png: bool, examples: bool, samples: int | None, best: bool, trust: bool
+) -> None:
     """Draw the runs in each RUN, a run folder or a folder of some (runs/, if left out), beside each other.
 
     Curves over samples and over time, throughput and memory; the keys in which recipes and placements differ; restarts
     and checkpoints.
+
+    With --examples also, of a checkpoint on its validation data: of classifiers the confusions and the worst mistakes,
+    of language models samples of text and the loss by position, predicted against true of regressions, confusions of
+    the pixels of segmentations. Overrides are dotted (placement.device=cpu). Code that a recipe names, such as
+    recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
-    from lockstep.errors import UsageError
+    from lockstep.reporting.charts import Chart
     from lockstep.reporting.page import check_plotly, page
     from lockstep.reporting.png import check_png, write_png
-    from lockstep.reporting.run_page import charts, sections
+    from lockstep.reporting.run_page import sections
     from lockstep.run.reported import reported
 
+    overrides, places = _overrides.apart(folders)
+    if not examples and (samples or best or trust or overrides):
+        raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
     check_plotly()
     if png:
         check_png()
-    found, warnings = reported([Path(each) for each in folders or ("runs",)])
+    found, warnings = reported([Path(each) for each in places or ("runs",)])
+    shown = sections(found)
+    if examples:
+        from lockstep.inference.examined import Wish, examined
+
+        wish = Wish(samples or Wish.samples, "best" if best else "newest", overrides, trust)
+        seen = examined(found, wish, lambda line: click.echo(printable_line(line), err=True))
+        shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
     for line in warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)
     title = found[0].run.folder if len(found) == 1 else f"{len(found)} runs"
     try:
-        out.write_text(page(title, sections(found)), encoding="utf-8")
+        out.write_text(page(title, shown), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out {out}: not written: {error.strerror}") from error
-    drawn = write_png(charts(found), out.with_suffix("")) if png else []
+    drawn = write_png([each for each in shown if isinstance(each, Chart)], out.with_suffix("")) if png else []
     for path in (out, *drawn):
         click.echo(printable(f"written {path}"))

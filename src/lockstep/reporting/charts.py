@@ -17,6 +17,12 @@ _MOST_POINTS: Final = 2_000  # of a line; a page with more is slow, and a screen
 _HEIGHT: Final = 340  # without the legend, which on a phone has a line for each trace
 _KEY_HEIGHT: Final = 19
 _BAR_HEIGHT: Final = 40
+_CELL_HEIGHT: Final = 26
+_LONGEST_TICK: Final = 16  # characters of a name beside an axis
+_MOST_TICKS: Final = 16
+# From few to many, on the diagonal and beside it: light, so that one colour of text stands out from all.
+_SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
+_ON_SHADES: Final = "#1b1f24"
 _MARKED: Final = 60  # points of a line of so few are marked
 
 
@@ -56,13 +62,20 @@ def curves(title: str, lines: Mapping[str, Sequence[Point]], y: str, *, percent:
 
 
 def lines(
-    title: str, x: str, y: str, series: Mapping[str, Sequence[tuple[float, float]]], *, note: str = "", ideal: str = ""
+    title: str,
+    x: str,
+    y: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    note: str = "",
+    ideal: str = "",
+    from_zero: bool = True,
 ) -> Chart:
-    """Return lines through few points, over a whole number such as that of processes; `ideal` is dashed and grey."""
+    """Return lines over a whole number, such as that of processes; `ideal` is dashed and grey."""
     data = [
         {
             "type": "scatter",
-            "mode": "lines" if name == ideal else "lines+markers",
+            "mode": "lines" if name == ideal or len(points) >= _MARKED else "lines+markers",
             "name": plain(name),
             "x": [point[0] for point in points],
             "y": [_finite(point[1]) for point in points],
@@ -72,8 +85,10 @@ def lines(
         for number, (name, points) in enumerate(series.items())
     ]
     layout = _layout(x, y, len(data))
-    layout["xaxis"] |= {"tickmode": "array", "tickvals": sorted({each[0] for all_ in series.values() for each in all_})}
-    layout["yaxis"]["rangemode"] = "tozero"
+    places = sorted({each[0] for all_ in series.values() for each in all_})
+    if len(places) <= _MOST_TICKS:
+        layout["xaxis"] |= {"tickmode": "array", "tickvals": places}
+    layout["yaxis"]["rangemode"] = "tozero" if from_zero else "normal"
     return Chart(title, {"data": data, "layout": layout}, note=note)
 
 
@@ -102,9 +117,82 @@ def bars(
     return Chart(title, {"data": data, "layout": layout}, note=note)
 
 
+def matrix(
+    title: str, x: str, y: str, names: Sequence[str], counts: Sequence[Sequence[int]], *, note: str = ""
+) -> Chart:
+    """Return a square of `counts`, a row for each y; a cell is the darker, the more of its row's it has.
+
+    The diagonal has a colour of its own, and cells of nothing have none, so that few beside many can be seen.
+    """
+    places = list(range(len(names)))
+    shares = [[count / max(sum(row), 1) for count in row] for row in counts]
+    told = [
+        [f"{y} {plain(one)}, {x} {plain(other)}: {count:,}" for other, count in zip(names, row, strict=True)]
+        for one, row in zip(names, counts, strict=True)
+    ]
+
+    def cells(diagonal: bool) -> dict[str, Any]:
+        own = [[bool(counts[row][column]) and (row == column) == diagonal for column in places] for row in places]
+        z = [[shares[row][column] if own[row][column] else None for column in places] for row in places]
+        few, many = _SHADES[not diagonal]
+        return {
+            "type": "heatmap",
+            "x": places,
+            "y": places,
+            "z": z,
+            "zmin": 0,
+            "zmax": 1 if diagonal else max((share for row in z for share in row if share), default=1),
+            "colorscale": [[0, few], [1, many]],
+            "showscale": False,
+            "text": [[_short(counts[row][column]) if own[row][column] else "" for column in places] for row in places],
+            "texttemplate": "%{text}",
+            "textfont": {"color": _ON_SHADES},
+            "hovertext": told,
+            "hoverinfo": "text",
+            "hoverongaps": False,
+            "xgap": 1,
+            "ygap": 1,
+        }
+
+    data = [cells(diagonal=True), cells(diagonal=False)]
+    layout = _layout(x, y, 0)
+    shown = [plain(name if len(name) <= _LONGEST_TICK else f"{name[: _LONGEST_TICK - 1]}…") for name in names]
+    ticks = {"tickmode": "array", "tickvals": places, "ticktext": shown, "showgrid": False, "zeroline": False}
+    layout["xaxis"] |= ticks
+    layout["yaxis"] |= {**ticks, "autorange": "reversed"}
+    layout |= {"height": 100 + _CELL_HEIGHT * max(len(names), 4), "showlegend": False}
+    return Chart(title, {"data": data, "layout": layout}, note=note)
+
+
+def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, note: str = "") -> Chart:
+    """Return a dot for each point, and a dotted line where x and y are equal."""
+    finite = [point for point in points if all(map(math.isfinite, point))]
+    ends = [limit(point[0] for point in finite) for limit in (min, max)] if finite else []
+    marker = {"size": 6, "color": _COLOURS[0], "opacity": 0.6}
+    data = [
+        {
+            "name": "samples",
+            "mode": "markers",
+            "x": [p[0] for p in finite],
+            "y": [p[1] for p in finite],
+            "marker": marker,
+        },
+        {"name": "equal", "mode": "lines", "x": ends, "y": ends, "line": {"color": "#7f7f7f", "dash": "dot"}},
+    ]
+    return Chart(
+        title, {"data": [{"type": "scatter", **each} for each in data], "layout": _layout(x, y, len(data))}, note=note
+    )
+
+
 def plain(text: str) -> str:
     """Return text that plotly draws as it stands: in what it is given it heeds some of HTML's tags."""
     return html.escape(text, quote=False)
+
+
+def _short(count: int) -> str:
+    """Return a count that has room in a cell."""
+    sizes = ((999_500_000, 1e9, "G"), (999_500, 1e6, "M"), (9_999, 1e3, "k"))
+    return next((f"{count / unit:.3g}{sign}" for least, unit, sign in sizes if count > least), str(count))
 
 
 def _layout(x: str, y: str, traces: int) -> dict[str, Any]:

@@ -38,7 +38,42 @@ class Words:
     paragraphs: Sequence[str]
 
 
-Section = Table | Chart | Words
+@dataclass(frozen=True)
+class Tile:
+    """What a data: URI shows, and the lines below it, of which the first is its name."""
+
+    source: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles beside each other, with a heading."""
+
+    title: str
+    tiles: Sequence[Tile]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text that stands for itself, line by line; what it was `given` is set apart from what `follows`."""
+
+    name: str
+    given: str
+    follows: str
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Passages below each other, with a heading."""
+
+    title: str
+    passages: Sequence[Passage]
+    note: str = ""
+
+
+Section = Table | Chart | Words | Tiles | Passages
 
 
 def check_plotly() -> None:
@@ -89,6 +124,10 @@ def _section(number: int, section: Section) -> str:
             inner = "\n".join(f"<p>{_escaped(each)}</p>" for each in section.paragraphs)
         case Table():
             inner = _table(section) + _note(section.note)
+        case Tiles():
+            inner = f'<div class="tiles">{"".join(map(_tile, section.tiles))}</div>' + _note(section.note)
+        case Passages():
+            inner = "\n".join(map(_passage, section.passages)) + _note(section.note)
         case Chart():
             # Within a script no text ends it but </, and JSON may write < otherwise.
             figure = json.dumps({**section.figure, "axes": section.axes}, allow_nan=False).replace("<", "\\u003c")
@@ -106,6 +145,19 @@ def _table(table: Table) -> str:
         for row in table.rows
     )
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>'
+
+
+def _tile(tile: Tile) -> str:
+    if not tile.source.startswith("data:"):  # all else would be loaded
+        raise ValueError(f"a tile of {tile.source[:40]}")
+    name, below = _escaped(tile.lines[0]), "<br>".join(map(_escaped, tile.lines))
+    return f'<figure><img src="{_escaped(tile.source)}" alt="{name}"><figcaption>{below}</figcaption></figure>'
+
+
+def _passage(passage: Passage) -> str:
+    text = f"<span>{_escaped(passage.given)}</span>{_escaped(passage.follows)}"
+    # HTML drops a line end that is the first of a <pre>.
+    return f"<p class=note>{_escaped(passage.name)}</p>\n<pre>\n{text}</pre>"
 
 
 def _note(text: str) -> str:
@@ -139,6 +191,12 @@ thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .note { color: var(--soft); font-size: .875rem; }
 fieldset { border: 1px solid var(--line); border-radius: 6px; display: inline-flex; gap: 1rem; }
 .chart { width: 100%; overflow: hidden; }
+.tiles { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { margin: 0; width: 7rem; } figure img { display: block; max-width: 100%; margin-bottom: .3rem; }
+figcaption { font-size: .8125rem; line-height: 1.35; overflow-wrap: anywhere; }
+pre { margin: 0; padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 6px; font-size: .875rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+pre span { color: var(--soft); }
 """
 # plotly draws what it is told once; the colours of text and lines follow the page's, and what it shows, the switch.
 _SCRIPT: Final = """

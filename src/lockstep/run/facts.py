@@ -54,12 +54,11 @@ def seen_by_model(ready: Setup) -> dict[str, Any]:
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
-def check_facts(ready: Setup, learned: Mapping[str, Any] | None, place: Path) -> None:
+def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any] | None, place: Path) -> None:
     """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
 
-    Whatever else the data now says of itself, or no longer says, is no difference.
+    `here` are those of the data that is here; whatever else they say of itself, or no longer says, is no difference.
     """
-    here = seen_by_model(ready)
     for name, before in (learned or {}).items():  # up to 0.1 checkpoints did not have them
         if name in here and here[name] != before and name not in _CHOSEN:
             found = _difference(before, here[name])

@@ -103,7 +103,7 @@ def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
     state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
-    check_facts(ready, state.facts, path)
+    check_facts(ready.data.facts, state.facts, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [
         *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
@@ -136,7 +136,7 @@ def check_first(ready: Setup) -> None:
     first = ready.first
     if first is None or first.found is None or first.state is None:
         return
-    check_facts(ready, first.decisive, first.found.path)
+    check_facts(ready.data.facts, first.decisive, first.found.path)
     if first.optimizer:
         problems = list(_carried_problems(first.found.snapshot, first.state, ready))
         if problems:

@@ -97,7 +97,7 @@ class Classification:
 
         With a mixture of classes the heaviest one is the truth.
         """
-        truth, counted = _truth(targets_of(batch))
+        truth, counted = truth_of(targets_of(batch))
         hits = _hits(predictions(outputs, self.model_name), truth, max(self.topk, default=1)) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
@@ -110,7 +110,7 @@ class Classification:
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
-        truth, counted = _truth(targets_of(batch))
+        truth, counted = truth_of(targets_of(batch))
         found = predictions(outputs, self.model_name)
         return {"confusion": confusion(truth, found.argmax(1), found.shape[1], counted)}
 
@@ -162,6 +162,13 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
     return sums.reshape(copies, size).sum(0)[:-1].reshape(classes, classes)
 
 
+def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the class of each sample, of a mixture the heaviest one, and which samples count: int64 and bool, [n]."""
+    if targets.is_floating_point():
+        return targets.argmax(dim=1), targets.sum(dim=1) > 0
+    return targets, targets != SKIPPED
+
+
 def skipped_samples(batch: Batch) -> Tensor:
     """Return which samples of a batch count as nothing: bool of shape [n]; none where a target is no single number."""
     targets = targets_of(batch)
@@ -183,7 +190,7 @@ def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
 
     The first of `targets` that counts is the target of both.
     """
-    counted = _truth(targets)[1]
+    counted = truth_of(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
     check_sum(loss, torch.linspace(-1.0, 1.0, classes)[None], target)
 
@@ -247,12 +254,6 @@ def _shown(target: Tensor) -> str:
 def _smooth(targets: Tensor, smoothing: float) -> Tensor:
     # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
     return targets * (1 - smoothing) + targets.sum(dim=1, keepdim=True) * (smoothing / targets.shape[1])
-
-
-def _truth(targets: Tensor) -> tuple[Tensor, Tensor]:
-    if targets.is_floating_point():
-        return targets.argmax(dim=1), targets.sum(dim=1) > 0
-    return targets, targets != SKIPPED
 
 
 def _hits(outputs: Tensor, truth: Tensor, k: int) -> Tensor:

@@ -65,14 +65,13 @@ class Language:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        logits, (_, targets, beyond) = predictions(outputs, self.model_name), self._foretold(batch)
-        if beyond:
-            logits = logits[:, :-beyond]
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        return F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=self.ignore, reduction="sum"
-        )
+        return self._cross_entropy(outputs, self._foretold(batch), "sum")
+
+    def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each target, and whether it counts: floats and bool of shape [n, t]; others are 0."""
+        foretold = self._foretold(batch)
+        losses = self._cross_entropy(outputs, foretold, "none")
+        return losses.reshape(foretold.targets.shape), foretold.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task: the loss and the weight say all."""
@@ -126,6 +125,16 @@ class Language:
         targets = F.pad(targets, (0, beyond), value=self.ignore)[:, part]
         cut = values[0][:, part]
         return Foretold({_IDS: cut} if names else (cut,), targets, 0)
+
+    def _cross_entropy(self, outputs: Any, foretold: Foretold, reduction: str) -> Tensor:
+        logits, (_, targets, beyond) = predictions(outputs, self.model_name), foretold
+        if beyond:
+            logits = logits[:, :-beyond]
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=self.ignore, reduction=reduction
+        )
 
     def _foretold(self, batch: Batch) -> Foretold:
         if isinstance(batch, Foretold):

@@ -49,7 +49,7 @@ class Regression:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        found, targets = _paired(self.model_name, outputs, batch)
+        found, targets = paired(self.model_name, outputs, batch)
         if self.own_loss is not None:
             return summed(self.own_loss(found, targets), found)
         numbers = max(targets.numel() // max(len(targets), 1), 1)  # of a sample
@@ -58,7 +58,7 @@ class Regression:
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the sums of errors and targets, and of their squares, for each number of a sample: float64."""
         found, targets = (
-            each.detach().double().flatten(1) for each in _paired(self.model_name, outputs, batch, columns=True)
+            each.detach().double().flatten(1) for each in paired(self.model_name, outputs, batch, columns=True)
         )
         errors = found - targets
         return {
@@ -100,7 +100,7 @@ class Regression:
             raise UsageError(f"targets are of {targets.dtype}; let the data give floats, or choose another recipe.task")
         if not targets.isfinite().all():
             raise UsageError("a target is not finite; leave such samples out of the data")
-        _paired(self.model_name, outputs, batch)
+        paired(self.model_name, outputs, batch)
 
     def _errors(self, found: Tensor, targets: Tensor) -> Tensor:
         match self.loss_name:
@@ -124,7 +124,7 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
     return Regression(loss, delta, model_name=model)
 
 
-def _paired(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
+def paired(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
     """Return outputs and targets in one shape and, unless they are, floats of 32 bits; with `columns` of two dims."""
     found, targets = predictions(outputs, model), targets_of(batch)
     if found.ndim == targets.ndim + 1 and found.shape[-1] == 1:

@@ -1,0 +1,79 @@
+"""What was taken for what: a matrix, or the pairs of classes that are mistaken most often where there are many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.reporting import wording
+from lockstep.reporting.charts import matrix
+from lockstep.reporting.page import Section, Table
+
+_MOST_CELLS: Final = 20  # classes of a matrix that can be read
+_MOST_ROWS: Final = 20  # of a table
+
+_SHADES: Final = "Blue is right, orange is not, and the darker, the greater a cell's share of its row."
+
+
+def confusions(
+    run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, unit: str
+) -> list[Section]:
+    """Return a matrix or a table of pairs, and a table of the classes; `unit` is what is counted, in the plural.
+
+    `truths`, `guesses` and `times` have a row each: `times` so often the first was taken for the second; int64.
+    """
+    of, taken, right = (torch.zeros(len(names), dtype=torch.int64) for _ in range(3))
+    of.index_add_(0, truths, times)
+    taken.index_add_(0, guesses, times)
+    right.index_add_(0, truths, torch.where(truths == guesses, times, 0))
+    shown: Section
+    if len(names) <= _MOST_CELLS:
+        counts = torch.zeros(len(names), len(names), dtype=torch.int64)
+        counts.index_put_((truths, guesses), times, accumulate=True)
+        shown = matrix(f"{run}: {unit} by class", "taken for", "is", names, counts.tolist(), note=_SHADES)
+    else:
+        shown = _pairs(run, names, truths, guesses, times, of, unit)
+    return [shown, _classes(run, names, of.tolist(), taken.tolist(), right.tolist(), unit)]
+
+
+def _pairs(
+    run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, of: Tensor, unit: str
+) -> Table:
+    wrong = truths != guesses
+    keys, where = np.unique((truths * len(names) + guesses)[wrong].numpy(), return_inverse=True)
+    counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(where), times[wrong])
+    rows = []
+    for row in counts.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist():
+        one, other = divmod(int(keys[row]), len(names))
+        count = int(counts[row])
+        rows.append([names[one], names[other], f"{count:,}", wording.percent(count / int(of[one]))])
+    note = f"{len(names):,} classes are too many for a matrix; of {len(keys):,} pairs these are mistaken most often."
+    return Table(f"{run}: mistaken most often", ["is", "taken for", unit, "of the class"], rows, note)
+
+
+def _classes(
+    run: str, names: Sequence[str], of: Sequence[int], taken: Sequence[int], right: Sequence[int], unit: str
+) -> Table:
+    """Return recall and precision of the classes, those first of which least is found."""
+    there = [number for number in range(len(names)) if of[number] or taken[number]]
+    order = sorted(there, key=lambda number: right[number] / of[number] if of[number] else 2.0)[:_MOST_ROWS]
+    rows = [
+        [
+            names[number],
+            f"{of[number]:,}",
+            _share(right[number], of[number]),
+            _share(right[number], taken[number]),
+        ]
+        for number in order
+    ]
+    some = f" The {len(rows)} with the lowest recall of {len(there):,}." if len(rows) < len(there) else ""
+    note = f"Recall: of the class, what is taken for it. Precision: of what is taken for it, the class.{some}"
+    return Table(f"{run}: classes", ["class", unit, "recall", "precision"], rows, note)
+
+
+def _share(part: int, of: int) -> str:
+    return wording.percent(part / of) if of else ""

@@ -1,0 +1,190 @@
+"""What saved runs do, for a page: each is evaluated in this process, and what its task lets one see is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import LockstepError, UsageError
+from lockstep.inference.confusions import confusions
+from lockstep.inference.foretold import Foretold
+from lockstep.inference.mistakes import Mistakes
+from lockstep.inference.residuals import Residuals
+from lockstep.inference.saved import Saved, open_saved
+from lockstep.inference.validated import Totals, Validation, Visited, validation_of
+from lockstep.reporting import wording
+from lockstep.reporting.charts import lines
+from lockstep.reporting.history import History
+from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.run_page import Reported
+from lockstep.run.evaluation import Asked
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.language import Language
+from lockstep.tasks.regression import Regression
+from lockstep.tasks.segmentation import Segmentation
+from lockstep.training.evaluate import LOSS
+
+_RECORDED: Final = "compared with the log"
+_FIGURES: Final = (
+    "Each checkpoint was evaluated by one process. Where all samples were looked at, the last column compares the "
+    "figures with those that the run logged after the same step; where only some were, they lie at equal distances."
+)
+_BY_POSITION: Final = "The mean loss of the validation tokens that have so many others before them."
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which checkpoint of each run is looked at, and at most how many of its validation samples; see also Asked."""
+
+    samples: int = 10_000
+    prefer: Literal["newest", "best"] = "newest"
+    overrides: tuple[str, ...] = ()
+    trust: bool = False
+
+
+class Examined(NamedTuple):
+    """Sections for a page, and why there are none of some of the runs."""
+
+    sections: list[Section]
+    problems: list[str]
+
+
+class View(Protocol):
+    """What is to be seen of a task."""
+
+    def add(self, visited: Visited) -> None:
+        """Take samples that were computed."""
+        ...
+
+    def sections(self) -> list[Section]:
+        """Return what a page shows of all samples together."""
+        ...
+
+
+class _One(NamedTuple):
+    """Of one run: its row in the table of figures, its sections, and its loss by position."""
+
+    row: Mapping[str, str]
+    sections: list[Section]
+    line: Sequence[tuple[float, float]]
+
+
+def examined(found: Sequence[Reported], wish: Wish, tell: Callable[[str], None]) -> Examined:
+    """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets a line before each.
+
+    Code that a run folder names runs only where the wish says so (run/evaluation.py), and nothing is downloaded.
+    UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.
+    """
+    done: dict[str, _One] = {}
+    problems: dict[str, str] = {}
+    for each in found:
+        folder = each.run.folder
+        try:
+            done[folder] = _examined(folder, each.history, wish, tell)
+        except LockstepError as error:
+            problems[folder] = str(error)
+    if not done:
+        raise UsageError("\n".join(f"--examples: {reason}" for reason in problems.values()))
+    sections: list[Section] = [_figures([each.row for each in done.values()])]
+    if problems:
+        sections.append(Words("", [f"Nothing of {folder}: {reason}" for folder, reason in problems.items()]))
+    if by_position := {folder: each.line for folder, each in done.items() if each.line}:
+        x, y = "tokens before it in the context", "loss"
+        sections.append(lines("Loss by position", x, y, by_position, note=_BY_POSITION, from_zero=False))
+    sections += [section for each in done.values() for section in each.sections]
+    return Examined(sections, [*problems.values()])
+
+
+def _examined(folder: str, history: History, wish: Wish, tell: Callable[[str], None]) -> _One:
+    saved = open_saved(Asked(folder, wish.overrides, wish.trust, wish.prefer, "report --examples"))
+    validation = validation_of(saved, wish.samples)
+    task, count, of = validation.task, len(validation.numbers), len(validation.split)
+    tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
+    totals, view = Totals(task), _view(folder, saved, validation)
+    for visited in validation.visited():
+        totals.add(visited)
+        view.add(visited)
+    figures = totals.figures()
+    row = {
+        "run": folder,
+        "after step": f"{saved.step:,}",
+        "weights": saved.weights,
+        "samples": f"{count:,} of {of:,}",
+        **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
+        _RECORDED: _compared(saved, history, figures) if count == of else "",
+    }
+    return _One(row, view.sections(), view.line() if isinstance(view, Foretold) else [])
+
+
+def _view(folder: str, saved: Saved, validation: Validation) -> View:
+    match task := validation.task:
+        case Classification():
+            return Mistakes(folder, task, validation)
+        case Language():
+            return Foretold(folder, task, validation, saved)
+        case Regression():
+            return Residuals(folder, task, validation, saved.facts.targets or [])
+        case Segmentation():
+            return Pixels(folder, task)
+    return Unknown(folder, saved.recipe.task.name)
+
+
+@final
+class Pixels:
+    """A View of a segmentation: which pixels were taken for what."""
+
+    def __init__(self, run: str, task: Segmentation) -> None:
+        self._run = run
+        self._task = task
+        self._counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
+
+    def add(self, visited: Visited) -> None:
+        """See View."""
+        self._counts += self._task.sums(visited.outputs, visited.batch)["confusion"].cpu()
+
+    def sections(self) -> list[Section]:
+        """See View."""
+        truths, guesses = self._counts.nonzero(as_tuple=True)
+        times: Tensor = self._counts[truths, guesses]
+        return confusions(self._run, self._task.classes, truths, guesses, times, "pixels")
+
+
+@final
+class Unknown:
+    """A View of a task of the user's own, of which only the figures are known."""
+
+    def __init__(self, run: str, task: str) -> None:
+        self._run = run
+        self._task = task
+
+    def add(self, visited: Visited) -> None:
+        """See View."""
+
+    def sections(self) -> list[Section]:
+        """See View."""
+        told = f"Nothing but its figures: what task {self._task} makes of a model's outputs is known to its code alone."
+        return [Words(self._run, [told])]
+
+
+def _compared(saved: Saved, history: History, figures: Mapping[str, float]) -> str:
+    """Return how far the figures are from what the run logged after the same step; empty where it logged nothing."""
+    suffix = "" if saved.weights == "model" else f"/{saved.weights}"
+    pairs = [
+        (value, point.value)
+        for name, value in figures.items()
+        for point in history.curves.get(("loss/validation" if name == LOSS else name) + suffix, [])
+        if point.step == saved.step
+    ]
+    if not pairs:
+        return ""
+    furthest = max(abs(one - other) for one, other in pairs)
+    return f"differs by {furthest:.1e}" if furthest else "equal"
+
+
+def _figures(rows: Sequence[Mapping[str, str]]) -> Table:
+    columns = [*dict.fromkeys(name for row in rows for name in row if name != _RECORDED), _RECORDED]
+    return Table("What the models do", columns, [[row.get(name, "") for name in columns] for row in rows], _FIGURES)

@@ -1,0 +1,123 @@
+"""What a classifier gets wrong: the confusions of its classes, and its worst mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core.batch import tensors_of
+from lockstep.inference.confusions import confusions
+from lockstep.inference.thumbnails import are_pictures, thumbnails
+from lockstep.inference.validated import Validation, Visited
+from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
+from lockstep.tasks.batches import predictions, targets_of
+from lockstep.tasks.classification import Classification, truth_of
+
+_MOST: Final = 24  # mistakes
+
+
+class Mistake(NamedTuple):
+    """A sample by its number, the numbers of its class and of the one it was taken for, and their probabilities."""
+
+    number: int
+    truth: int
+    guess: int
+    of_truth: float
+    of_guess: float
+
+
+@final
+@dataclass(frozen=True)
+class Guesses:
+    """The samples that count, a row each: their numbers, classes and first guesses (int64), and probabilities.
+
+    `losses` are the cross entropies of the softmax, in float64, whatever the loss of the run is.
+    """
+
+    numbers: Tensor
+    truths: Tensor
+    guesses: Tensor
+    losses: Tensor
+    chances: Tensor
+
+    def worst(self, most: int = _MOST) -> list[Mistake]:
+        """Return the mistakes of the largest loss, that one first."""
+        wrong = (self.truths != self.guesses).nonzero()[:, 0]
+        order = wrong[self.losses[wrong].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:most]
+        columns = (self.numbers, self.truths, self.guesses, (-self.losses).exp(), self.chances)
+        return [Mistake(*row) for row in zip(*(column[order].tolist() for column in columns), strict=True)]
+
+
+@final
+class Mistakes:
+    """A View of a classifier."""
+
+    def __init__(self, run: str, task: Classification, validation: Validation) -> None:
+        self._run = run
+        self._task = task
+        self._validation = validation
+        self._rows: list[tuple[Tensor, ...]] = []
+
+    def add(self, visited: Visited) -> None:
+        """See View."""
+        self._rows.append(_rows(self._task, visited))
+
+    def guesses(self) -> Guesses:
+        """Return what the model took all samples for."""
+        return Guesses(*(torch.cat(column) for column in zip(*self._rows, strict=True)))
+
+    def sections(self) -> list[Section]:
+        """Return the confusions, and the worst mistakes with their pictures, or without where samples are none."""
+        names, found = self._task.classes, self.guesses()
+        once = torch.ones_like(found.truths)
+        shown = confusions(self._run, names, found.truths, found.guesses, once, "samples")
+        return [*shown, self._worst(found)]
+
+    def _worst(self, found: Guesses) -> Section:
+        title, worst, name = f"{self._run}: worst mistakes", found.worst(), self._validation.name
+        if not worst:
+            return Words(title, ["There are none."])
+        names, count = self._task.classes, int((found.truths != found.guesses).sum())
+        note = f"Those of {count:,} mistakes whose cross entropy is the largest, the largest first."
+        fetched = self._validation.split.fetch(np.array([each.number for each in worst]), None)
+        samples = tensors_of(self._task.inputs(fetched))[0]
+        if not are_pictures(samples):
+            rows = [
+                [name(each.number), names[each.truth], names[each.guess], *map(_chance, each[-2:])] for each in worst
+            ]
+            columns = ["sample", "is", "taken for", "probability of the truth", "of the guess"]
+            return Table(title, columns, rows, note)
+        if samples.dtype != torch.uint8:
+            note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
+        tiles = [
+            Tile(source, [name(each.number), *_told(names, each)])
+            for source, each in zip(thumbnails(samples), worst, strict=True)
+        ]
+        return Tiles(title, tiles, note)
+
+
+def _rows(task: Classification, visited: Visited) -> tuple[Tensor, ...]:
+    found = predictions(visited.outputs, task.model_name)
+    truth, counted = truth_of(targets_of(visited.batch))
+    guess = found.argmax(1)  # as in the matrix of the run's last evaluation
+    likely = found.double().log_softmax(1)
+    losses = -likely.gather(1, truth.clamp(min=0)[:, None])[:, 0]
+    chances = likely.gather(1, guess[:, None])[:, 0].exp()
+    columns = torch.from_numpy(visited.numbers), *(each.cpu() for each in (truth, guess, losses, chances))
+    return tuple(column[counted.cpu()] for column in columns)
+
+
+def _told(names: Sequence[str], mistake: Mistake) -> list[str]:
+    return [
+        f"is {names[mistake.truth]} ({_chance(mistake.of_truth)})",
+        f"taken for {names[mistake.guess]} ({_chance(mistake.of_guess)})",
+    ]
+
+
+def _chance(probability: float) -> str:
+    return f"{probability:.4f}" if probability >= 1e-4 or not probability else f"{probability:.1e}"

@@ -1,0 +1,75 @@
+"""What a regression gives beside what is true, for each of its numbers, and the samples it is furthest off for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from lockstep.inference.validated import Validation, Visited
+from lockstep.reporting.charts import dots
+from lockstep.reporting.page import Section, Table
+from lockstep.tasks.regression import Regression, paired
+
+_MOST_CHARTS: Final = 4  # numbers of a sample
+_MOST_DOTS: Final = 2_000  # samples in a chart
+_MOST_ROWS: Final = 10
+
+
+@final
+class Residuals:
+    """A View of a regression."""
+
+    def __init__(self, run: str, task: Regression, validation: Validation, targets: Sequence[str]) -> None:
+        self._run = run
+        self._task = task
+        self._validation = validation
+        self._targets = targets  # their names, where the data knows them
+        self._pairs: list[tuple[Tensor, ...]] = []
+
+    def add(self, visited: Visited) -> None:
+        """See View."""
+        found, true = paired(self._task.model_name, visited.outputs, visited.batch, columns=True)
+        self._pairs.append(tuple(each.double().cpu().flatten(1) for each in (true, found)))
+
+    def sections(self) -> list[Section]:
+        """Return a chart of each number, predicted over true, and a table of the samples with the largest errors."""
+        true, found = (torch.cat(column) for column in zip(*self._pairs, strict=True))
+        count = true.shape[1]
+        names = self._targets if len(self._targets) == count else _numbered(count)
+        some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
+        notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
+        notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
+        charts = [
+            dots(
+                f"{self._run}: predicted {name}".rstrip(),
+                "true",
+                "predicted",
+                list(zip(true[some, number].tolist(), found[some, number].tolist(), strict=True)),
+                note=" ".join(notes),
+            )
+            for number, name in enumerate(names[:_MOST_CHARTS])
+        ]
+        return [*charts, _largest(self._run, self._validation, names, true, found)]
+
+
+def _numbered(count: int) -> list[str]:
+    return [""] if count == 1 else [f"number {number}" for number in range(count)]
+
+
+def _largest(run: str, validation: Validation, names: Sequence[str], true: Tensor, found: Tensor) -> Table:
+    errors = (found - true).abs().nan_to_num(torch.inf)
+    largest, number = errors.max(1)
+    order = largest.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist()
+    several = len(names) > 1
+    rows = [
+        [
+            validation.name(int(validation.numbers[row])),
+            *([names[int(number[row])]] if several else []),
+            *(f"{float(each[row, number[row]]):.6g}" for each in (true, found)),
+        ]
+        for row in order
+    ]
+    return Table(f"{run}: largest errors", ["sample", *(["of"] if several else []), "true", "predicted"], rows)

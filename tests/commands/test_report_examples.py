@@ -1,0 +1,212 @@
+"""`lockstep report --examples`: what it shows is what the runs' own evaluations found, and nothing runs unasked."""
+
+import json
+import re
+import shutil
+from html import unescape
+from pathlib import Path
+
+import forging
+import pytest
+import stored
+import torch
+from component import require_package
+from conftest import FOLDER
+from looked import pixels
+from test_predict import SEGMENTS, plain
+
+from lockstep.data.images.digits import digits
+
+TRUST = "recipe.loss.name=held:cross_entropy"
+
+
+@pytest.fixture(autouse=True)
+def plotly() -> None:
+    require_package("plotly")
+
+
+class Page:
+    """What a report shows: charts by their headings, tables as rows by column, the text of all, and the pictures."""
+
+    def __init__(self, path: Path) -> None:
+        html = path.read_text(encoding="utf-8")
+        self.charts, self.tables, self.texts, self.tiles = {}, {}, {}, []
+        for title, body in re.findall(r"<h2>(.*?)</h2>\n(.*?)\n</section>", html, re.DOTALL):
+            if found := re.search(r'<script type="application/json"[^>]*>(.*?)</script>', body):
+                self.charts[title] = json.loads(found[1])["data"]
+            elif "<thead>" in body:
+                names = re.findall(r"<th scope=col>(.*?)</th>", body)
+                cells = re.findall(r"<t[hd](?: scope=row)?>(.*?)</t[hd]>", body.partition("<tbody>")[2])
+                self.tables[title] = [dict(zip(names, row, strict=True)) for row in chunks(cells, len(names))]
+            self.tiles += re.findall(r'<img src="(.*?)" alt="(.*?)">', body)
+            self.texts[title] = unescape(re.sub("<[^>]*>", "", body))
+
+
+def chunks(cells: list[str], size: int) -> list[list[str]]:
+    return [cells[first : first + size] for first in range(0, len(cells), size)]
+
+
+def evaluations(folder: Path) -> list[dict]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "evaluated"]
+
+
+@pytest.fixture
+def trained(finished, tmp_path: Path) -> Path:
+    """Return a run that learned digits with a loss of its user's own, in the test's folder, with averaged weights."""
+    words = ("recipe.epochs=2", "recipe.ema={decay: 0.9}", "run.save_every={epochs: 1}")
+    shutil.copytree(finished(*words).folder / "run", tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
+    command = run("report", "run", "--examples", TRUST)
+    page = Page(tmp_path / "report.html")
+    right, wrong = page.charts["run: samples by class"]
+    matrix = [[int(one or other or 0) for one, other in zip(*rows, strict=True)] for rows in both(right, wrong)]
+    assert matrix == json.loads((trained / "last-evaluation.json").read_text())["confusion"]
+    last = evaluations(trained)[-1]
+    assert last["weights"] == "ema"
+    assert sum(matrix[n][n] for n in range(10)) / sum(map(sum, matrix)) == last["top1"]  # to the bit
+    [row] = page.tables["What the models do"]
+    assert (row["weights"], row["samples"], row["compared with the log"]) == ("ema", "360 of 360", "equal")
+    assert row["top1"] == f"{100 * last['top1']:.2f} %"
+    assert "evaluating 360 of 360 validation samples on cpu" in command.err
+    validation, mistakes = digits().validation, 360 - sum(matrix[n][n] for n in range(10))
+    assert len(page.tiles) == min(mistakes, 24)
+    for source, name in page.tiles:
+        number = int(name.removeprefix("sample "))
+        assert torch.equal(pixels(source)[7::14, 7::14], validation.images[number, 0])
+        assert f"is {int(validation.targets[number])} " in page.texts["run: worst mistakes"]
+
+
+def both(right: dict, wrong: dict) -> list:
+    return list(zip(right["text"], wrong["text"], strict=True))
+
+
+def test_an_older_checkpoint_and_fewer_samples(run, trained, tmp_path):
+    forging_best = trained / "checkpoints" / "best"
+    forging_best.unlink()
+    forging_best.symlink_to("step-00000023")
+    run("report", "run", "--examples", "--best", "--samples", "50", TRUST)
+    [row] = Page(tmp_path / "report.html").tables["What the models do"]
+    assert (row["after step"], row["samples"], row["compared with the log"]) == ("23", "50 of 360", "")
+    run("report", "run", "--examples", "--best", TRUST)
+    [row] = Page(tmp_path / "report.html").tables["What the models do"]
+    assert (row["after step"], row["samples"], row["compared with the log"]) == ("23", "360 of 360", "equal")
+
+
+def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
+    (tmp_path / "evil.py").write_text("open('ran', 'w')\nanything = None\n")
+    latest = (trained / "checkpoints" / "latest").resolve()
+    forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
+    refused = run("report", "run", "--examples", TRUST, code=2)
+    assert "lockstep report --examples run recipe.model.name=evil:anything; or all of it, with --trust" in refused.err
+    run("report", "run")  # curves alone
+    assert not (tmp_path / "ran").exists()
+    run("report", "run", "--examples", "--trust", code=2)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_run_that_cannot_be_evaluated_is_named_beside_the_others(run, finished, trained, images, tmp_path):
+    run("train", *FOLDER, "recipe.epochs=2", "run.dir=moved")
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    command = run("report", "run", "moved", "--examples", TRUST)
+    assert "warning: " in command.err
+    page = Page(tmp_path / "report.html")
+    assert [row["run"] for row in page.tables["What the models do"]] == ["run"]
+    html = (tmp_path / "report.html").read_text()
+    assert "<p>Nothing of moved: " in html
+    assert "images" in html.partition("Nothing of moved: ")[2].partition("</p>")[0]
+    (tmp_path / "report.html").unlink()
+    assert "--examples: " in run("report", "moved", "--examples", code=2).err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_pictures_of_a_folder_have_the_names_of_their_files(run, images, tmp_path):
+    run("train", *FOLDER, "recipe.epochs=1", "recipe.optimizer.lr=1.0e-9", "run.dir=run")
+    run("report", "run", "--examples")
+    page = Page(tmp_path / "report.html")
+    assert page.tables["What the models do"][0]["compared with the log"] == "equal"
+    assert page.tiles
+    assert all(re.fullmatch(r"sample \d images/val/(cat|dog)/[01]\.jpg", name) for _, name in page.tiles)
+
+
+def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
+    model, data = stored.tokens(tmp_path)
+    run("train", plain(tmp_path, model, data.removeprefix("recipe.data="), 6, 0.02))
+    run("report", "run", "--examples")
+    page = Page(tmp_path / "report.html")
+    assert page.tables["What the models do"][0]["compared with the log"] == "equal"
+    [trace] = page.charts["Loss by position"]
+    assert trace["x"] == [*range(1, 13)]
+    # 60 tokens, of which each but the first is a target once: the last window lacks one.
+    mean = sum(loss * (5 - (place == 12)) for place, loss in zip(trace["x"], trace["y"], strict=True)) / 59
+    assert mean == pytest.approx(evaluations(tmp_path / "run")[-1]["loss"], rel=1e-6)
+    assert "There are none: " in page.texts["run: samples of text"]
+    assert "with --tokenizer of `lockstep predict`" in page.texts["run: samples of text"]
+
+
+def test_samples_of_text_are_what_predict_generates(run, tmp_path):
+    (tmp_path / "text.txt").write_text("abcdefgh" * 120)
+    data = "{name: text, root: text.txt, options: {context: 12, stride: 1}}"
+    run("train", plain(tmp_path, stored.TOKENS, data, 10, 0.02))
+    run("report", "run", "--examples")
+    text = Page(tmp_path / "report.html").texts["run: samples of text"]
+    given = text.partition("sample 0")[2].split()[0]
+    words = ("--tokens", "120", "--temperature", "0.8", "--seed", "0")
+    assert given == run("predict", "run", "--prompt", given[:6], *words).out.strip()
+    assert "abcdefghabcdefgh" in given
+
+
+def test_a_regression(run, tmp_path):
+    shutil.copy(stored.__file__, tmp_path / "nets.py")
+    _, data = stored.csv(tmp_path)
+    run("train", plain(tmp_path, "nets:dense", data.removeprefix("recipe.data="), 3, 0.02))
+    run("report", "run", "--examples", "recipe.model.name=nets:dense")
+    page = Page(tmp_path / "report.html")
+    [row] = page.tables["What the models do"]
+    assert row["compared with the log"] == "equal"
+    drawn, _ = page.charts["run: predicted price"]
+    errors = [abs(one - other) for one, other in zip(drawn["x"], drawn["y"], strict=True)]
+    assert sum(errors) / len(errors) == pytest.approx(evaluations(tmp_path / "run")[-1]["mae"], rel=1e-6)
+    worst = page.tables["run: largest errors"][0]
+    assert abs(float(worst["true"]) - float(worst["predicted"])) == pytest.approx(max(errors), rel=1e-4)
+
+
+def test_classes_of_a_table_have_the_numbers_of_their_samples(run, tmp_path):
+    shutil.copy(stored.__file__, tmp_path / "nets.py")
+    _, data = stored.parquet(tmp_path)
+    run("train", plain(tmp_path, "nets:Embedding", data.removeprefix("recipe.data="), 1, 1e-9))
+    run("report", "run", "--examples", "recipe.model.name=nets:Embedding")
+    page = Page(tmp_path / "report.html")
+    assert page.tables["What the models do"][0]["compared with the log"] == "equal"
+    assert page.tables["run: worst mistakes"][0].keys() >= {"sample", "is", "taken for"}
+    assert page.tiles == []
+
+
+def test_the_pixels_of_a_segmentation(run, tmp_path):
+    (tmp_path / "segments.py").write_text(SEGMENTS)
+    run("train", plain(tmp_path, "segments:convolution", "{name: 'segments:masks', options: {classes: 2}}", 2, 0.1))
+    run("report", "run", "--examples", "--trust")
+    page = Page(tmp_path / "report.html")
+    assert page.tables["What the models do"][0]["compared with the log"] == "equal"
+    matrix = json.loads((tmp_path / "run" / "last-evaluation.json").read_text())["confusion"]
+    right, wrong = page.charts["run: pixels by class"]
+    assert [[int(one or other or 0) for one, other in zip(*rows, strict=True)] for rows in both(right, wrong)] == matrix
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--samples", "50"), "are for --examples, which is missing; add it"),
+        (("--trust",), "are for --examples"),
+        (("recipe.model.name=a:b",), "are for --examples"),
+        (("--examples", "--samples", "0"), "--samples"),
+        (("--examples",), "its recipe names code"),
+        (("--examples", TRUST, "recipe.model.options.width=7"), "not a checkpoint of this run"),
+    ],
+)
+def test_what_does_not_fit_is_refused(run, trained, tmp_path, words, told):
+    assert told in run("report", "run", *words, code=2).err
+    assert not (tmp_path / "report.html").exists()

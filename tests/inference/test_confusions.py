@@ -1,0 +1,51 @@
+"""What was taken for what, counted by hand."""
+
+import torch
+
+from lockstep.inference.confusions import confusions
+from lockstep.reporting.charts import Chart
+from lockstep.reporting.page import Table
+
+
+def test_few_classes_are_a_matrix() -> None:
+    truths, guesses = torch.tensor([0, 0, 0, 1, 2]), torch.tensor([0, 0, 1, 1, 0])
+    chart, classes = confusions(
+        "r", ["cat", "dog", "cow"], truths, guesses, torch.ones(5, dtype=torch.int64), "samples"
+    )
+    assert isinstance(chart, Chart)
+    right, wrong = chart.figure["data"]
+    assert right["text"] == [["2", "", ""], ["", "1", ""], ["", "", ""]]
+    assert wrong["text"] == [["", "1", ""], ["", "", ""], ["1", "", ""]]
+    assert wrong["z"] == [[None, 1 / 3, None], [None] * 3, [1.0, None, None]]
+    assert isinstance(classes, Table)
+    assert classes.rows == [
+        ["cow", "1", "0.00 %", ""],
+        ["cat", "3", "66.67 %", "66.67 %"],
+        ["dog", "1", "100.00 %", "50.00 %"],
+    ]
+
+
+def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
+    names = [f"class {number}" for number in range(1000)]
+    # Class n is right once, and taken for the next one n times.
+    truths, guesses = torch.arange(999).repeat(2), torch.cat([torch.arange(999), torch.arange(1, 1000)])
+    times = torch.cat([torch.ones(999, dtype=torch.int64), torch.arange(999)])
+    pairs, classes = confusions("r", names, truths, guesses, times, "samples")
+    assert isinstance(pairs, Table)
+    assert isinstance(classes, Table)
+    assert pairs.rows[0] == ["class 998", "class 999", "998", "99.90 %"]
+    assert [row[0] for row in pairs.rows] == [f"class {number}" for number in range(998, 978, -1)]
+    assert "1,000 classes are too many for a matrix; of 999 pairs" in pairs.note
+    assert classes.rows[0] == ["class 998", "999", "0.10 %", "0.10 %"]
+    assert len(classes.rows) == 20
+    assert "The 20 with the lowest recall of 1,000." in classes.note
+
+
+def test_pixels_are_counted_by_their_times() -> None:
+    cells = torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([12_345, 1_000_000])
+    chart, classes = confusions("r", ["road", "sky"], *cells, "pixels")
+    assert isinstance(chart, Chart)
+    assert [trace["text"] for trace in chart.figure["data"]] == [[["12.3k", ""], ["", ""]], [["", ""], ["1M", ""]]]
+    assert chart.figure["data"][1]["hovertext"][1][0] == "is sky, taken for road: 1,000,000"
+    assert isinstance(classes, Table)
+    assert classes.rows == [["sky", "1,000,000", "0.00 %", ""], ["road", "12,345", "100.00 %", "1.22 %"]]

@@ -1,0 +1,71 @@
+"""The worst mistakes are those of the largest loss, with what the sample is, what it was taken for, and its picture."""
+
+import math
+
+import pytest
+import torch
+from looked import pixels, validation, visited
+
+from lockstep.inference.mistakes import Guesses, Mistakes
+from lockstep.reporting.charts import Chart
+from lockstep.reporting.page import Table, Tiles, Words
+from lockstep.tasks.classification import SKIPPED, Classification
+
+TASK = Classification(classes=("cat", "dog", "cow"), topk=(1,))
+# The probabilities of each sample, and its class: right, wrong, very wrong, not readable, wrong.
+SHARES = torch.tensor([[0.8, 0.1, 0.1], [0.3, 0.5, 0.2], [0.9, 0.09, 0.01], [0.1, 0.1, 0.8], [0.2, 0.2, 0.6]])
+TRUTHS = torch.tensor([0, 0, 2, SKIPPED, 1])
+
+
+def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> Mistakes:
+    """Return what is seen of five samples, in two batches."""
+    made = Mistakes("r", TASK, validation(TASK, (inputs, targets), 5))
+    for rows in (slice(0, 3), slice(3, 5)):
+        made.add(visited((inputs[rows], targets[rows]), SHARES[rows].log(), rows.start))
+    return made
+
+
+def test_the_largest_loss_is_first() -> None:
+    found = view(torch.zeros(5, 7)).guesses()
+    assert found.numbers.tolist() == [0, 1, 2, 4]  # what could not be read is no mistake
+    assert [(each.number, each.truth, each.guess) for each in found.worst()] == [(2, 2, 0), (4, 1, 2), (1, 0, 1)]
+    assert [each.of_truth for each in found.worst()] == pytest.approx([0.01, 0.2, 0.3])
+    assert [each.of_guess for each in found.worst(2)] == pytest.approx([0.9, 0.6])
+
+
+def test_what_is_no_number_is_the_worst_and_equals_stay_in_order() -> None:
+    losses = torch.tensor([1.0, 5.0, math.nan, 5.0], dtype=torch.float64)
+    found = Guesses(torch.arange(4), torch.zeros(4).long(), torch.ones(4).long(), losses, losses)
+    assert [each.number for each in found.worst()] == [2, 1, 3, 0]
+
+
+def test_the_heaviest_class_of_a_mixture_is_the_truth() -> None:
+    mixtures = torch.tensor([[0.6, 0.4, 0], [0.6, 0.4, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]])
+    assert [each.number for each in view(torch.zeros(5, 7), mixtures).guesses().worst()] == [2, 4, 1]
+
+
+def test_pictures_are_those_of_the_mistakes() -> None:
+    inputs = torch.randint(0, 256, (5, 3, 4, 4), generator=torch.Generator().manual_seed(0)).byte()
+    matrix, classes, worst = view(inputs).sections()
+    assert (type(matrix), type(classes)) == (Chart, Table)
+    assert isinstance(worst, Tiles)
+    assert [tile.lines[0] for tile in worst.tiles] == ["sample 2", "sample 4", "sample 1"]
+    assert worst.tiles[0].lines[1:] == ["is cow (0.0100)", "taken for cat (0.9000)"]
+    for number, tile in zip((2, 4, 1), worst.tiles, strict=True):
+        assert torch.equal(pixels(tile.source)[::28, ::28], inputs[number].permute(1, 2, 0))
+    assert "Those of 3 mistakes" in worst.note
+    assert "stretched" not in worst.note
+    floats = view(inputs.float()).sections()[2]
+    assert isinstance(floats, Tiles)
+    assert "stretched" in floats.note
+
+
+def test_samples_that_are_no_pictures_have_their_numbers() -> None:
+    worst = view(torch.zeros(5, 7)).sections()[2]
+    assert isinstance(worst, Table)
+    assert worst.rows[0] == ["sample 2", "cow", "cat", "0.0100", "0.9000"]
+
+
+def test_a_model_without_mistakes() -> None:
+    worst = view(torch.zeros(5, 7), SHARES.argmax(1)).sections()[2]
+    assert worst == Words("r: worst mistakes", ["There are none."])
