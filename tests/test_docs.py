@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 # A snippet to run, and what it prints in the block that follows it.
 _SNIPPET = re.compile(r"^```python run\n(.*?)^```\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = "```python run"
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 class Snippet(NamedTuple):
@@ -69,6 +71,30 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One two\n[a](gone.md) [b](#one-two) [c](#three) [d](https://example.org/x) `[e](code.md)`\n")
     assert broken(page) == ["gone.md", "#three"]
+
+
+def facts(text: str) -> dict[str, object]:
+    """Return what a page says in any language: blocks of code, words of code, links, numbers, cells of tables."""
+    prose = _FENCE.sub("", text)
+    return {
+        "blocks": _FENCE.findall(text),
+        "code": Counter(_CODE.findall(prose)),
+        "links": set(_LINK.findall(prose)),
+        "numbers": Counter(_NUMBER.findall(_CODE.sub("", prose))),
+        "cells": [line.count("|") for line in prose.splitlines() if line.startswith("|")],
+    }
+
+
+def test_the_readme_says_the_same_in_both_languages() -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    assert facts(english.replace("(README.zh.md)", "(README.md)")) == facts(chinese)  # each links to the other
+
+
+def test_facts_are_told_apart() -> None:
+    page = "`a` is 1.5 of [b](b.md#c)\n```\nd 2\n```\n| x | 1,797 |\n"
+    assert facts(page) == facts("在 [乙](b.md#c) 中 `a` 是 1.5\n```\nd 2\n```\n| 丙 | 1,797 |\n")
+    for one, other in (("`a`", "`b`"), ("1.5", "1.6"), ("#c", "#d"), ("d 2", "d 3"), ("1,797", "1,798"), ("x |", "")):
+        assert facts(page) != facts(page.replace(one, other))
 
 
 def test_index_names_every_page() -> None:
