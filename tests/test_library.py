@@ -18,6 +18,7 @@ NAMES = [
     "TrainingError",
     "UsageError",
     "VerificationError",
+    "compare",
     "evaluate",
     "join",
     "load",
@@ -26,7 +27,7 @@ NAMES = [
 ]
 
 
-def test_the_public_names_are_these_twelve():
+def test_the_public_names_are_these_thirteen():
     assert sorted(lockstep.__all__) == NAMES
     assert all(getattr(lockstep, name).__doc__ for name in NAMES)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):

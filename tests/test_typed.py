@@ -25,6 +25,7 @@ reveal_type(run.fingerprint())
 reveal_type(lockstep.load("runs/a"))
 reveal_type(next(iter(lockstep.train("digits"))).step)
 reveal_type(lockstep.evaluate("runs/a").figures)
+reveal_type(lockstep.compare("digits", placements=["zero3", {"name": "hsdp", "replicate": 2}]).rows[0].seconds)
 reveal_type(lockstep.Recipe.model_validate({}).batch)
 reveal_type(lockstep.Placement().workers)
 reveal_type(lockstep.verify(print)[0].line)
@@ -40,6 +41,7 @@ SEEN = [
     "torch.nn.modules.module.Module",
     "int",
     "dict[str, float]",
+    "float | None",
     "int",
     "int",
     "str",

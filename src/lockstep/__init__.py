@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lockstep.config.recipe import Recipe
     from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, VerificationError
     from lockstep.run.aside import evaluate, train
+    from lockstep.run.comparing import compare
     from lockstep.run.joined import join
     from lockstep.run.plain import load
     from lockstep.verification.own_loop import verify
@@ -18,6 +19,7 @@ _PLACES = {
     "join": "run.joined",
     "train": "run.aside",
     "evaluate": "run.aside",
+    "compare": "run.comparing",
     "verify": "verification.own_loop",
     "load": "run.plain",
     "Recipe": "config.recipe",
@@ -36,6 +38,7 @@ __all__ = [
     "TrainingError",
     "UsageError",
     "VerificationError",
+    "compare",
     "evaluate",
     "join",
     "load",

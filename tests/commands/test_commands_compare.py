@@ -1,7 +1,10 @@
 """`lockstep compare` as users run it: the table, the files, what is refused, what fails, and an interruption."""
 
+import ast
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,31 @@ def test_another_recipe_is_compared_with_its_own_one_process(run):
     assert all(row["same_bits_as_single"] for row in found)
     assert len({row["weights_sha256"] for row in found}) == 2
     assert not (command.folder / "a" / "comparison.html").exists()
+
+
+def test_from_python_it_leaves_the_settings_of_torch_alone(tmp_path):
+    overrides = {"recipe.epochs": 1, "run.tensorboard": False, "run.probe": "off"}
+    script = f"""
+import lockstep, torch
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    found = lockstep.compare("digits", placements=["zero3"], overrides={overrides}, also={{"recipe.seed": 5}}, dir="a")
+    assert torch.get_num_threads() == 2 and torch.equal(torch.get_rng_state(), before)
+    print([(row.label, row.state, found.same_bits(row)) for row in found.rows])
+    try:
+        lockstep.compare("digits", placements=["zero4"], dir="b")
+    except lockstep.UsageError as error:
+        print(str(error).splitlines()[1])
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows, refused = done.stdout.splitlines()
+    placements = [("single on 1", "done", True), ("zero3 on 2", "done", True)]
+    assert ast.literal_eval(rows) == [*placements, *((f"{label}, recipe.seed=5", *other) for label, *other in placements)]
+    assert refused.startswith("zero4 on 2: ")
+    assert not (tmp_path / "b").exists()
 
 
 def test_all_that_cannot_run_is_refused_together_before_anything_does(run):

@@ -22,6 +22,7 @@ from lockstep.launchers import detect
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
 @click.option("--also", multiple=True, metavar="KEY=VALUE", help="The recipe with this override too; may be repeated.")
+@click.option("--usual", is_flag=True, help="The usual script beside it, whose batch grows with the processes.")
 @click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where the runs and pages go.")
 @click.option("--no-page", is_flag=True, help="Write no page, which needs plotly.")
 @click.option("--png", is_flag=True, help="Write each chart as a PNG file, too, which needs Chromium.")
@@ -30,6 +31,7 @@ def command(
     placements: str,
     processes: str,
     also: tuple[str, ...],
+    usual: bool,
     folder: Path | None,
     no_page: bool,
     png: bool,
@@ -44,13 +46,13 @@ def command(
     from lockstep.reporting.comparison_output import Shown, write
     from lockstep.reporting.page import check_plotly
     from lockstep.reporting.png import check_png
-    from lockstep.run.comparing import Asked, compare, folder_for, placements_in, planned, processes_in
+    from lockstep.run.comparing import Asked, folder_for, placements_in, planned, processes_in, run_all
 
     if detect(os.environ):
         raise UsageError("compare starts the processes of each placement itself; run it once, without a launcher")
     source, overrides = split(words)
     folder = folder or folder_for(source)
-    asked = Asked(source, tuple(overrides), placements_in(placements), processes_in(processes), also, folder)
+    asked = Asked(source, tuple(overrides), placements_in(placements), processes_in(processes), also, folder, usual)
     if not no_page:
         check_plotly()
     if png:
@@ -59,7 +61,7 @@ def command(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is saved, no process is left
     try:
         with Shown(sys.stderr) as shown:
-            comparison = compare(plans, shown.tell)
+            comparison = run_all(plans, shown.tell)
     except KeyboardInterrupt:
         click.echo(printable(f"start again with --dir {folder} to resume"), err=True)
         raise

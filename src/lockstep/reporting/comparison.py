@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final, Literal
 
 from rich.table import Table
@@ -156,13 +157,17 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 def drawn(comparison: Comparison) -> Table:
     """Return the table for a terminal."""
-    headings, rows = cells(comparison)
-    table = Table()
+    return table(*cells(comparison), [_STYLES.get(row.state, "") for row in comparison.rows])
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Table:
+    """Return a table for a terminal, whose first column names the rows."""
+    found = Table()
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for row, words in zip(comparison.rows, rows, strict=True):
-        table.add_row(*map(Text, words), style=_STYLES.get(row.state, ""))
-    return table
+        found.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for words, style in zip_longest(rows, styles, fillvalue=""):
+        found.add_row(*map(Text, words), style=style)
+    return found
 
 
 def conclusion(comparison: Comparison) -> list[str]:

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core.text import printable
-from lockstep.reporting import comparison_page, wording
+from lockstep.reporting import comparison_page, usual, wording
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.comparison import Comparison, Row, State, conclusion, drawn, to_json
+from lockstep.reporting.comparison import Comparison, Row, State, conclusion, drawn, table, to_json
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
 
@@ -63,6 +63,9 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     """Print the table, write the files, and return their paths."""
     console = Console(file=stream, width=None if stream.isatty() else _WIDEST, highlight=False, markup=False)
     console.print(drawn(comparison))
+    headings, rows = usual.cells(comparison)
+    if rows:
+        console.print(table(headings, rows))
     for line in conclusion(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]

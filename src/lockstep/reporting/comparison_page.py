@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from lockstep.reporting import usual
 from lockstep.reporting.charts import Chart, bars, curves, lines
 from lockstep.reporting.comparison import PARTS, Comparison, Row, cells, conclusion
 from lockstep.reporting.history import Point
@@ -21,11 +22,24 @@ def sections(comparison: Comparison) -> list[Section]:
     found: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
         Table("Placements", headings, rows, below),
+        *_usual(comparison, done),
         *_over_processes(comparison, done),
         *_inside(done),
         *_curves(done),
     ]
     return [each for each in found if not isinstance(each, Words) or each.paragraphs]
+
+
+def _usual(comparison: Comparison, done: Sequence[Row]) -> Iterator[Section]:
+    """Yield what the usual script makes of the recipe, where it ran."""
+    headings, rows = usual.cells(comparison)
+    if not rows:
+        return
+    yield Table("What the usual script makes of it", headings, rows, usual.NOTE)
+    figure = usual.monitored(comparison)
+    found = _series(comparison, done, lambda row: row.history.last_of(usual.curve(figure)))
+    if len({number for points in found.values() for number, _ in points}) > 1:
+        yield lines(f"{figure} in the end", "processes", figure, found)
 
 
 def _over_processes(comparison: Comparison, done: Sequence[Row]) -> Iterator[Chart]:
@@ -56,7 +70,7 @@ def _series(
         several = any(each.strategy != "single" and each.variant == row.variant for each in done)
         if row is reference and several:
             continue
-        first = [] if reference is None or row is reference else [reference]
+        first = [] if reference is None or row is reference or row.processes == 1 else [reference]
         for each in [*(first if name not in found else []), row]:
             if (number := value(each)) is not None:
                 found.setdefault(name, []).append((float(each.processes), number))

@@ -30,6 +30,7 @@ from lockstep.errors import (
     TrainingError,
     UsageError,
 )
+from lockstep.reporting.sink import Sink
 from lockstep.run.evaluation import Asked, Found, evaluate_here
 from lockstep.run.training import train_here
 from lockstep.training import events
@@ -53,6 +54,8 @@ _STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events say wh
 _END: Final = "end"
 _LOOK_S: Final = 0.5
 
+Train = Callable[[Loaded, Sink], int]  # returns the exit code
+
 
 def train(
     recipe: str | Path | Recipe, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None
@@ -62,7 +65,7 @@ def train(
     `overrides` are dotted: {"recipe.epochs": 3, "run.dir": "runs/a"}. A mistake raises UsageError, a failure
     TrainingError. Where the iteration is left early the run is saved and stopped, and goes on in the same run.dir.
     """
-    words = _words(overrides, processes)
+    words = as_words(overrides, processes)
     if isinstance(recipe, Recipe):
         loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, words)
     else:
@@ -70,9 +73,9 @@ def train(
     yield from trained(loaded)
 
 
-def trained(loaded: Loaded) -> Generator[Event]:
-    """Train a configuration in processes aside; see `train`."""
-    for message in _messages(partial(_train, loaded)):
+def trained(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
+    """Train a configuration in processes aside, by `body`; see `train`."""
+    for message in _messages(partial(body, loaded)):
         yield _event(message)
 
 
@@ -87,14 +90,15 @@ def evaluate(
 
     Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
-    asked = Asked(str(run), tuple(_words(overrides, processes)), trust)
+    asked = Asked(str(run), tuple(as_words(overrides, processes)), trust)
     [message] = _messages(partial(_evaluate, asked))
     event = _event(message)
     assert isinstance(event, Evaluated)
     return event
 
 
-def _words(overrides: Mapping[str, Any] | None, processes: int | None) -> list[str]:
+def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
+    """Return dotted overrides as the words of a command."""
     chosen = {} if processes is None else {"placement.processes": processes}
     return [f"{key}={json.dumps(value)}" for key, value in {**chosen, **(overrides or {})}.items()]
 
@@ -169,10 +173,6 @@ def _aside(body: Callable[[Tell], int], connection: Connection) -> None:
             code, text = EXIT_INTERRUPTED, ""
     connection.send_bytes(json.dumps({_END: code, "text": text or said.getvalue().strip()}).encode())
     sys.stdout.flush()
-
-
-def _train(loaded: Loaded, tell: Tell) -> int:
-    return train_here(loaded, tell)
 
 
 def _evaluate(asked: Asked, tell: Tell) -> int:

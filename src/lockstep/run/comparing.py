@@ -22,7 +22,8 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.reporting import jsonl
 from lockstep.reporting.comparison import Comparison, Row
 from lockstep.reporting.history import History, history
-from lockstep.run.aside import trained
+from lockstep.reporting.usual import USUAL
+from lockstep.run.aside import Train, as_words, trained
 from lockstep.run.build import Setup, setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.finished import finished
@@ -32,6 +33,8 @@ from lockstep.run.resolved import resolve
 from lockstep.run.resume import check_first, check_recipe
 from lockstep.run.runs import CONFIG
 from lockstep.run.sinks import check_sinks
+from lockstep.run.training import train_here
+from lockstep.run.usual import check_usual, train_usual
 from lockstep.training.events import Event, Started, Stepped, Stopped
 
 _SINGLE: Final = "single"
@@ -47,8 +50,8 @@ Strategy = Mapping[str, Any]  # its name, and its options beside it
 class Asked:
     """What is to be compared: a recipe with overrides, strategies, numbers of processes, and other recipes.
 
-    Each of `variants` is an override by which
-    the recipe is compared too, such as `recipe.batchnorm=sync`.
+    Each of `variants` is an override by which the recipe is compared too, such as `recipe.batchnorm=sync`. With `usual`
+    it is also trained as the usual script does.
     """
 
     source: str
@@ -57,14 +60,16 @@ class Asked:
     processes: tuple[int, ...]
     variants: tuple[str, ...]
     folder: Path
+    usual: bool = False
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A placement that can run, and what it is called."""
+    """A placement that can run, what it is called, and what trains it."""
 
     loaded: Loaded
     row: Row
+    body: Train = train_here
 
 
 def placements_in(text: str) -> tuple[Strategy, ...]:
@@ -114,12 +119,45 @@ def planned(asked: Asked) -> list[Planned]:
                 plans.append(_plan(asked, recipe, variant, strategy, count, ready))
             except UsageError as error:
                 problems.append(f"{_named(strategy)} on {count}{f', {variant}' if variant else ''}: {error}")
+        for count in asked.processes if asked.usual else ():
+            try:
+                plans.append(_usual_plan(asked, recipe, variant, count, ready))
+            except UsageError as error:
+                problems.append(str(error))
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *problems]))
     return plans
 
 
-def compare(plans: Sequence[Planned], tell: Tell) -> Comparison:
+def compare(
+    recipe: str | Path,
+    *,
+    placements: Sequence[str | Strategy] = ("ddp",),
+    processes: Sequence[int] = (1, 2),
+    overrides: Mapping[str, Any] | None = None,
+    also: Mapping[str, Any] | None = None,
+    usual: bool = False,
+    dir: str | Path | None = None,  # noqa: A002 - as in lockstep.join
+) -> Comparison:
+    """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
+
+    `placements` are strategies, by name or as mappings of `name` and options. Each of `also` is an override by which
+    all are trained once more, `usual` asks for the usual script beside them. The runs are in `dir`, left out a fresh
+    folder in runs/; what is finished there is only read. A run that fails is a row that says why; what cannot run
+    raises UsageError before anything does.
+    """
+    strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
+    counts = processes_in(",".join(map(str, processes)))
+    folder = folder_for(str(recipe)) if dir is None else Path(dir)
+    words, variants = tuple(as_words(overrides)), tuple(as_words(also))
+    threads = torch.get_num_threads()
+    try:
+        return run_all(planned(Asked(str(recipe), words, strategies, counts, variants, folder, usual)), lambda _: None)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_all(plans: Sequence[Planned], tell: Tell) -> Comparison:
     """Train each placement to its end, in processes aside, and return what came of them; a finished run is only read.
 
     `tell` is called with all of it whenever something happened. A run that fails becomes a row that says so.
@@ -152,7 +190,7 @@ def _run(plan: Planned, tell: Callable[[Row], None]) -> Row:
     began, first = time.time(), 0
     reason = "it ended without a result"
     try:
-        with closing(trained(plan.loaded)) as events:  # an interruption ends the processes at once
+        with closing(trained(plan.loaded, plan.body)) as events:  # an interruption ends the processes at once
             for event in events:
                 if isinstance(event, Started):
                     began, first = time.time(), event.step
@@ -194,17 +232,33 @@ def _ready(loaded: Loaded) -> Setup:
 
 def _plan(asked: Asked, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup) -> Planned:
     """Return the plan of a placement, or raise UsageError where it cannot run."""
-    folder = asked.folder / _slug("-".join([*([variant] if variant else []), _named(strategy), str(count)]))
-    kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
-    loaded = load(asked.source, [*recipe, *_placed(strategy, count), *kept])
+    folder, loaded = _in_folder(asked, recipe, variant, _named(strategy), strategy, count)
     resolved = resolve(loaded)
     check_placement(resolved)
     check_cut(resolved, ready)
     check_kernels(resolved.placement, ready)
-    if (folder / CONFIG).exists():
-        check_recipe(folder, recorded(folder / CONFIG), loaded.config.recipe)
     promises = resolved.strategy.traits.exactness
     return Planned(loaded, Row(_named(strategy), count, variant, str(folder), promises))
+
+
+def _usual_plan(asked: Asked, recipe: Sequence[str], variant: str, count: int, ready: Setup) -> Planned:
+    """Return the plan of the usual script, which promises nothing, or raise UsageError where it cannot run."""
+    strategy = {"name": "ddp" if count > 1 else _SINGLE}
+    folder, loaded = _in_folder(asked, recipe, variant, USUAL, strategy, count)
+    check_usual(loaded.config.recipe, ready, resolve(loaded).processes)
+    return Planned(loaded, Row(USUAL, count, variant, str(folder), "none"), train_usual)
+
+
+def _in_folder(
+    asked: Asked, recipe: Sequence[str], variant: str, name: str, strategy: Strategy, count: int
+) -> tuple[Path, Loaded]:
+    """Return the folder of a run and its configuration; what is there of another recipe raises UsageError."""
+    folder = asked.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
+    kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
+    loaded = load(asked.source, [*recipe, *_placed(strategy, count), *kept])
+    if (folder / CONFIG).exists():
+        check_recipe(folder, recorded(folder / CONFIG), loaded.config.recipe)
+    return folder, loaded
 
 
 def _placed(strategy: Strategy, count: int) -> tuple[str, str]:

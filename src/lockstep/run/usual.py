@@ -1,0 +1,297 @@
+"""What the usual script makes of a recipe: DistributedDataParallel as tutorials show it, so that `compare` can say.
+
+Model, first weights, data, augmentation, task, optimizer and schedule over epochs are the recipe's. What is wrong here
+is meant:
+
+- The batch is that of a process and the rate stays, so that more processes make fewer and larger steps.
+- A sampler pads what does not divide: some samples count twice, in training and in validation.
+- A step is the mean of the processes' means, and so are the validation figures.
+- BatchNorm sees the batch of a process, and each process keeps running statistics of its own.
+- What is printed of training is rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, DistributedSampler
+
+from lockstep.comm.world import World, open_world
+from lockstep.config import plan as planning
+from lockstep.config.blame import with_places
+from lockstep.config.load import Loaded, to_yaml
+from lockstep.config.recipe import Recipe
+from lockstep.core import random
+from lockstep.core.batch import Batch, call, length, mapped
+from lockstep.data.base import Request, Split
+from lockstep.device.meter import Meter
+from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.parallel.groups import SCALE
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.status import Status
+from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.sink import Sink
+from lockstep.reporting.usual import OF_ALL, PRINTED, USUAL
+from lockstep.run import folder as run_folder
+from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.computing import computing_device
+from lockstep.run.examples import transforms_of
+from lockstep.run.first_weights import opened
+from lockstep.run.resolved import Resolved, resolve
+from lockstep.run.runs import CONFIG
+from lockstep.run.schedule import find_rate
+from lockstep.run.start import on_ranks
+from lockstep.run.watching import watched
+from lockstep.training.checkpoint.store import weights_sha256
+from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
+
+
+def check_usual(recipe: Recipe, ready: Setup, processes: int) -> None:
+    """Raise UsageError where a recipe asks for what the usual script does not do."""
+    if recipe.precision not in ("fp32", "tf32"):
+        raise UsageError(f"{USUAL}: it trains in fp32, and recipe.precision is {recipe.precision}; leave it out")
+    if ready.data.validation is None:
+        raise UsageError(f"{USUAL}: data set {recipe.data.name} has no validation samples, by which to compare")
+    share = len(ready.data.train) // processes
+    if recipe.last_batch == "drop" and share < recipe.batch:
+        raise UsageError(
+            f"{USUAL}: recipe.batch: its batch is that of a process; of {processes} each has {share} samples, which "
+            f"do not fill one of {recipe.batch}; use a batch of at most {share}, or last_batch: keep"
+        )
+
+
+def train_usual(loaded: Loaded, also: Sink) -> int:
+    """Train a recipe as the usual script does, from its beginning, and return the exit code.
+
+    Its events are written into the run folder, and told to `also` on rank 0.
+    """
+    torch.set_num_threads(1)  # see run/start.py
+    with with_places(loaded):
+        loaded, first = opened(loaded)
+        resolved = resolve(loaded)
+        ready = setup(resolved.recipe, first)
+        check_usual(resolved.recipe, ready, resolved.processes)
+    claim = run_folder.claim(loaded)
+    with claim.held():
+        if claim.done:
+            return EXIT_DONE
+        (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
+        (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")
+        work = partial(_on_rank, resolved, claim.folder, also)
+        reasons: list[str] = []
+        logs = claim.folder / run_folder.LOGS
+        code = on_ranks(work, ready, resolved.placement, resolved.processes, logs, reasons.append)
+        if resolved.processes > 1:
+            run_folder.settle(claim.folder, code, *reasons)
+        return code
+
+
+def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    if ready is None:  # a spawned process: see on_ranks
+        with with_places(resolved.loaded):
+            loaded, first = opened(resolved.loaded)
+            ready = setup(loaded.config.recipe, first)
+    recipe, placement, info = resolved.recipe, resolved.placement, rendezvous.info
+    device = computing_device(placement, info, recipe.threads, recipe.precision)
+    with watched(rendezvous, placement, device):
+        world = open_world(rendezvous, device, placement.backend)
+        script = UsualScript(ready, world, resolved.run.log_every)
+        rendezvous.status = lambda: Status("training", script.step)
+        log = JsonLines(folder / run_folder.EVENTS) if info.rank == 0 else None
+        for event in script.events():
+            for sink in (log, also) if log else ():
+                sink.write(event, time.time())
+        if log:
+            log.close()
+        world.close()
+    return EXIT_DONE
+
+
+@final
+class UsualScript:
+    """A rank of the script. All ranks go through `events`; what they say is rank 0's."""
+
+    def __init__(self, ready: Setup, world: World, log_every: int) -> None:
+        self._ready, self._world, self._log_every = ready, world, log_every
+        self._model = ready.uncut().to(world.device)
+        cards = [world.device.index] if world.on_gpu else None
+        alone = world.size == 1
+        self._ddp: nn.Module = self._model if alone else DistributedDataParallel(self._model, device_ids=cards)
+        trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
+        self._optimizer = ready.optimizer(trained, whole_norms)
+        self._rate = find_rate(ready.recipe, ready.steps)
+        self._change = transforms_of(ready.recipe, ready.data, world.device)
+        self._meter = Meter(world.device)
+        self.step = 0
+        drop, batch = ready.recipe.last_batch == "drop", ready.recipe.batch
+        share = self._sampler(ready.data.train, shuffle=True).num_samples
+        self._per_epoch = share // batch if drop else math.ceil(share / batch)
+        epochs = ready.steps.total_samples / ready.steps.samples_per_epoch
+        self._steps = max(1, round(epochs * self._per_epoch))
+
+    def events(self) -> Iterator[Event]:
+        """Train from the first step to the last, then evaluate every validation sample once."""
+        began = time.perf_counter()
+        yield self._started()
+        while self.step < self._steps:
+            yield from self._epoch(self.step // self._per_epoch)
+        trained_s = time.perf_counter() - began
+        validation = self._ready.data.validation
+        assert validation is not None
+        if self._world.rank == 0:  # as a test of the file that it saved would
+            figures = self._figures(range(len(validation)))
+            yield Evaluated(
+                **self._at(),
+                loss=figures.pop("loss"),
+                figures=figures,
+                evaluated=len(validation),
+                of=len(validation),
+                seconds=time.perf_counter() - began - trained_s,
+                fractions=list(self._ready.task.fractions),
+            )
+        self._world.barrier()
+        peaks = self._of_all(float(self._meter.peak_bytes()))
+        yield Done(
+            **self._at(),
+            weights_sha256=weights_sha256(self._model.state_dict()),
+            seconds=time.perf_counter() - began,
+            seconds_by_rank={"training": self._of_all(trained_s)},
+            peak_bytes_by_rank=[int(each) for each in peaks],
+        )
+
+    def _epoch(self, epoch: int) -> Iterator[Event]:
+        """Train an epoch, or what is left of one, and print what the script prints."""
+        train, validation = self._ready.data.train, self._ready.data.validation
+        assert validation is not None
+        sampler = self._sampler(train, shuffle=True)
+        sampler.set_epoch(epoch)
+        losses = []
+        count = min(self._per_epoch, self._steps - self.step)
+        self._meter.restart()
+        for indices in islice(_batches(list(sampler), self._ready.recipe.batch), count):
+            lr = self._rate.at(min(self._samples, self._ready.steps.total_samples))
+            losses.append(self._update(indices, epoch, lr))
+            self.step += 1
+            self._meter.add(len(indices) * self._world.size, 0)
+            if self.step % self._log_every == 0 or self.step == self._steps:
+                speed, _ = self._meter.read()
+                peak = self._meter.peak_bytes()
+                yield Stepped(**self._at(), loss=losses[-1], lr=lr, norm=None, samples_per_s=speed, peak_bytes=peak)
+        share = list(self._sampler(validation, shuffle=False))  # the first samples again, where it does not divide
+        figures = self._figures(share)
+        printed = {f"{PRINTED}{name}/validation": _mean(self._of_all(value)) for name, value in figures.items()}
+        own = _mean(losses)
+        printed |= {f"{PRINTED}loss/train": own, OF_ALL: _mean(self._of_all(own))}
+        yield Logged(**self._at(), figures=printed)
+
+    def _update(self, indices: Sequence[int], epoch: int, lr: float) -> float:
+        """Take a step, and return the mean loss of this rank's batch."""
+        recipe, task = self._ready.recipe, self._ready.task
+        request = Request(np.array(indices), random.key(random.AUGMENT, recipe.seed, epoch))
+        fetched = self._ready.data.train.fetch(*request)
+        weight = max(1, length(fetched) if task.counts_samples else task.weight(fetched))
+        prepared = self._change.prepared(fetched, request)
+        batch = self._change.for_training(self._arrived(prepared), self.step, self._world.rank)
+        self._ddp.train()
+        self._optimizer.zero_grad()
+        loss = task.loss(call(self._ddp, task.inputs(batch)), batch) / weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), recipe.clip_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group.get(SCALE, 1.0)
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def _figures(self, indices: Sequence[int]) -> dict[str, float]:
+        """Return the figures of these validation samples by this rank's model, `loss` among them."""
+        task, split = self._ready.task, self._ready.data.validation
+        assert split is not None
+        sums: dict[str, Tensor] = {}
+        self._model.eval()
+        with torch.no_grad():
+            for part in _batches(indices, evaluation_batch(self._ready.recipe)):
+                fetched = split.fetch(np.array(part), None)
+                weight = length(fetched) if task.counts_samples else task.weight(fetched)
+                batch = self._change.for_evaluation(self._arrived(fetched))
+                outputs = call(self._model, task.inputs(batch))
+                counts = {"weight": torch.tensor(weight), "samples": torch.tensor(length(batch))}
+                for name, value in {"loss": task.loss(outputs, batch), **counts, **task.sums(outputs, batch)}.items():
+                    wide = value.cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
+                    sums[name] = sums[name] + wide if name in sums else wide
+        figures = task.figures(sums)
+        figures.setdefault("loss", float(sums["loss"]) / max(int(sums["weight"]), 1))
+        return figures
+
+    def _arrived(self, batch: Batch) -> Batch:
+        return mapped(lambda each: each.to(self._world.device), batch)
+
+    def _sampler(self, split: Split, *, shuffle: bool) -> DistributedSampler[Any]:
+        drop = shuffle and self._ready.recipe.last_batch == "drop"
+        size, rank = self._world.size, self._world.rank
+        numbers = cast(Dataset[Any], range(len(split)))  # it asks for no more than a length
+        return DistributedSampler(numbers, size, rank, shuffle, self._ready.recipe.seed, drop)
+
+    def _of_all(self, value: float) -> list[float]:
+        """Return each rank's value."""
+        if self._world.size == 1:
+            return [value]
+        found: list[float] = [0.0] * self._world.size
+        dist.all_gather_object(found, value)
+        return found
+
+    @property
+    def _samples(self) -> int:
+        """How many samples were seen, the padding left out."""
+        epoch, within = divmod(self.step, self._per_epoch)
+        each = self._ready.recipe.batch * self._world.size
+        whole = self._ready.steps.samples_per_epoch
+        return epoch * whole + min(within * each, whole)
+
+    def _at(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": max(self.step - 1, 0) // self._per_epoch, "samples": self._samples}
+
+    def _started(self) -> Started:
+        ready, world = self._ready, self._world
+        return Started(
+            step=0,
+            epoch=0,
+            samples=0,
+            steps=self._steps,
+            epochs=self._steps / self._per_epoch,
+            steps_per_epoch=self._per_epoch,
+            train_samples=len(ready.data.train),
+            validation_samples=len(ready.data.validation or ()),
+            batch=ready.recipe.batch * world.size,
+            microbatches=world.size,
+            processes=world.size,
+            strategy=USUAL,
+            device=str(world.device),
+            parameters=ready.parameters,
+            base_lr=planning.base_rate(ready.recipe),
+            task=ready.task_line,
+            monitor=ready.task.monitor.name,
+            unit=ready.task.unit,
+            fractions=list(ready.task.fractions),
+            backend=world.backend if world.size > 1 else "",
+        )
+
+
+def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (indices[first : first + size] for first in range(0, len(indices), size))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
