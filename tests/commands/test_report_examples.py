@@ -17,6 +17,21 @@ from test_predict import SEGMENTS, plain
 
 from lockstep.data.images.digits import digits
 
+WRONG = """
+from torch.nn import functional as F
+
+class Wrong:
+    fractions = ("wrong",)
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1], reduction="sum")
+
+    def sums(self, outputs, batch):
+        return {"wrong": (outputs.argmax(1) != batch[1]).sum()}
+
+    def figures(self, sums):
+        return {"wrong": sums["wrong"] / sums["samples"]}
+"""
 TRUST = "recipe.loss.name=held:cross_entropy"
 
 
@@ -194,6 +209,20 @@ def test_the_pixels_of_a_segmentation(run, tmp_path):
     matrix = json.loads((tmp_path / "run" / "last-evaluation.json").read_text())["confusion"]
     right, wrong = page.charts["run: pixels by class"]
     assert [[int(one or other or 0) for one, other in zip(*rows, strict=True)] for rows in both(right, wrong)] == matrix
+
+
+def test_of_a_task_of_ones_own_its_figures_are_shown(run, tmp_path):
+    (tmp_path / "mine.py").write_text(WRONG)
+    run("train", "digits", "recipe.task=mine:Wrong", "recipe.steps=2", "recipe.epochs=", "run.dir=run")
+    assert "its recipe names code" in run("report", "run", "--examples", code=2).err
+    run("report", "run", "--examples", "recipe.task.name=mine:Wrong")
+    page = Page(tmp_path / "report.html")
+    [row] = page.tables["What the models do"]
+    assert (row["wrong"], row["compared with the log"]) == (
+        f"{100 * evaluations(tmp_path / 'run')[-1]['wrong']:.2f} %",
+        "equal",
+    )
+    assert "what task mine:Wrong makes of a model's outputs is known to its code alone" in page.texts["run"]
 
 
 @pytest.mark.parametrize(

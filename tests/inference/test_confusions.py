@@ -4,7 +4,7 @@ import torch
 
 from lockstep.inference.confusions import confusions
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import Table
+from lockstep.reporting.page import Table, Words
 
 
 def test_few_classes_are_a_matrix() -> None:
@@ -39,6 +39,12 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
     assert classes.rows[0] == ["class 998", "999", "0.10 %", "0.10 %"]
     assert len(classes.rows) == 20
     assert "The 20 with the lowest recall of 1,000." in classes.note
+
+
+def test_many_classes_without_a_mistake() -> None:
+    each = torch.arange(1000)
+    pairs, _ = confusions("r", [*map(str, range(1000))], each, each, torch.ones_like(each), "samples")
+    assert pairs == Words("r: mistaken most often", ["No class was taken for another."])
 
 
 def test_pixels_are_counted_by_their_times() -> None:

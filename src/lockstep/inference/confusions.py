@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lockstep.reporting import wording
 from lockstep.reporting.charts import matrix
-from lockstep.reporting.page import Section, Table
+from lockstep.reporting.page import Section, Table, Words
 
 _MOST_CELLS: Final = 20  # classes of a matrix that can be read
 _MOST_ROWS: Final = 20  # of a table
 
-_SHADES: Final = "Blue is right, orange is not, and the darker, the greater a cell's share of its row."
+_NOTE: Final = "Blue is right, orange is not, and the darker, the greater a cell's share of its row."
 
 
 def confusions(
@@ -34,7 +34,7 @@ def confusions(
     if len(names) <= _MOST_CELLS:
         counts = torch.zeros(len(names), len(names), dtype=torch.int64)
         counts.index_put_((truths, guesses), times, accumulate=True)
-        shown = matrix(f"{run}: {unit} by class", "taken for", "is", names, counts.tolist(), note=_SHADES)
+        shown = matrix(f"{run}: {unit} by class", "taken for", "is", names, counts.tolist(), note=_NOTE)
     else:
         shown = _pairs(run, names, truths, guesses, times, of, unit)
     return [shown, _classes(run, names, of.tolist(), taken.tolist(), right.tolist(), unit)]
@@ -42,7 +42,8 @@ def confusions(
 
 def _pairs(
     run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, of: Tensor, unit: str
-) -> Table:
+) -> Section:
+    title = f"{run}: mistaken most often"
     wrong = truths != guesses
     keys, where = np.unique((truths * len(names) + guesses)[wrong].numpy(), return_inverse=True)
     counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(where), times[wrong])
@@ -51,8 +52,10 @@ def _pairs(
         one, other = divmod(int(keys[row]), len(names))
         count = int(counts[row])
         rows.append([names[one], names[other], f"{count:,}", wording.percent(count / int(of[one]))])
+    if not rows:
+        return Words(title, ["No class was taken for another."])
     note = f"{len(names):,} classes are too many for a matrix; of {len(keys):,} pairs these are mistaken most often."
-    return Table(f"{run}: mistaken most often", ["is", "taken for", unit, "of the class"], rows, note)
+    return Table(title, ["is", "taken for", unit, "of the class"], rows, note)
 
 
 def _classes(

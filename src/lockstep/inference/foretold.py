@@ -88,9 +88,10 @@ class Foretold:
 def _beginning(task: Language, batch: Any) -> list[int]:
     """Return the first tokens of a batch's one sample, without its padding."""
     inputs = task.inputs(batch)
-    [ids] = inputs["input_ids"] if isinstance(inputs, Mapping) else tensors_of(inputs)[0]
-    if isinstance(inputs, Mapping) and "attention_mask" in inputs:
-        ids = ids[inputs["attention_mask"][0] != 0]
+    named = inputs if isinstance(inputs, Mapping) else {}
+    [ids] = named["input_ids"] if "input_ids" in named else tensors_of(inputs)[0]
+    if "attention_mask" in named:
+        ids = ids[named["attention_mask"][0] != 0]
     found: Sequence[int] = ids[: min(_GIVEN, max(len(ids) // 2, 1))].tolist()
     return [*found]
 
