@@ -67,7 +67,7 @@ def train(name: str, call: Call, activations: Path | None = None, state: Path | 
         adam.state[weight] = {"step": torch.zeros(())}
         for key in ("exp_avg", "exp_avg_sq"):  # the system reads and writes mapped files page by page
             adam.state[weight][key] = torch.from_file(f"{state}/{key}{number}", True, weight.numel()).view_as(weight)
-    start = time.perf_counter()
+    start = time.process_time()
     with Meter() as meter:
         for _ in range(STEPS):
             x = torch.ones(BATCH, WIDTH)
@@ -78,7 +78,7 @@ def train(name: str, call: Call, activations: Path | None = None, state: Path | 
             del x
             adam.step()
             adam.zero_grad()
-    peak, live, ms = meter.peak / 2**20, meter.live / 2**20, 1000 * (time.perf_counter() - start)
+    peak, live, ms = meter.peak / 2**20, meter.live / 2**20, 1000 * (time.process_time() - start)
     print(f"{name:20} peak {peak:4.1f} MiB, between steps {live:.1f}, {ms:.0f} ms")
     return nn.utils.parameters_to_vector(blocks.parameters()), meter.peak
 
