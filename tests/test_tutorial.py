@@ -1,98 +1,30 @@
-"""The tutorial: every lesson runs by the commands on top of its scripts, and prints what its pages show."""
+"""The tutorial: every lesson runs by the commands on top of its scripts, and prints what its pages show.
+
+Those that need more than Python are run by test_tutorial_real.py.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import pytest
+from component import require_etcd
+from lessons import LESSONS, TUTORIAL, check_what_is_printed, comparable, needs, on_top, shown
 
-ROOT: Final = Path(__file__).parent.parent
-TUTORIAL: Final = ROOT / "tutorial"
-LESSONS: Final = sorted(path.parent for path in TUTORIAL.glob("*/README.md"))
 SCRIPTS: Final = sorted(TUTORIAL.glob("*/*.py"))
 LANGUAGES: Final = ("README.md", "README.zh.md")
-LONGEST_SCRIPT, LONGEST_PAGE, TIMEOUT_S = 100, 60, 120
+LONGEST_SCRIPT, LONGEST_PAGE = 100, 60
 
-_CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_HASH = re.compile(r"\b[0-9a-f]{64}\b")
-_MEASURED = re.compile(r" *\b\d+(?:\.\d+)? (ms|s|MB/s)\b")  # times are those of the machine
-
-
-class Shown(NamedTuple):
-    """A command on a page, and the lines that the page shows of what it prints."""
-
-    command: str
-    lines: list[str]
-
-
-def shown(text: str) -> list[Shown]:
-    """Return the commands in the console blocks of a page, in their order."""
-    found = []
-    for block in _CONSOLE.findall(text):
-        _, *parts = _COMMAND.split(block)
-        found += [Shown(*pair) for pair in zip(parts[::2], (each.splitlines() for each in parts[1::2]), strict=True)]
-    return found
-
-
-def on_top(script: Path) -> list[str]:
-    """Return the commands in the comment that a script starts with."""
-    comment = re.match(r"(?:#.*\n)*", script.read_text(encoding="utf-8"))
-    assert comment is not None
-    return _COMMAND.findall(re.sub(r"^# ", "", comment[0], flags=re.MULTILINE))
-
-
-def comparable(lines: list[str]) -> list[str]:
-    """Return lines in an order that does not depend on which rank printed first, without times and hashes."""
-    return sorted(_MEASURED.sub(r" # \1", _HASH.sub("sha256", line)).rstrip() for line in lines)
-
-
-def printed(command: str, folder: Path, tmp_path: Path) -> list[str]:
-    """Run a command of a page in a folder where the tutorial is."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTHONUNBUFFERED", None)  # else a line and its end are written apart, and lines of two ranks mix
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    line = ["bash", "-o", "pipefail", "-c", command]
-    errors = tmp_path / "errors"
-    with (
-        errors.open("w") as stderr,
-        subprocess.Popen(
-            line, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-        ) as process,
-    ):
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers
-            raise
-    assert process.returncode == 0, f"{command}\n{output}\n{errors.read_text()}"
-    return output.splitlines()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "clone"
-    folder.mkdir()
-    (folder / "tutorial").symlink_to(TUTORIAL)
-    return folder
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_a_lesson_prints_what_its_page_shows(lesson: Path, folder: Path, tmp_path: Path) -> None:
-    hashes = set()
-    for command, lines in shown((lesson / "README.md").read_text(encoding="utf-8")):
-        output = printed(command, folder, tmp_path)
-        assert comparable(output) == comparable(lines), command
-        hashes |= set(_HASH.findall("\n".join(output)))
-    assert len(hashes) <= 1  # where weights are shown, they are the same under each command
+@pytest.mark.parametrize("lesson", [each for each in LESSONS if not needs(each)], ids=lambda lesson: lesson.name)
+def test_a_lesson_prints_what_its_page_shows(lesson: Path, tmp_path: Path) -> None:
+    check_what_is_printed(lesson, tmp_path)
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
@@ -127,3 +59,12 @@ def test_commands_and_their_lines_are_read_from_a_page() -> None:
     assert shown(page) == [("one", ["x 1.5 s", "y"]), ("two; \\\n  three", [])]
     assert comparable(["y", "x 1.5 s"]) == comparable(["x  12 s", "y"]) != comparable(["x 12 m", "y"])
     assert comparable([f"is {'a' * 64}"]) == ["is sha256"]
+
+
+def test_what_a_lesson_needs_follows_from_its_commands(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("```console\n$ torchrun a.py\n$ scripts/with-etcd a; \\\n  mpirun b\n```\nscripts/with-slurm c\n")
+    etcd, openmpi = needs(tmp_path)
+    assert etcd is require_etcd
+    assert isinstance(openmpi, partial)
+    assert openmpi.args[0] == "openmpi"

@@ -1,0 +1,103 @@
+"""The lessons of the tutorial: what their pages show, what they need, and what their commands print."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from component import require, require_etcd, require_package, require_slurm
+
+ROOT: Final = Path(__file__).parent.parent
+TUTORIAL: Final = ROOT / "tutorial"
+LESSONS: Final = sorted(path.parent for path in TUTORIAL.glob("*/README.md"))
+TIMEOUT_S: Final = 240
+
+# A word in the commands of a lesson, and what such a lesson needs that not every machine has.
+_NEEDS: Final[dict[str, Callable[[], None]]] = {
+    "scripts/with-etcd": require_etcd,
+    "scripts/with-slurm": require_slurm,
+    "deepspeed": partial(require_package, "deepspeed"),
+    "horovod": partial(require_package, "horovod"),
+    "mpirun": partial(require, "openmpi", "openmpi-bin", "mpirun", "ompi_info"),
+}
+_CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
+_HASH = re.compile(r"\b[0-9a-f]{64}\b")
+_MEASURED = re.compile(r" *\b\d+(?:\.\d+)? (ms|s|MB/s)\b")  # times are those of the machine
+
+
+class Shown(NamedTuple):
+    """A command on a page, and the lines that the page shows of what it prints."""
+
+    command: str
+    lines: list[str]
+
+
+def shown(text: str) -> list[Shown]:
+    """Return the commands in the console blocks of a page, in their order."""
+    found = []
+    for block in _CONSOLE.findall(text):
+        _, *parts = _COMMAND.split(block)
+        found += [Shown(*pair) for pair in zip(parts[::2], (each.splitlines() for each in parts[1::2]), strict=True)]
+    return found
+
+
+def on_top(script: Path) -> list[str]:
+    """Return the commands in the comment that a script starts with."""
+    comment = re.match(r"(?:#.*\n)*", script.read_text(encoding="utf-8"))
+    assert comment is not None
+    return _COMMAND.findall(re.sub(r"^# ", "", comment[0], flags=re.MULTILINE))
+
+
+def comparable(lines: list[str]) -> list[str]:
+    """Return lines in an order that does not depend on which rank printed first, without times and hashes."""
+    return sorted(_MEASURED.sub(r" # \1", _HASH.sub("sha256", line)).rstrip() for line in lines)
+
+
+def needs(lesson: Path) -> list[Callable[[], None]]:
+    """Return what skips, or fails, a test of the lesson where something that it needs is missing."""
+    commands = [command for command, _ in shown((lesson / "README.md").read_text(encoding="utf-8"))]
+    return [require for word, require in _NEEDS.items() if any(word in command for command in commands)]
+
+
+def check_what_is_printed(lesson: Path, tmp_path: Path) -> None:
+    """Run the commands of a lesson's page in a folder of their own, and compare what they print with what it shows."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("tutorial", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    hashes = set()
+    for command, lines in shown((lesson / "README.md").read_text(encoding="utf-8")):
+        output = _printed(command, folder, tmp_path / "errors")
+        found = f"{command}\n{output}\n{(tmp_path / 'errors').read_text()}"
+        assert comparable(output) == comparable(lines), found
+        hashes |= set(_HASH.findall("\n".join(output)))
+    assert len(hashes) <= 1  # where weights are shown, they are the same under each command
+
+
+def _printed(command: str, folder: Path, errors: Path) -> list[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # in a container
+    environment.pop("PYTHONUNBUFFERED", None)  # else a line and its end are written apart, and lines of two ranks mix
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    line = ["bash", "-o", "pipefail", "-c", command]
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            line, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers
+            raise
+    assert process.returncode == 0, f"{command}\n{output}\n{errors.read_text()}"
+    return output.splitlines()

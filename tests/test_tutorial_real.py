@@ -1,0 +1,16 @@
+"""The lessons of the tutorial that need etcd, Slurm, DeepSpeed, Horovod or Open MPI print what their pages show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lessons import LESSONS, check_what_is_printed, needs
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lesson", [each for each in LESSONS if needs(each)], ids=lambda lesson: lesson.name)
+def test_a_lesson_prints_what_its_page_shows(lesson: Path, tmp_path: Path) -> None:
+    for require in needs(lesson):
+        require()
+    check_what_is_printed(lesson, tmp_path)
