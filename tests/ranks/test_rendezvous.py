@@ -101,6 +101,23 @@ def test_all_ranks_hear_who_differs_and_in_what(infos: Any) -> None:
     assert {str(error) for error in errors} == {told}
 
 
+def test_rank_0_gathers_what_each_gives(infos: Any) -> None:
+    def work(rendezvous: Rendezvous) -> list[Any]:
+        return [rendezvous.gather({"rank": rendezvous.info.rank}), rendezvous.gather({"again": True})]
+
+    first, *others = each(infos, work)
+    assert first == [[{"rank": rank} for rank in range(SIZE)], [{"again": True}] * SIZE]
+    assert others == [[[], []]] * (SIZE - 1)
+
+
+def test_who_does_not_come_to_a_gathering_is_named(infos: Any) -> None:
+    def work(rendezvous: Rendezvous) -> Any:
+        return None if rendezvous.info.rank == 2 else rendezvous.gather({})
+
+    first, *_ = each(infos, work, timeout_s=1.0)
+    assert str(first).startswith("timed out after 1 s waiting for rank 2")
+
+
 def test_a_rank_that_fails_ends_those_that_wait_for_it(infos: Any) -> None:
     def work(rendezvous: Rendezvous) -> None:
         if rendezvous.info.rank == 2:

@@ -15,6 +15,8 @@ itself keeps there for its process groups.
 | `compare N R` | its facts at the Nth comparison | each rank |
 | `compare N count`, `compare N all` | counter: how many facts are there; set with the last of them | each rank |
 | `compare N verdict`, `tell N 0` | what differs; what rank 0 has to tell | rank 0 |
+| `gather N R` | what it gives at the Nth gathering | each rank |
+| `gather N count`, `gather N all` | counter: how many have given; set with the last of them | each rank |
 | `failure` | the first failure | the rank that failed |
 | `beat R` | a heartbeat | each rank |
 | `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth question; a rank's place | each rank |

@@ -113,6 +113,26 @@ class Rendezvous:
                 unlike[rank] = facts
         return differences(unlike, self.hosts)
 
+    def gather(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return on rank 0 what each rank gives, by rank and ready for JSON, and nothing on the others.
+
+        All call it and wait for all; those that do not come are named.
+        """
+        if self.store is None:
+            return [dict(own)]
+        key = self._exchange("gather")
+        with self._asking():
+            self.store.set(f"{key} {self.info.rank}", own, LONGEST_FACTS)
+            if self.store.add(f"{key} count", 1) == self.info.size:
+                self.store.set(f"{key} all", True)
+            self._wait(f"{key} all", key)
+            keys = [f"{key} {rank}" for rank in range(self.info.size)] if self.info.rank == 0 else []
+            found = self.store.read_all(keys, _facts, LONGEST_FACTS)
+        for each in found:
+            if isinstance(each, UntrustedError):
+                raise each
+        return [each for each in found if isinstance(each, dict)]
+
     def tell(self, words: str = "") -> str:
         """Return rank 0's `words` on every rank. All call it."""
         if self.store is None:

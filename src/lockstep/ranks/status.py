@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["setting up", "training", "evaluating", "saving", "ending"]
+Phase = Literal["setting up", "training", "evaluating", "saving", "ending", "checking"]
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The phase that a rank is in, after so many steps."""
+    """The phase that a rank is in, after so many steps; of `checking`, after so many checks."""
 
     phase: Phase = "setting up"
     step: int = 0
 
     @property
     def words(self) -> str:
-        """Such as `setting up`, `in step 5`, `evaluating after step 5`."""
+        """Such as `setting up`, `in step 5`, `evaluating after step 5`, `in check 5`."""
+        if self.phase == "checking":
+            return f"in check {self.step + 1}"
         if self.phase == "setting up":
             return self.phase
         return f"in step {self.step + 1}" if self.phase == "training" else f"{self.phase} after step {self.step}"

@@ -1,0 +1,168 @@
+"""What this process has of its host: versions, cores, memory, limits, variables; ready for JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+
+from lockstep import __version__
+from lockstep.device import machine
+from lockstep.platforms import usable_cores
+
+_PACKAGE: Final = "lockstep-train"
+_FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_DRIVERS: Final = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_FABRIC: Final = Path("/sys/class/infiniband")
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_OWN_CGROUP: Final = Path("/proc/self/cgroup")
+_SHOWN: Final = re.compile(
+    r"(OMP|KMP|MKL|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|NVIDIA|TORCH|PYTORCH|TP|ATEN|ONEDNN|DNNL|MALLOC|TIMM)_.*"
+    r"|PYTHONHASHSEED|LD_PRELOAD|DISABLE_ADDMM_CUDA_LT"
+)
+_SECRET: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
+
+
+def facts() -> dict[str, Any]:
+    """Return what this process finds of its host, in some 100 ms; with a GPU it starts CUDA."""
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "numerics": _numerics(),
+        "cards": cards(),
+        "cores": cores(),
+        "memory": memory(),
+        "limits": limits(),
+        "variables": variables(os.environ),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, Lockstep and each package that it can use, None for one that is not installed."""
+    required = [each for each in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(each)]
+    names = {re.split(r"[^A-Za-z0-9._-]", each, maxsplit=1)[0] for each in required} - {_PACKAGE}
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "lockstep": __version__,
+        "lockstep's source": machine.source(),
+    }
+    return found | {name: _version(name) for name in sorted(names)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numerics() -> dict[str, Any]:
+    """Return what decides the bits of a run on this rank's first device, but for the threads, which a recipe sets."""
+    device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
+    return {name: value for name, value in machine.numerics(device).items() if name != "threads"}
+
+
+def cards() -> dict[str, Any]:
+    """Return the CUDA devices that torch finds, and whether there is a driver of any."""
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {"devices": names, "driver": any(Path(driver).exists() for driver in _DRIVERS)}
+
+
+def cores() -> dict[str, Any]:
+    """Return the cores of the host, those this process may run on, and how many a container lets it use at a time."""
+    return {
+        "all": os.cpu_count() or 1,
+        "usable": usable_cores(),
+        "quota": quota_cores(_CGROUP, _OWN_CGROUP),
+        "threads": torch.get_num_threads(),
+        "load": psutil.getloadavg()[0],
+    }
+
+
+def memory() -> dict[str, int | None]:
+    """Return bytes of memory: all, free for programs, the least limit of a container, and what is swapped out.
+
+    Of shared memory, by which the workers of a loader hand over their batches, all and what is free.
+    """
+    now, shared = psutil.virtual_memory(), None
+    if _SHARED_MEMORY.is_dir():
+        shared = psutil.disk_usage(str(_SHARED_MEMORY))
+    return {
+        "all": now.total,
+        "free": now.available,
+        "limit": limit_bytes(_CGROUP, _OWN_CGROUP),
+        "swapped": psutil.swap_memory().used,
+        "shared": shared.total if shared else None,
+        "shared_free": shared.free if shared else None,
+    }
+
+
+def limits() -> dict[str, Any]:
+    """Return what `ulimit` has for this process, None where that is unlimited, and what there is to hold against it."""
+    import resource  # only now: Windows has none
+
+    def soft(kind: int) -> int | None:
+        found = resource.getrlimit(kind)[0]
+        return None if found == resource.RLIM_INFINITY else found
+
+    return {
+        "files": soft(resource.RLIMIT_NOFILE),
+        "processes": soft(resource.RLIMIT_NPROC),
+        "locked_bytes": soft(resource.RLIMIT_MEMLOCK),
+        "fabric": _FABRIC.is_dir() and any(_FABRIC.iterdir()),
+    }
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the libraries that compute and exchange, without any that may hold a secret."""
+    return {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name) and not _SECRET.search(name)}
+
+
+def quota_cores(root: Path, own: Path) -> float | None:
+    """Return how many cores' time the control groups of this process allow, None where they set no limit."""
+    found = []
+    for folder in _groups(root, own, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")  # -1 for none
+        if quota.isdecimal() and period.isdecimal():
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def limit_bytes(root: Path, own: Path) -> int | None:
+    """Return how much memory the control groups of this process allow, None where they set no limit."""
+    found = []
+    for folder in _groups(root, own, "memory"):
+        text = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number for none
+            found.append(int(text))
+    return min(found, default=None)
+
+
+def _groups(root: Path, own: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's control group and of those around it, which limit it too."""
+    folders = []
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            top = root / controller if controllers else root
+            place = Path(path.lstrip("/"))
+            folders += [top / part for part in (place, *place.parents)]
+    return folders
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

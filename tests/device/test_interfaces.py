@@ -1,0 +1,53 @@
+"""The interfaces of this host, and which of them gloo takes."""
+
+import socket
+
+import pytest
+
+from lockstep.device import interfaces, ports
+
+FOUND = {
+    "lo": {"addresses": ["127.0.0.1", "::1"]},
+    "eth0": {"addresses": ["10.0.0.1"]},
+    "ib0": {"addresses": ["10.1.0.1"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "env", "taken"),
+    [
+        (["10.1.0.1"], {}, "ib0"),
+        (["127.0.1.1"], {}, "lo"),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
+        (["10.1.0.1"], {"GLOO_SOCKET_IFNAME": "eth9"}, None),
+        (["192.0.2.7"], {}, "lo"),  # an address of another host
+        (["192.0.2.7", "10.0.0.1"], {}, "eth0"),
+        ([], {}, "lo"),
+    ],
+)
+def test_which_interface_gloo_takes(named: list[str], env: dict[str, str], taken: str | None) -> None:
+    assert interfaces.gloo_interface(FOUND, named, env) == taken
+
+
+def test_the_interfaces_here() -> None:
+    found = interfaces.network()
+    assert "127.0.0.1" in found["interfaces"][ports.loopback()]["addresses"]
+    assert set(found) == {"interfaces", "addresses", "gloo"}
+
+
+def test_names() -> None:
+    assert "127.0.0.1" in interfaces.addresses("localhost")
+    assert interfaces.addresses("no-such-host.invalid") == []
+    assert interfaces.is_loopback("127.0.1.1")
+    assert interfaces.is_loopback("::1")
+    assert not interfaces.is_loopback("10.0.0.1")
+    assert not interfaces.is_loopback("no address")
+
+
+def test_connections_of_this_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            ends = (*client.getsockname(), *client.getpeername())
+            assert {ends, (*ends[2:], *ends[:2])} <= interfaces.connections()
+    assert ends not in interfaces.connections()
