@@ -29,12 +29,13 @@ ALLOWED = {
     "parallel": ["core", "device", "comm", "tasks"],
     "strategies": ["core", "device", "comm", "tasks", "parallel"],
     "training": ["core", "device", "comm", "ranks", "tasks", "data", "parallel/engine"],
+    "checkup": ["core", "device", "comm", "ranks"],
     "launchers": ["core"],
     "reporting": ["core", "training/events"],
     "run": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
-        *("launchers", "verification/first_look"),
+        *("launchers", "checkup", "verification/first_look"),
     ],
     "inference": [
         *("core", "config", "device", "tasks", "data", "models", "parallel/weights", "training", "reporting", "run"),

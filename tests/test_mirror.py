@@ -19,6 +19,7 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 TOGETHER: Final[dict[str, str]] = {
     "commands/test_adapters_trained.py": "models: tuned\nrun: adapters",
     "commands/test_bring_your_own.py": "run: optimizing",
+    "commands/test_checked_up.py": "checkup: rank\nrun: checked_up",
     "commands/test_commands_compare.py": "run: comparing",
     "commands/test_commands_report.py": "reporting: run_page\nrun: machine_record reported",
     "commands/test_deepspeed_train.py": "run: foreign",

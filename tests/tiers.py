@@ -16,6 +16,7 @@ _REAL: Final = (
     "benchmarks",
     "faults",
     "launchers/test_batch.py",
+    "launchers/test_checkup_hosts.py",
     "launchers/test_elastic.py",
     "launchers/test_example.py",
     "launchers/test_fewer_hosts.py",

@@ -135,7 +135,7 @@ def test_ssh_ties_what_it_starts_to_itself():
         (
             local.command,
             replace(HERE, words=("doctor", "launch")),
-            "starts train and eval; run lockstep doctor launch as",
+            "starts train, eval and doctor; run lockstep doctor launch as",
         ),
         (
             torchrun.command,
@@ -212,3 +212,8 @@ def test_a_script_is_started_by_python_itself() -> None:
     assert torchrun.command(job)[-3:] == ["loop.py", "--lr", "1"]
     assert openmpi.command(job)[-4:] == ["py", "loop.py", "--lr", "1"]
     assert local.command(job) == ["py", "-m", "lockstep", "launch", "--processes-per-node=2", "--", *words]
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("doctor", "--json")])
+def test_the_check_up_starts_its_processes_itself(words: tuple[str, ...]) -> None:
+    assert local.command(Job(words, "py", processes_per_node=2)) == ["py", "-m", "lockstep", *words, "--processes=2"]

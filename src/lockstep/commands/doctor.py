@@ -1,19 +1,82 @@
-"""Report what Lockstep finds here: the launcher that started it, the cards, and which data is damaged."""
+"""Check up the machine and the ranks; or report the launcher, the cards, and which data is damaged."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import click
+from click.core import ParameterSource
 
 from lockstep.core.text import printable, printable_line
-from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
+from lockstep.launchers.job import PORT
+
+if TYPE_CHECKING:
+    from lockstep.checkup.report import Report
+
+_WIDTH = 120  # of what is printed where that is no terminal
 
 
-@click.group("doctor")
-def command() -> None:
-    """Report what Lockstep finds here."""
+@click.group("doctor", invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--processes", type=click.IntRange(1), help="Start so many on this host; a launcher starts them elsewhere."
+)
+@click.option("--dir", "folder", type=click.Path(path_type=Path), default="runs", show_default=True, help="As run.dir.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="As placement.device.")
+@click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=30.0, show_default=True, help="Seconds to wait for another rank."
+)
+@click.pass_context
+def command(
+    context: click.Context,
+    as_json: bool,
+    processes: int | None,
+    folder: Path,
+    device: Literal["auto", "cpu", "cuda"],
+    rendezvous: str,
+    timeout: float,
+) -> None:
+    """Check up this machine and, under a launcher, the ranks and what lies between them, in at most a minute.
+
+    Each finding is ok, a warning or a problem: what was found, what it leads to, what to do. Ends with exit code 4
+    where there is a problem.
+
+    lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- doctor
+    """
+    if context.invoked_subcommand is not None:
+        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            what = context.invoked_subcommand
+            raise UsageError(f"doctor: options of the check-up before {what}; write them after {what}, if it has them")
+        return
+    from lockstep.checkup.rank import Asked
+    from lockstep.run.checked_up import check_up
+
+    asked = Asked(folder, PORT, device)
+    raise SystemExit(check_up(asked, partial(_show, as_json), processes, rendezvous, timeout))
+
+
+def _show(as_json: bool, report: Report) -> None:
+    from rich.console import Console
+
+    from lockstep.checkup.report import tables
+
+    if as_json:
+        click.echo(json.dumps(report.as_json()))
+        return
+    width = None if sys.stdout.isatty() else _WIDTH
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        for each in tables(report):
+            console.print(each)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))  # at once: ranks share the terminal
 
 
 @command.command("launch")

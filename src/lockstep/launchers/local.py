@@ -18,8 +18,10 @@ def command(job: Job) -> list[str]:
     if job.is_script:
         lead = [job.python, "-m", "lockstep", "launch", f"--processes-per-node={job.processes}", "--"]
         return [*lead, *job.words]
+    if job.words[0] == "doctor" and all(word.startswith("-") for word in job.words[1:2]):  # the check-up, no subcommand
+        return [*job.program, f"--processes={job.processes}"]
     if not job.trains:
-        raise UsageError(f"--on local: starts train and eval; run lockstep {' '.join(job.words)} as it is")
+        raise UsageError(f"--on local: starts train, eval and doctor; run lockstep {' '.join(job.words)} as it is")
     return [*job.program, f"placement.processes={job.processes}"]
 
 

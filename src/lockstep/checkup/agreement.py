@@ -1,0 +1,80 @@
+"""Judges what differs between ranks, and names who has what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from lockstep.checkup.finding import Finding, Level
+from lockstep.core.rank import ranks_in_words
+
+_SHOWN: Final = 8  # ranks of a group
+# What a launcher gives each rank one of its own, and interfaces, whose names each host has for itself.
+_OWN: Final = (
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_PLACES", "KMP_AFFINITY"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
+)
+_NEEDED: Final = ("python", "lockstep", "lockstep's source", "torch")
+_REFUSES: Final = "lockstep train refuses ranks that differ in it"
+_MAY: Final = "the ranks may compute or exchange in other ways, or wait for each other for ever"
+
+
+def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+    """Return what is not the same on all ranks, or one finding that all is."""
+    found = [
+        *_unlike(facts, hosts, "versions", _level_of_version),
+        *_unlike(facts, hosts, "numerics", lambda _: "problem"),
+        *_unlike(facts, hosts, "variables", lambda _: "warning"),
+        *_cards(facts, hosts),
+    ]
+    if found or len(facts) == 1:
+        return found
+    return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
+
+
+def _level_of_version(package: str) -> Level:
+    return "problem" if package in _NEEDED else "warning"
+
+
+def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any) -> Iterator[Finding]:
+    sections = [each.get(section, {}) for each in facts]
+    for name in dict.fromkeys(name for each in sections for name in each if name not in _OWN):
+        words = values([each.get(name) for each in sections], hosts)
+        if words:
+            level: Level = level_of(name)
+            leads_to = _REFUSES if level == "problem" else _MAY
+            yield Finding("ranks alike", level, f"{name}: {words}", leads_to, "make it the same on all hosts")
+
+
+def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+    kinds = [", ".join(sorted(set(each.get("cards", {}).get("devices", [])))) or "the CPU" for each in facts]
+    if words := values(kinds, hosts):
+        yield Finding(
+            "ranks alike",
+            "problem",
+            f"devices: {words}",
+            "bits are promised for one kind, and lockstep train refuses ranks on several",
+            "choose hosts of one kind, or placement.device=cpu",
+        )
+
+
+def values(found: Sequence[Any], hosts: Sequence[str]) -> str:
+    """Return who has which value, the commonest first; "" where all have the same."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(found):
+        groups.setdefault("not there" if value is None else _text(value), []).append(rank)
+    if len(groups) < 2:
+        return ""
+    ordered = sorted(groups.items(), key=lambda each: -len(each[1]))
+    return "; ".join(f"{value} on {who(ranks, hosts)}" for value, ranks in ordered)
+
+
+def who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return `rank 2 (b), 3 (b)`, and of many ranks the first and how many more."""
+    shown = ranks_in_words(ranks[:_SHOWN], hosts)
+    return shown if len(ranks) <= _SHOWN else f"{shown} and {len(ranks) - _SHOWN:,} more"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

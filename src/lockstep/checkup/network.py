@@ -1,0 +1,222 @@
+"""Judges what was measured between the ranks: slow links, the interface that traffic takes, clocks that are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from lockstep.checkup.agreement import who
+from lockstep.checkup.finding import Finding
+from lockstep.comm.golden import Golden
+from lockstep.comm.links import Link, Offset
+from lockstep.device.interfaces import is_loopback, owner
+
+# A link is slow beside the upper quartile of its kind, not the median: with three hosts, one of which is badly
+# connected, two links of three are slow.
+_QUARTILE: Final = 0.75
+_SLOWER: Final = 3.0  # measured on busy machines, links of one kind differ by less
+_LATER_S: Final = 1e-3  # a rank that waits for a core is late by less, as the least of many tries
+_LEAST_MB_S: Final = 50.0  # of any link between hosts: half of what Ethernet of 1 Gbit/s carries
+_APART_S: Final = 1.0
+_FEWEST: Final = 3  # links of a kind that can be compared
+_SHOWN: Final = 6
+
+
+def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each host whose links are all slow, for each other slow link, and one for each good kind."""
+    for kind, across in (("links within a host", False), ("links between hosts", True)):
+        own = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
+        if not own:
+            continue
+        usual, soon = _upper([link.mb_s for link in own]), -_upper([-link.latency_s for link in own])
+        slow = {link: reason for link in own if (reason := _slow(link, usual, soon, len(own), across))}
+        yield from _named(kind, slow, own, hosts)
+        if not slow:
+            least = min(link.mb_s for link in own)
+            text = f"{len(own)}: {soon * 1e6:,.0f} us, {usual:,.0f} MB/s; the slowest {least:,.0f} MB/s"
+            yield Finding(kind, "ok", text)
+
+
+def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
+    """Return in what way a link is slow; "" where it is not."""
+    if count >= _FEWEST and link.mb_s * _SLOWER < usual:
+        return f"{link.mb_s:,.1f} MB/s, where others have {usual:,.0f}"
+    if across and link.mb_s < _LEAST_MB_S:
+        return f"{link.mb_s:,.1f} MB/s, less than half of Ethernet of 1 Gbit/s"
+    if count >= _FEWEST and link.latency_s > _SLOWER * soon + _LATER_S:
+        return f"{link.latency_s * 1e3:,.1f} ms, where others have {soon * 1e3:,.2f}"
+    return ""
+
+
+def _named(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the hosts whose links to all others are slow where they are the odd ones, and else the links."""
+    leads_to = "every step waits for its slowest exchange"
+    to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
+    for host in sorted(to_blame):
+        mine = [link for link in slow if host in (hosts[link.source], hosts[link.target])]
+        worst = min(mine, key=lambda link: link.mb_s)
+        text = f"all {len(mine)} links of {host} are slow, the slowest {_way(worst, hosts)}: {slow[worst]}"
+        remedy = f"look at the network card, cable and switch port of {host}"
+        yield Finding(kind, "warning", text, leads_to, remedy)
+    rest = [link for link in slow if not {hosts[link.source], hosts[link.target]} & to_blame]
+    rest.sort(key=lambda link: link.mb_s)
+    remedy = "look at what lies between them" if kind == "links between hosts" else "look at what else runs there"
+    for link in rest[:_SHOWN]:
+        yield Finding(kind, "warning", f"{_way(link, hosts)}: {slow[link]}", leads_to, remedy)
+    if len(rest) > _SHOWN:
+        yield Finding(kind, "warning", f"{len(rest) - _SHOWN:,} more are slow; see --json", leads_to, remedy)
+
+
+def _hosts_to_blame(slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:
+    for host in dict.fromkeys(hosts):
+        own = [link for link in links if host in (hosts[link.source], hosts[link.target])]
+        if own and len(own) < len(links) and all(link in slow for link in own):
+            yield host
+
+
+def _way(link: Link, hosts: Sequence[str]) -> str:
+    return f"rank {link.source} ({hosts[link.source]}) to rank {link.target} ({hosts[link.target]})"
+
+
+def _upper(values: Sequence[float]) -> float:
+    """Return the upper quartile."""
+    return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
+
+
+def of_offsets(offsets: Sequence[Offset], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the hosts whose clock is not rank 0's."""
+    others = [each for each in offsets if hosts[each.rank] != hosts[0]]
+    apart = [each for each in others if abs(each.ahead_s) - each.within_s > _APART_S]
+    for each in apart:
+        side = "ahead of" if each.ahead_s > 0 else "behind"
+        text = f"{hosts[each.rank]} is {abs(each.ahead_s):,.1f} s {side} {hosts[0]} (within {each.within_s:.3f} s)"
+        leads_to = "logs cannot be put in order, and files look newer or older than they are; no number changes"
+        yield Finding("clocks of hosts", "warning", text, leads_to, "start chrony or ntpd on all hosts")
+    if others and not apart:
+        most = max(others, key=lambda each: abs(each.ahead_s))
+        text = f"at most {abs(most.ahead_s) * 1e3:,.1f} ms apart (within {most.within_s * 1e3:,.1f} ms)"
+        yield Finding("clocks of hosts", "ok", text)
+
+
+def used_interfaces(
+    facts: Sequence[Mapping[str, Any]], connections: Sequence[Sequence[Sequence[Any]]], hosts: Sequence[str]
+) -> list[dict[str, str]]:
+    """Return for each rank by which of its interfaces it reaches each other host; the two ends of a connection match.
+
+    `connections` has for each rank those that it opened for exchanges: own address and port, and the other side's.
+    """
+    ends = {tuple(each[:2]): rank for rank, mine in enumerate(connections) for each in mine}
+    used: list[dict[str, str]] = []
+    for rank, mine in enumerate(connections):
+        known = facts[rank].get("network", {}).get("interfaces", {})
+        ways: dict[str, str] = {}
+        for own_address, _, address, number in mine:
+            other = ends.get((address, number))
+            if other is not None and hosts[other] != hosts[rank]:
+                ways[hosts[other]] = owner(own_address, known) or own_address
+        used.append(ways)
+    return used
+
+
+def of_interfaces(
+    facts: Sequence[Mapping[str, Any]], used: Sequence[Mapping[str, str]], hosts: Sequence[str]
+) -> Iterator[Finding]:
+    """Name the ranks whose traffic between hosts takes another than the fastest interface of their host."""
+    slower: dict[tuple[str, str, int, int], list[int]] = {}
+    taken: dict[str, list[int]] = {}
+    for rank, ways in enumerate(used):
+        found = facts[rank].get("network", {}).get("interfaces", {})
+        for own in sorted(set(ways.values())):
+            taken.setdefault(own, []).append(rank)
+            speed = found.get(own, {}).get("mbit_s", 0)
+            best = max(
+                (each for each in found if not all(map(is_loopback, found[each]["addresses"]))),
+                key=lambda each: found[each]["mbit_s"],
+                default=own,
+            )
+            if own in found and all(map(is_loopback, found[own]["addresses"])):
+                yield Finding(
+                    "interface", "problem", f"{own} between hosts, of rank {rank}", "no other host is reached"
+                )
+            elif 0 < speed < found.get(best, {}).get("mbit_s", 0):
+                slower.setdefault((own, best, speed, found[best]["mbit_s"]), []).append(rank)
+    for (own, best, speed, better), ranks in slower.items():
+        yield Finding(
+            "interface",
+            "warning",
+            f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, though {best} has {better / 1e3:g}",
+            "exchanges between hosts take the slower network",
+            f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, where {best} reaches the other hosts",
+        )
+    if taken and not slower:
+        text = "; ".join(f"{own} of {who(ranks, hosts)}" for own, ranks in taken.items())
+        yield Finding("interface", "ok", f"between hosts the ranks exchange by {text}")
+
+
+def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the ranks on which a collective gave a wrong result."""
+    wrong: dict[str, list[int]] = {}
+    for rank, golden in enumerate(found):
+        for text in golden.wrong:
+            wrong.setdefault(text.partition(" ")[0].rstrip(":"), []).append(rank)
+    for collective, ranks in wrong.items():
+        texts = [text for text in found[ranks[0]].wrong if text.startswith(collective)]
+        who_has = sorted(set(ranks))
+        yield Finding(
+            "collectives",
+            "problem",
+            f"{collective} is wrong on {who(who_has, hosts)}: {texts[0]}",
+            "a run trains with wrong numbers",
+            "lockstep doctor on fewer hosts finds which one it is: a bad card, memory or library",
+        )
+    for text in sorted({text for golden in found for text in golden.refused}):
+        yield Finding("collectives", "ok", f"refused by the backend, and not tried: {text}")
+    if found and found[0].tried and not wrong:
+        tried = ", ".join(f"{name} {count}" for name, count in found[0].tried.items())
+        yield Finding("collectives", "ok", f"all {sum(found[0].tried.values())} cases are right: {tried}")
+
+
+def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
+    """Return the ranks whose gloo would listen at loopback, though there are others hosts."""
+    loops = [rank for rank, each in enumerate(facts) if each.get("network", {}).get("gloo") in ("lo", "lo0")]
+    return loops if len(set(hosts)) > 1 else []
+
+
+def of_connecting(failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the ranks that could not connect to the others, or that nobody could connect to."""
+    ranks = [rank for rank, reason in enumerate(failed) if reason]
+    loops = unreachable(facts, hosts)
+    leads_to = "no run of these ranks can start; nothing was measured between them"
+    if loops:
+        text = f"gloo would listen at loopback on {who(loops, hosts)}: not tried"
+        yield Finding("connections", "problem", text, leads_to, "see `host name` and `interfaces`")
+    elif ranks:
+        text = f"{who(ranks, hosts)} could not connect: {failed[ranks[0]]}"
+        remedy = "let the hosts reach each other at all ports, or name the network they share in GLOO_SOCKET_IFNAME"
+        yield Finding("connections", "problem", text, leads_to, remedy)
+
+
+def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Judge whether all hosts see one run folder, and whether a lock of rank 0 there holds on the others."""
+    others = {rank: each for rank, each in enumerate(seen) if each is not None and hosts[rank] != hosts[0]}
+    apart = [rank for rank, each in others.items() if not each["seen"]]
+    unlocked = [rank for rank, each in others.items() if each["seen"] and not each["locked"]]
+    if apart:
+        yield Finding(
+            "shared folder",
+            "warning",
+            f"{who(apart, hosts)}: the run folder's place is not that of rank 0",
+            "each host would keep its own part of a checkpoint, and a run resumes only where all parts are",
+            "name a folder on a file system of all hosts in run.dir",
+        )
+    if unlocked:
+        yield Finding(
+            "shared folder",
+            "warning",
+            f"{who(unlocked, hosts)}: a lock that rank 0 holds does not hold there",
+            "two runs, started on two hosts, can write to one folder",
+            "mount it with locks (NFS: without nolock), or start runs on one host",
+        )
+    if others and not apart and not unlocked:
+        yield Finding("shared folder", "ok", "all hosts see the same folder, and locks hold between them")

@@ -1,0 +1,259 @@
+"""One rank's part of the check-up: it looks at its host, then measures with the others; rank 0 judges.
+
+Whatever can hang does so in a thread of its own and for a stated time, or is an exchange in which the ranks that do not
+come are named (ranks/rendezvous.py, ranks/stall.py). So the check-up ends, and says who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from lockstep.checkup import network
+from lockstep.checkup.agreement import of_ranks
+from lockstep.checkup.finding import Finding, merged
+from lockstep.checkup.host import Around, of_host, of_rank
+from lockstep.checkup.report import Report
+from lockstep.comm.golden import Golden, tried
+from lockstep.comm.links import MOST_ROUNDS, Link, Offset, links, offsets, rounds
+from lockstep.comm.world import World, choose_device, open_world
+from lockstep.core.rank import RankInfo
+from lockstep.device import host, interfaces, ports, storage, timekeeping
+from lockstep.errors import LockstepError
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.member import at_most
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.stall import StallDetector
+from lockstep.ranks.status import Status
+
+LOST_AFTER_S: Final = 10.0
+_STALL_S: Final = 8.0  # of one check, the slowest of which takes 2 s over a link of 1 Mbit/s
+_EXCHANGE_S: Final = 20.0  # more than the stall detector needs to ask all ranks, and to name the one that hangs
+_HOST_S: Final = 15.0  # the first look at a card takes seconds
+_NETWORK_S: Final = 8.0
+_STORAGE_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the check-up is asked for: the place of run folders, the port where ranks usually meet, and the device."""
+
+    folder: Path
+    port: int
+    device: Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank reports of the exchanges with others.
+
+    `device`: why it has not the device that was asked for; `failed`: why it could not connect. `connections` are those
+    of this process: own address and port, and the other side's.
+    """
+
+    device: str = ""
+    failed: str = ""
+    connections: Sequence[Sequence[Any]] = ()
+    links: Sequence[Mapping[str, Any]] = ()
+    offsets: Sequence[Mapping[str, Any]] = ()
+    golden: Mapping[str, Any] = field(default_factory=dict)
+
+
+def part(asked: Asked, rendezvous: Rendezvous) -> Report | None:
+    """Take part in the check-up and return the report, on rank 0 alone. All ranks call it."""
+    began = time.monotonic()
+    steps = [0]
+    rendezvous.status = lambda: Status("checking", steps[0])
+
+    def step() -> None:
+        steps[0] += 1
+
+    with _watched(rendezvous):
+        leads = rendezvous.hosts.index(rendezvous.hosts[rendezvous.info.rank]) == rendezvous.info.rank
+        facts = rendezvous.gather(_facts(asked, leads, alone=rendezvous.store is None))
+        step()
+        shared = rendezvous.gather({"shared": _shared_folder(asked.folder, rendezvous, leads)})
+        step()
+    found, world = _connected(asked, rendezvous, facts)
+    with _watched(rendezvous):
+        if world is not None:
+            found |= _exchanged(world, rendezvous.hosts, step)
+        measured = rendezvous.gather(found)
+    if rendezvous.info.rank > 0:
+        return None
+    findings, found_links, found_offsets = _judged(rendezvous, facts, shared, measured)
+    seconds = time.monotonic() - began
+    return Report(rendezvous.hosts, seconds, tuple(findings), found_links, found_offsets, tuple(facts))
+
+
+@contextmanager
+def _watched(rendezvous: Rendezvous) -> Iterator[None]:
+    """End all ranks, with the name and the stack of the one that the others wait for, where one hangs."""
+
+    def end(report: str) -> None:
+        info = rendezvous.info
+        rendezvous.end(Failure(info.rank, info.size, rendezvous.rank_log.host, report, time=time.time()))
+
+    with StallDetector(rendezvous, _STALL_S, end) if rendezvous.store else nullcontext():
+        yield
+
+
+def _facts(asked: Asked, leads: bool, alone: bool) -> dict[str, Any]:
+    """Return what this rank finds of its host; `leads`: it does for its host what one rank is enough for.
+
+    The port is tried where this rank is alone: ranks that have met have found theirs.
+    """
+    found: dict[str, Any] = {"timed_out": {}}
+
+    def look(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
+        answer = at_most(seconds, work)
+        if answer is None:
+            found["timed_out"][name] = seconds
+        else:
+            found.update(answer)
+
+    look("host", _HOST_S, host.facts)
+    look("network", _NETWORK_S, lambda: {"network": interfaces.network()})
+    if leads:
+        look("clock", _NETWORK_S, lambda: {"clock": timekeeping.clock()})
+        look("run folder", _STORAGE_S, lambda: {"storage": storage.storage(asked.folder)})
+    if alone:
+        found["ports"] = {str(asked.port): ports.holder(asked.port)}
+    return found
+
+
+def _shared_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[str, bool] | None:
+    """Return whether this rank's host sees a file that rank 0 has made and locked there; None where nobody asks."""
+    if len(set(rendezvous.hosts)) == 1:
+        return None
+    with _made(folder) if rendezvous.info.rank == 0 else nullcontext("") as own:
+        path, found = rendezvous.tell(own), None
+        if path and leads:
+            seen = Path(path).is_file()
+            with storage.locked(Path(path)) if seen and not own else nullcontext(False) as had:
+                found = {"seen": seen, "locked": not had}
+        rendezvous.gather({})  # rank 0 holds the lock until all have looked
+    return found
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[str]:
+    """Yield the path of a locked file at the place of `folder`, removed afterwards; "" where that cannot be."""
+    try:
+        own = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=storage.existing(folder)))
+    except OSError:  # which the check of the run folder reports
+        yield ""
+        return
+    with storage.locked(own / "lock"):
+        yield str(own / "lock")
+    shutil.rmtree(own, ignore_errors=True)
+
+
+def _connected(
+    asked: Asked, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], World | None]:
+    """Connect to the other ranks; return what there is to report of that, and a world where all could.
+
+    Rank 0 has the `facts` of all. Where they say that a host cannot be reached nobody tries.
+    """
+    found = asdict(Measured())
+    try:
+        device = choose_device(asked.device, rendezvous.info)
+    except LockstepError as error:
+        device, found["device"] = torch.device("cpu"), str(error)
+    if rendezvous.store is None:
+        return found, None
+    others = _all(
+        rendezvous, {"cuda": device.type == "cuda", "unreachable": network.unreachable(facts, rendezvous.hosts)}
+    )
+    if others[0]["unreachable"]:
+        found["failed"] = "not tried"
+        return found, None
+    device = device if all(each["cuda"] for each in others) else torch.device("cpu")
+    world = None
+    try:
+        world = open_world(_Soon(rendezvous), device)
+        world.barrier()
+    except (LockstepError, RuntimeError) as error:
+        found["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
+    if any(each["failed"] for each in _all(rendezvous, {"failed": found["failed"]})):
+        return found, None
+    return found, world
+
+
+@dataclass(frozen=True)
+class _Soon:
+    """A rendezvous whose process group waits less long: for who cannot be reached, and in each exchange.
+
+    Longer than the stall detector, which names who hangs.
+    """
+
+    rendezvous: Rendezvous
+    timeout_s: float = _EXCHANGE_S
+
+    @property
+    def info(self) -> RankInfo:
+        return self.rendezvous.info
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self.rendezvous.hosts
+
+    @property
+    def store(self) -> Any:
+        return self.rendezvous.store
+
+
+def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each rank gives, on every rank."""
+    return list(json.loads(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
+
+
+def _exchanged(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
+    """Return what this rank measures with the others: clocks, links and golden cases; and by which connections."""
+    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    apart = offsets(world, [rank for rank in firsts if rank > 0][:MOST_ROUNDS])
+    found = {
+        "offsets": [asdict(each) for each in apart],
+        "links": [asdict(each) for each in links(world, rounds(hosts), step)],
+        "golden": asdict(tried(world, step)),
+        "connections": [list(each) for each in interfaces.connections()],
+    }
+    world.close()
+    return found
+
+
+def _judged(
+    rendezvous: Rendezvous,
+    facts: list[dict[str, Any]],
+    shared: list[dict[str, Any]],
+    said: list[dict[str, Any]],
+) -> tuple[list[Finding], tuple[Link, ...], tuple[Offset, ...]]:
+    hosts = rendezvous.hosts
+    measured = [Measured(**each) for each in said]
+    for rank, each in enumerate(measured):
+        if each.device and "cards" in facts[rank]:
+            facts[rank]["cards"]["problem"] = each.device
+    around = [Around(len(hosts), hosts.count(own), len(set(hosts))) for own in hosts]
+    findings = merged({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
+    findings += merged({rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))})
+    found_links = tuple(Link(**link) for each in measured for link in each.links)
+    found_offsets = tuple(Offset(**offset) for each in measured for offset in each.offsets)
+    used = network.used_interfaces(facts, [each.connections for each in measured], hosts)
+    findings += of_ranks(facts, hosts)
+    findings += network.of_connecting([each.failed for each in measured], facts, hosts)
+    findings += network.of_offsets(found_offsets, hosts)
+    findings += network.of_shared([each["shared"] for each in shared], hosts)
+    findings += network.of_interfaces(facts, used, hosts)
+    findings += network.of_links(found_links, hosts)
+    findings += network.of_golden([Golden(**each.golden) for each in measured], hosts)
+    return findings, found_links, found_offsets

@@ -1,0 +1,110 @@
+"""What the check-up found, as JSON has it and as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.checkup.agreement import who
+from lockstep.checkup.finding import ORDER, Finding, Level, worst
+from lockstep.comm.links import Link, Offset
+from lockstep.core.text import printable_line
+
+_STYLE: Final[dict[Level, str]] = {"problem": "bold red", "warning": "yellow", "ok": "green"}
+_MATRIX: Final = 12  # ranks: more columns no terminal has
+_ALIKE: Final = 2  # of ok findings of one check that differ from host to host: more are counted
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it. `hosts` are by rank; `seconds` is how long the check-up took."""
+
+    hosts: tuple[str, ...]
+    seconds: float
+    findings: tuple[Finding, ...]
+    links: tuple[Link, ...] = ()
+    offsets: tuple[Offset, ...] = ()
+    facts: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def level(self) -> Level:
+        """The gravest of all findings."""
+        return worst(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it, ready for JSON."""
+        return {"level": self.level, **asdict(self)}
+
+
+def tables(report: Report) -> Iterator[RenderableType]:
+    """Yield what to print, problems first."""
+    ranks, hosts = len(report.hosts), len(set(report.hosts))
+    where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
+    yield Text(f"check-up of {where}, {report.seconds:.0f} s")
+    yield _findings(report)
+    if report.links:
+        yield Text("\nbetween ranks: 10^6 bytes a second from the rank of the row to that of the column")
+        yield _matrix(report) if ranks <= _MATRIX else _slowest(report)
+    counts = {level: sum(finding.level == level for finding in report.findings) for level in ORDER}
+    ended = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ("problem", "warning") if counts[level]]
+    yield Text(f"\n{', '.join(ended) or 'no problem found'}", _STYLE[report.level])
+
+
+def _findings(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in _shown(report.findings):
+        ranks = f"  [{who(finding.ranks, report.hosts)}]" if finding.ranks else ""
+        text = Text(printable_line(f"{finding.found}{ranks}"))
+        if finding.leads_to:
+            text.append(f"\nleads to: {printable_line(finding.leads_to)}", "dim")
+        if finding.remedy:
+            text.append(f"\nto do: {printable_line(finding.remedy)}", "bold")
+        table.add_row(Text(finding.level, _STYLE[finding.level]), finding.check, text)
+    return table
+
+
+def _shown(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings, the gravest first; of what is ok but differs from host to host a few stand for all."""
+    for level in ORDER:
+        own = [finding for finding in findings if finding.level == level]
+        for check in dict.fromkeys(finding.check for finding in own):
+            alike = [finding for finding in own if finding.check == check]
+            many = level == "ok" and len(alike) > _ALIKE
+            yield from alike[:_ALIKE] if many else alike
+            if many:
+                yield Finding(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
+
+
+def _matrix(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    for rank in range(len(report.hosts)):
+        table.add_column(str(rank), justify="right", no_wrap=True)
+    table.add_column("latency from it", justify="right", no_wrap=True)
+    rates = {(link.source, link.target): link.mb_s for link in report.links}
+    for rank, host in enumerate(report.hosts):
+        row = [_rate(rates.get((rank, other))) for other in range(len(report.hosts))]
+        late = [1e6 * link.latency_s for link in report.links if link.source == rank]
+        spread = f"{min(late):,.0f} to {max(late):,.0f} us" if late else "-"
+        table.add_row(printable_line(f"{rank} {host}"), *row, spread)
+    return table
+
+
+def _rate(mb_s: float | None) -> str:
+    return "-" if mb_s is None else f"{mb_s:,.0f}" if mb_s >= 10 else f"{mb_s:.2f}"
+
+
+def _slowest(report: Report) -> Table:
+    table = Table("the slowest of", f"{len(report.links):,} links", "MB/s", "us", box=None, pad_edge=False)
+    for link in sorted(report.links, key=lambda each: each.mb_s)[:_MATRIX]:
+        ends = [printable_line(f"rank {rank} ({report.hosts[rank]})") for rank in (link.source, link.target)]
+        table.add_row(*ends, _rate(link.mb_s), f"{1e6 * link.latency_s:,.0f}")
+    return table

@@ -1,0 +1,213 @@
+"""What a rank found of its host, judged: the good case, and for each check what it warns of."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.checkup.finding import Finding
+from lockstep.checkup.host import Around, of_host, of_rank
+
+GIB = 1 << 30
+ALONE = Around(1, 1, 1)
+FOUR = Around(4, 4, 1)
+HOSTS = Around(4, 2, 2)
+
+
+def good(**odd: Any) -> dict[str, Any]:
+    lo, eth0 = {"addresses": ["127.0.0.1"], "mbit_s": 0}, {"addresses": ["10.0.0.1"], "mbit_s": 10_000}
+    facts: dict[str, Any] = {
+        "host": "h0",
+        "timed_out": {},
+        "versions": {"python": "3.12", "torch": "2.15", "lockstep": "0.1", "lockstep's source": "ab", "timm": "1"},
+        "cards": {"devices": [], "driver": False},
+        "cores": {"all": 8, "usable": 8, "quota": None, "threads": 8, "load": 0.5},
+        "memory": {
+            "all": 64 * GIB,
+            "free": 60 * GIB,
+            "limit": None,
+            "swapped": 0,
+            "shared": 32 * GIB,
+            "shared_free": 32 * GIB,
+        },
+        "limits": {"files": 4096, "processes": None, "locked_bytes": 8 << 20, "fabric": False},
+        "variables": {"OMP_NUM_THREADS": "1"},
+        "clock": {"backwards": 0, "drift": 1e-6, "reading_ns": 30.0, "source": "tsc", "synchronised": True},
+        "network": {"interfaces": {"lo": lo, "eth0": eth0}, "addresses": ["10.0.0.1"], "gloo": "eth0"},
+        "ports": {"29513": ""},
+        "storage": {
+            "folder": "runs",
+            "kind": "ext4",
+            "free": 100 * GIB,
+            "all": 200 * GIB,
+            "problem": "",
+            "mb_s": 500.0,
+            "sync_s": 0.001,
+            "renames": True,
+            "locks": True,
+        },
+    }
+    for name, value in odd.items():
+        facts[name] = facts[name] | value
+    return facts
+
+
+def judged(facts: dict[str, Any], around: Around) -> list[Finding]:
+    return [*of_rank(facts, around), *of_host(facts, around)]
+
+
+def test_all_is_well() -> None:
+    found = judged(good(), HOSTS)
+    assert {each.level for each in found} == {"ok"}
+    assert len({each.check for each in found}) == len(found) == 14
+    texts = {each.check: each.found for each in found}
+    assert texts["versions"] == "python 3.12, torch 2.15, lockstep 0.1, lockstep's source ab; timm 1"
+    assert texts["interfaces"] == "lo 127.0.0.1, eth0 10.0.0.1 (10 Gbit/s); gloo takes eth0 between hosts"
+    assert texts["run folder"] == "runs on ext4: 100.0 GiB free, writes 500 MB/s, fsync 1.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("odd", "around", "check", "level", "text"),
+    [
+        ({"cards": {"driver": True}}, ALONE, "devices", "warning", "a GPU's driver, but torch finds no GPU"),
+        ({"cards": {"problem": "no card"}}, ALONE, "devices", "problem", "no card"),
+        ({"cores": {"usable": 2}}, FOUR, "cores", "warning", "2 of 8 usable; 4 ranks here; load 0.5"),
+        (
+            {"cores": {"quota": 1.5}},
+            ALONE,
+            "cores",
+            "warning",
+            "8 of 8 usable, a container allows the time of 1.5; 1 rank here; load 0.5",
+        ),
+        (
+            {"memory": {"free": 2 * GIB}},
+            FOUR,
+            "memory",
+            "warning",
+            "2.0 GiB free of 64.0 GiB: 512 MiB for each rank",
+        ),
+        (
+            {"memory": {"limit": GIB // 8}},
+            ALONE,
+            "memory",
+            "problem",
+            "128 MiB free of 128 MiB: 128 MiB for each rank",
+        ),
+        (
+            {"memory": {"swapped": 2 * GIB}},
+            ALONE,
+            "memory",
+            "warning",
+            "60.0 GiB free of 64.0 GiB, 2.0 GiB swapped out",
+        ),
+        (
+            {"memory": {"shared": 64 << 20, "shared_free": 64 << 20}},
+            ALONE,
+            "shared memory",
+            "warning",
+            "/dev/shm: 64 MiB free of 64 MiB",
+        ),
+        ({"limits": {"files": 512}}, ALONE, "open files", "warning", "at most 512"),
+        ({"limits": {"files": 1024}}, Around(200, 8, 25), "open files", "problem", "at most 1,024"),
+        ({"limits": {"processes": 500}}, ALONE, "processes", "warning", "at most 500"),
+        ({"limits": {"fabric": True}}, ALONE, "locked memory", "warning", "at most 8 MiB"),
+        ({"clock": {"backwards": 3}}, ALONE, "clock", "problem", "ran backwards 3 times"),
+        (
+            {"clock": {"drift": -0.1}},
+            ALONE,
+            "clock",
+            "warning",
+            "the clock of the day runs -10.0% against the monotonic one",
+        ),
+        (
+            {"clock": {"reading_ns": 9000.0, "source": "hpet"}},
+            ALONE,
+            "clock",
+            "warning",
+            "source hpet, 9000 ns a reading",
+        ),
+        ({"clock": {"synchronised": False}}, HOSTS, "clock", "warning", "not synchronised by NTP"),
+        (
+            {"network": {"addresses": ["127.0.1.1"]}},
+            HOSTS,
+            "host name",
+            "problem",
+            "h0 stands for 127.0.1.1, which no other host can reach",
+        ),
+        (
+            {"network": {"addresses": []}},
+            HOSTS,
+            "host name",
+            "problem",
+            "h0 stands for no address, which no other host can reach",
+        ),
+        (
+            {"variables": {"GLOO_SOCKET_IFNAME": "eth9"}},
+            ALONE,
+            "interfaces",
+            "problem",
+            "GLOO_SOCKET_IFNAME=eth9: no such interface is up",
+        ),
+        ({"ports": {"29513": "pid 7 (nc)"}}, ALONE, "port", "warning", "29513 is held by pid 7 (nc)"),
+        (
+            {"storage": {"problem": "Read-only file system"}},
+            ALONE,
+            "run folder",
+            "problem",
+            "runs on ext4: Read-only file system",
+        ),
+        ({"storage": {"locks": False}}, ALONE, "run folder", "problem", "runs on ext4: files cannot be locked"),
+        (
+            {"storage": {"renames": False}},
+            ALONE,
+            "run folder",
+            "problem",
+            "runs on ext4: a file does not take another's place",
+        ),
+        (
+            {"storage": {"free": GIB // 2}},
+            ALONE,
+            "run folder",
+            "problem",
+            "runs on ext4: 512 MiB free, writes 500 MB/s, fsync 1.0 ms",
+        ),
+        (
+            {"storage": {"sync_s": 0.2}},
+            ALONE,
+            "run folder",
+            "warning",
+            "runs on ext4: 100.0 GiB free, writes 500 MB/s, fsync 200.0 ms",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found(odd: dict[str, Any], around: Around, check: str, level: str, text: str) -> None:
+    bad = [each for each in judged(good(**odd), around) if each.level != "ok"]
+    assert [(each.check, each.level, each.found) for each in bad] == [(check, level, text)]
+    assert bad[0].leads_to
+    assert bad[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("odd", "around"),
+    [
+        ({"network": {"addresses": ["127.0.1.1"]}}, ALONE),
+        ({"network": {"addresses": ["127.0.1.1"]}, "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, HOSTS),
+        ({"variables": {"NCCL_SOCKET_IFNAME": "^docker0"}}, ALONE),
+        ({"variables": {"NCCL_SOCKET_IFNAME": "=eth0"}}, ALONE),
+        ({"clock": {"synchronised": False}}, ALONE),
+        ({"memory": {"shared": None, "shared_free": None}}, ALONE),
+    ],
+)
+def test_what_is_no_fault(odd: dict[str, Any], around: Around) -> None:
+    assert {each.level for each in judged(good(**odd), around)} == {"ok"}
+
+
+def test_the_remedy_names_an_interface_that_others_reach() -> None:
+    [bad] = [each for each in judged(good(network={"addresses": ["127.0.1.1"]}), HOSTS) if each.level != "ok"]
+    assert bad.remedy.endswith("export GLOO_SOCKET_IFNAME=eth0")
+
+
+def test_what_did_not_answer_is_a_problem_and_the_rest_is_judged() -> None:
+    facts = good(timed_out={"run folder": 10.0})
+    del facts["storage"]
+    [bad] = [each for each in judged(facts, ALONE) if each.level != "ok"]
+    assert (bad.check, bad.level, bad.found) == ("run folder", "problem", "no answer within 10 s")

@@ -1,0 +1,170 @@
+"""What was measured between ranks, judged: matrices with a slow host, a slow link, and none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lockstep.checkup.finding import Finding
+from lockstep.checkup.network import (
+    of_connecting,
+    of_golden,
+    of_interfaces,
+    of_links,
+    of_offsets,
+    of_shared,
+    unreachable,
+    used_interfaces,
+)
+from lockstep.comm.golden import Golden
+from lockstep.comm.links import Link, Offset
+
+HOSTS = ["h0", "h1", "h2", "h3"]
+TWO = ["h0", "h0", "h1", "h1"]
+
+
+def full(rate: Callable[[int, int], float], late: Callable[[int, int], float] = lambda *_: 1e-4) -> list[Link]:
+    return [
+        Link(one, other, late(one, other), rate(one, other)) for one in range(4) for other in range(4) if one != other
+    ]
+
+
+def words(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(each.level, each.found) for each in found]
+
+
+def test_links_that_are_alike_are_fine() -> None:
+    found = words([*of_links(full(lambda one, _: 1000 + 100 * one), HOSTS)])
+    assert found == [("ok", "12: 100 us, 1,200 MB/s; the slowest 1,000 MB/s")]
+
+
+def test_a_host_with_slow_links_is_named_and_no_other() -> None:
+    found = words([*of_links(full(lambda *pair: 90.0 if 2 in pair else 1200.0), HOSTS)])
+    slow = "all 6 links of h2 are slow, the slowest rank 0 (h0) to rank 2 (h2): 90.0 MB/s, where others have 1,200"
+    assert found == [("warning", slow)]
+
+
+def test_a_slow_host_of_three_is_named_though_most_links_are_slow() -> None:
+    links = [link for link in full(lambda *pair: 90.0 if 2 in pair else 1200.0) if 3 not in (link.source, link.target)]
+    [(level, text)] = words([*of_links(links, HOSTS)])
+    assert (level, text[:31]) == ("warning", "all 4 links of h2 are slow, the")
+
+
+def test_one_slow_direction_is_named_with_its_ends() -> None:
+    [found] = of_links(full(lambda *pair: 90.0 if pair == (3, 1) else 1200.0), HOSTS)
+    assert found.found == "rank 3 (h3) to rank 1 (h1): 90.0 MB/s, where others have 1,200"
+    assert found.remedy == "look at what lies between them"
+
+
+def test_a_late_link_is_named() -> None:
+    [found] = of_links(full(lambda *_: 1000.0, lambda *pair: 0.04 if pair == (0, 1) else 1e-4), HOSTS)
+    assert found.found == "rank 0 (h0) to rank 1 (h1): 40.0 ms, where others have 0.10"
+
+
+def test_the_only_link_between_two_hosts_is_held_against_ethernet() -> None:
+    [found] = of_links([Link(0, 1, 1e-4, 12.0)], HOSTS)
+    text = "rank 0 (h0) to rank 1 (h1): 12.0 MB/s, less than half of Ethernet of 1 Gbit/s"
+    assert (found.level, found.found) == ("warning", text)
+    assert [each.level for each in of_links([Link(0, 1, 1e-4, 110.0)], HOSTS)] == ["ok"]
+
+
+def test_links_within_a_host_are_compared_with_their_like() -> None:
+    across = full(lambda one, other: 3000.0 if TWO[one] == TWO[other] else 110.0)
+    assert words([*of_links(across, TWO)]) == [
+        ("ok", "4: 100 us, 3,000 MB/s; the slowest 3,000 MB/s"),
+        ("ok", "8: 100 us, 110 MB/s; the slowest 110 MB/s"),
+    ]
+
+
+def test_of_many_slow_links_the_slowest_are_named() -> None:
+    hosts = [f"h{rank}" for rank in range(20)]
+    links = [
+        Link(one, other, 1e-4, 10.0 if other == one + 1 and one % 2 == 0 else 1000.0)
+        for one in range(20)
+        for other in range(20)
+        if one != other
+    ]
+    found = [*of_links(links, hosts)]
+    assert len(found) == 7
+    assert found[-1].found == "4 more are slow; see --json"
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "level", "text"),
+    [
+        (0.0004, "ok", "at most 0.4 ms apart (within 1.0 ms)"),
+        (-75.0, "warning", "h2 is 75.0 s behind h0 (within 0.001 s)"),
+        (2.0, "warning", "h2 is 2.0 s ahead of h0 (within 0.001 s)"),
+    ],
+)
+def test_clocks(ahead_s: float, level: str, text: str) -> None:
+    found = of_offsets([Offset(1, 0.0001, 0.001), Offset(2, ahead_s, 0.001)], HOSTS)
+    assert words([*found]) == [(level, text)]
+
+
+def test_a_clock_that_may_be_right_is_no_fault() -> None:
+    assert [each.level for each in of_offsets([Offset(1, 3.0, 2.5)], HOSTS)] == ["ok"]
+
+
+def at(host: int, gloo: str = "eth0") -> dict[str, Any]:
+    known = {
+        "lo": {"addresses": ["127.0.0.1"], "mbit_s": 0},
+        "eth0": {"addresses": [f"10.0.0.{host}"], "mbit_s": 1000},
+        "ib0": {"addresses": [f"10.1.0.{host}"], "mbit_s": 100_000},
+    }
+    return {"network": {"interfaces": known, "gloo": gloo}}
+
+
+def test_the_interface_that_traffic_takes_is_found_from_both_ends() -> None:
+    facts = [at(0), at(1)]
+    ends = [[("10.0.0.0", 40, "10.0.0.1", 50), ("127.0.0.1", 9, "127.0.0.1", 8)], [("10.0.0.1", 50, "10.0.0.0", 40)]]
+    assert used_interfaces(facts, ends, ["h0", "h1"]) == [{"h1": "eth0"}, {"h0": "eth0"}]
+
+
+def test_a_slower_interface_than_there_is_is_named() -> None:
+    [found] = of_interfaces([at(0), at(1)], [{"h1": "eth0"}, {"h0": "eth0"}], ["h0", "h1"])
+    assert (found.level, found.found) == (
+        "warning",
+        "rank 0 (h0), 1 (h1): eth0 with 1 Gbit/s, though ib0 has 100",
+    )
+    assert "GLOO_SOCKET_IFNAME=ib0" in found.remedy
+    [found] = of_interfaces([at(0), at(1)], [{"h1": "ib0"}, {"h0": "ib0"}], ["h0", "h1"])
+    assert (found.level, found.found) == (
+        "ok",
+        "between hosts the ranks exchange by ib0 of rank 0 (h0), 1 (h1)",
+    )
+
+
+def test_loopback_between_hosts_is_a_problem() -> None:
+    facts = [at(0), at(1, "lo")]
+    assert unreachable(facts, ["h0", "h1"]) == [1]
+    assert unreachable(facts, ["h0", "h0"]) == []
+    [found] = of_connecting(["not tried", "not tried"], facts, ["h0", "h1"])
+    assert (found.level, found.found) == ("problem", "gloo would listen at loopback on rank 1 (h1): not tried")
+    first, *_ = of_interfaces([at(0), at(1)], [{"h1": "lo"}, {}], ["h0", "h1"])
+    assert (first.level, first.found) == ("problem", "lo between hosts, of rank 0")
+
+
+def test_who_cannot_connect_is_named() -> None:
+    [found] = of_connecting(["", "timed out"], [at(0), at(1)], ["h0", "h1"])
+    assert (found.level, found.found) == ("problem", "rank 1 (h1) could not connect: timed out")
+    assert [*of_connecting(["", ""], [at(0), at(1)], ["h0", "h1"])] == []
+
+
+def test_a_wrong_collective_is_named_with_its_ranks() -> None:
+    wrong = Golden({"broadcast": 2}, ["broadcast of 1 float32 on cpu: element 0 is 2, not 1; 1 of 1 differ"])
+    [found] = of_golden([Golden({"broadcast": 2}), wrong], ["h0", "h1"])
+    assert found.level == "problem"
+    assert found.found == f"broadcast is wrong on rank 1 (h1): {wrong.wrong[0]}"
+    fine = [*of_golden([Golden({"gather": 2, "scatter": 1}), Golden({"gather": 2, "scatter": 1})], ["h0", "h1"])]
+    assert words(fine) == [("ok", "all 3 cases are right: gather 2, scatter 1")]
+
+
+@pytest.mark.parametrize(
+    ("seen", "locked", "level"), [(True, True, "ok"), (True, False, "warning"), (False, True, "warning")]
+)
+def test_a_folder_of_all_hosts(seen: bool, locked: bool, level: str) -> None:
+    own = {"seen": True, "locked": True}
+    assert [each.level for each in of_shared([own, None, {"seen": seen, "locked": locked}], ["h0", "h0", "h1"])] == [
+        level
+    ]

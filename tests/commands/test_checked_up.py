@@ -1,0 +1,78 @@
+"""`lockstep doctor`: on one rank, on several, and where something is wrong."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import Start
+
+RANK = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_one_rank(run: Start, tmp_path: Path) -> None:
+    lines = run("doctor", PYTHONHASHSEED="7").out.splitlines()
+    assert lines[0].startswith("check-up of 1 rank on 1 host, ")
+    assert any(line.split()[:2] == ["ok", "cores"] or line.split()[:2] == ["warning", "cores"] for line in lines)
+    assert any("PYTHONHASHSEED=7" in line for line in lines)
+    assert any("run folder" in line and "fsync" in line for line in lines)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".lockstep") or path.name == "runs"] == []
+
+
+def test_three_ranks_that_it_starts(run: Start) -> None:
+    found = json.loads(run("launch", "--processes-per-node", "3", "--", "doctor", "--json").out)
+    assert len(found["hosts"]) == len(found["facts"]) == 3
+    assert {(link["source"], link["target"]) for link in found["links"]} == {
+        (one, other) for one in range(3) for other in range(3) if one != other
+    }
+    levels = {each["check"]: each["level"] for each in found["findings"]}
+    assert levels["collectives"] == levels["ranks alike"] == "ok"
+    [exchanged] = [each["found"] for each in found["findings"] if each["check"] == "collectives"]
+    assert exchanged.startswith("all 184 cases are right: ")
+
+
+def test_a_problem_ends_with_its_exit_code_and_what_to_do(run: Start) -> None:
+    found = run("doctor", "--dir", "/proc/runs", code=4)
+    assert "problem" in found.out
+    assert "to do: choose another run.dir" in found.out
+    assert found.out.splitlines()[-1].startswith("1 problem")
+
+
+def test_ranks_that_differ_are_named_and_only_rank_0_prints(start: Start) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    first = start("doctor", RANK="0", MASTER_PORT=port, **RANK)
+    second = start("doctor", RANK="1", MASTER_PORT=port, NVIDIA_TF32_OVERRIDE="1", **RANK)
+    assert (first.wait(), second.wait()) == (4, 4), first.err + second.err
+    host = socket.gethostname()
+    assert f"NVIDIA_TF32_OVERRIDE=1  [rank 1 ({host})]" in first.out
+    assert f"NVIDIA_TF32_OVERRIDE: not there on rank 0 ({host}); 1 on rank 1 ({host})" in " ".join(first.out.split())
+    assert second.out == ""
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(start: Start) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    alone = start("doctor", "--timeout", "3", RANK="0", MASTER_PORT=port, **RANK)
+    assert alone.wait(40) == 1
+    assert "timed out after 3 s waiting for rank 1" in alone.err
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "said"),
+    [
+        (("--json", "gpu"), {}, "doctor: options of the check-up before gpu; write them after gpu, if it has them"),
+        (
+            ("--processes", "3"),
+            {"RANK": "0", "MASTER_PORT": "29999", **RANK},
+            "--processes: 3 asked for, but environment started 2; leave it out",
+        ),
+        (("--rendezvous", "nowhere"), {}, "--rendezvous: nowhere: expected env://, tcp://HOST:PORT or file:///PATH"),
+    ],
+)
+def test_what_cannot_be_asked_for(run: Start, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
+    found = run("doctor", *words, code=2, **env)
+    assert said in found.err
+    assert "Traceback" not in found.err
