@@ -62,14 +62,14 @@ class Tab:
         path.write_bytes(base64.b64decode(found["data"]))
 
 
-def browse(page: Path, visit: Callable[[Tab], Awaitable[None]]) -> None:
-    """Open a file in Chromium and let `visit` do what it does there."""
-    asyncio.run(_browse(page, visit))
+def browse(page: Path | str, visit: Callable[[Tab], Awaitable[None]]) -> None:
+    """Open a file, or an address, in Chromium and let `visit` do what it does there."""
+    asyncio.run(_browse(page if isinstance(page, str) else page.resolve().as_uri(), visit))
 
 
-async def _browse(page: Path, visit: Callable[[Tab], Awaitable[None]]) -> None:
+async def _browse(url: str, visit: Callable[[Tab], Awaitable[None]]) -> None:
     async with _opened() as tab:
-        await tab.send("Page.navigate", url=page.resolve().as_uri())
+        await tab.send("Page.navigate", url=url)
         await tab.until("document.readyState === 'complete'")
         await visit(tab)
 

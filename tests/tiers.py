@@ -36,6 +36,7 @@ _REAL: Final = (
     "reporting/test_outside.py",
     "reporting/test_png.py",
     "reporting/test_shown_in_chromium.py",
+    "reporting/test_watched_in_chromium.py",
     "test_follow_srun.py",
     "test_tutorial_real.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread

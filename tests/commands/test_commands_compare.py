@@ -84,7 +84,10 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
     rows, refused = done.stdout.splitlines()
     placements = [("single on 1", "done", True), ("zero3 on 2", "done", True)]
-    assert ast.literal_eval(rows) == [*placements, *((f"{label}, recipe.seed=5", *other) for label, *other in placements)]
+    assert ast.literal_eval(rows) == [
+        *placements,
+        *((f"{label}, recipe.seed=5", *other) for label, *other in placements),
+    ]
     assert refused.startswith("zero4 on 2: ")
     assert not (tmp_path / "b").exists()
 

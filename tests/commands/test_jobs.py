@@ -126,7 +126,7 @@ def test_what_differs_between_runs(folder: Path) -> None:
     config(run_folder(folder, "a", {**STARTED, "time": 50.0}), "recipe.data.root=/elsewhere")
     config(run_folder(folder, "b", STARTED), "recipe.optimizer.lr=0.2", "recipe.model=resnet18")
     run_folder(folder, "c", STARTED)
-    head, b, c, a = show().stdout.splitlines()
+    head, b, c, a, _ = show().stdout.splitlines()
     assert head.split()[:6] == ["run", "state", "model", "source", "lr", "dropout"]
     assert (b.split()[2:5], a.split()[2:6]) == (
         ["resnet18", "auto", "0.2"],
@@ -135,6 +135,16 @@ def test_what_differs_between_runs(folder: Path) -> None:
     assert c.split()[:2] == ["runs/c", "died"]
     assert json.loads(show("--json").stdout)[0]["differs"]["optimizer.lr.value"] == "0.2"
     assert "lr" not in show("runs/a", "runs/c").stdout.split()
+
+
+def test_what_differs_between_placements_of_one_recipe(folder: Path) -> None:
+    config(run_folder(folder, "a", {**STARTED, "time": 50.0}), "placement.processes=2")
+    config(run_folder(folder, "b", STARTED), "placement.strategy=zero3", "recipe.seed=1")
+    head, b, a, _ = show().stdout.splitlines()
+    assert head.split()[:5] == ["run", "state", "seed", "strategy", "processes"]
+    assert (b.split()[2:5], a.split()[2:5]) == (["1", "zero3", "auto"], ["0", "auto", "2"])
+    differs = {each["run"]: each["differs"] for each in json.loads(show("--json").stdout)}
+    assert differs["runs/a"] == {"seed": "0", "placement.strategy.name": "auto", "placement.processes": "2"}
 
 
 def test_a_recipe_that_cannot_be_read_is_not_compared(folder: Path) -> None:
@@ -150,7 +160,9 @@ def test_why_a_run_failed(folder: Path) -> None:
     for name, events in (("bad", [STARTED]), ("done", [STARTED, DONE])):
         (run_folder(folder, name, *events) / "result.json").write_text(json.dumps(failed), encoding="utf-8")
     (run_folder(folder, "odd", STARTED) / "result.json").write_text('{"event": "failed", "reason": [1]}')
-    assert show().stdout.splitlines()[-1] == "runs/bad failed: loss is nan at step 2\\x1b[2J"
+    *_, bad, odd = show().stdout.splitlines()
+    assert bad == "runs/bad failed: loss is nan at step 2\\x1b[2J"
+    assert odd.startswith("runs/odd ended without a reason, as SIGKILL")
     failures = {each["run"]: each["failure"] for each in json.loads(show("--json").stdout)}
     assert failures == {"runs/bad": "loss is nan at step 2\\x1b[2J", "runs/done": None, "runs/odd": None}
 
@@ -197,7 +209,10 @@ def test_a_log_of_wrong_types_is_one_line(folder: Path) -> None:
     run_folder(folder, "good", STARTED, DONE)
     assert states()["runs/good"] == "done"
     found = show()
-    assert len(found.stdout.splitlines()) == len(FORGED) + 2
+    *table, silent = found.stdout.splitlines()
+    assert len(table) == len(FORGED) + 2
+    assert silent.count("runs/") == 5
+    assert " more ended without a reason" in silent
     assert len(found.stderr.splitlines()) == found.stdout.count("unreadable")
     assert found.stderr.count("not a log of this version") > 100
 

@@ -7,7 +7,7 @@ import pytest
 from component import require_package
 
 from lockstep.reporting.charts import Chart, bars, curves, dots, lines, matrix
-from lockstep.reporting.history import Point
+from lockstep.reporting.thinning import Point
 
 POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 1.0, math.nan), Point(3, 192, 1.5, 1.0)]
 
@@ -25,15 +25,6 @@ def test_curves_over_samples_and_over_seconds() -> None:
 def test_no_two_of_32_lines_look_alike() -> None:
     chart = curves("loss", {f"run {number}": POINTS for number in range(32)}, "loss")
     assert len({json.dumps(trace["line"]) for trace in chart.figure["data"]}) == 32
-
-
-def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
-    points = [Point(n, 64 * n, float(n), 9.0 if n == 77_777 else 1.0) for n in range(100_000)]
-    [trace] = curves("loss", {"a": points}, "loss").figure["data"]
-    assert len(trace["x"]) < 3_000
-    assert (trace["x"][0], trace["x"][-1]) == (0, 64 * 99_999)
-    assert max(trace["y"]) == 9.0
-    assert trace["x"] == sorted(trace["x"])
 
 
 def test_names_are_text() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from event_examples import SHA, done, evaluated, saved, started, stepped
 
 from lockstep.reporting.curves import curves
-from lockstep.reporting.history import Point, by_rank, history, peaks
+from lockstep.reporting.history import by_rank, history, peaks
 from lockstep.reporting.jsonl import figures
+from lockstep.reporting.thinning import Point
 from lockstep.training.events import Event, Logged
 
 

@@ -81,7 +81,7 @@ def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> Non
     head, a, b, c, rest = lines(*runs)
     assert head.split() == ["run", "state", *(f"key{number}" for number in range(5))]
     assert (a.split()[2:], b.split()[2:], c.split()[2:]) == (["1"] * 5, ["2"] * 5, [])
-    assert rest == "the recipes also differ in a.key5, a.key6, loss.name, optimizer.lr.value"
+    assert rest == "they also differ in a.key5, a.key6, loss.name, optimizer.lr.value"
 
 
 def test_headings_of_keys_are_short_where_no_two_are_alike() -> None:

@@ -9,8 +9,8 @@ from component import require_package
 from lockstep.errors import UsageError
 from lockstep.reporting import page as pages
 from lockstep.reporting.charts import curves
-from lockstep.reporting.history import Point
 from lockstep.reporting.page import Passage, Passages, Section, Table, Tile, Tiles, Words, check_plotly, page
+from lockstep.reporting.thinning import Point
 
 EVIL = '</script><script>alert(1)</script><img src="http://example.org/x.png" onerror=alert(2)>\x1b[2J'
 SECTIONS: list[Section] = [

@@ -9,8 +9,8 @@ from component import require_chromium
 from PIL import Image
 
 from lockstep.reporting.charts import bars, curves, dots, lines, matrix
-from lockstep.reporting.history import Point
 from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, page
+from lockstep.reporting.thinning import Point
 
 EVIL = (
     '</script><script>document.title = "evil"</script><img src="http://127.0.0.1:9/x.png" onerror="document.title=1">'

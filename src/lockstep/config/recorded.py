@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lockstep import plainfile
 from lockstep.config.document import dotted, parse
@@ -19,22 +19,29 @@ _LARGEST: Final = 1 << 18  # bytes
 _WHERE: Final = ("data.root", "data.download", "model.weights.path")  # where things lie makes no other run
 
 
-def recorded_recipe(file: Path) -> dict[str, str]:
-    """Return the values of a recipe by their dotted keys, fit to print; empty where the file cannot be read."""
-    recipe = _section(file, "recipe")
-    return _printable(schemas.recipe(recipe)) if recipe else {}
+class Recorded(NamedTuple):
+    """The values of a recipe and of the placement that the last start had, by their dotted keys and fit to print."""
+
+    recipe: dict[str, str]
+    placement: dict[str, str]
 
 
-def recorded_placement(file: Path) -> dict[str, str]:
-    """Return the values of the placement that the last start had, as `recorded_recipe` does."""
-    return _printable(_section(file, "placement"))
-
-
-def _section(file: Path, name: str) -> dict[str, Any]:
+def recorded_configuration(file: Path) -> Recorded:
+    """Return what a config.yaml says; empty where it cannot be read."""
     try:
         values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
-        return {}
+        values = None
+    recipe, placement = _section(values, "recipe"), _section(values, "placement")
+    return Recorded(_printable(schemas.recipe(recipe)) if recipe else {}, _printable(placement))
+
+
+def recorded_placement(file: Path) -> dict[str, str]:
+    """Return the values of the placement that the last start had; empty where the file cannot be read."""
+    return recorded_configuration(file).placement
+
+
+def _section(values: object, name: str) -> dict[str, Any]:
     section = values.get(name) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else {}
 

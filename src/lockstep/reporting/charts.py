@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lockstep.reporting.history import Point
+from lockstep.reporting.thinning import Point
 
 # Okabe and Ito's colours, which people tell apart who see fewer of them, but for black; on white and on black.
 _COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
-_MOST_POINTS: Final = 2_000  # of a line; a page with more is slow, and a screen has no more
 _HEIGHT: Final = 340  # without the legend, which on a phone has a line for each trace
 _KEY_HEIGHT: Final = 19
 _BAR_HEIGHT: Final = 40
@@ -41,7 +40,6 @@ class Chart:
 
 def curves(title: str, lines: Mapping[str, Sequence[Point]], y: str, *, percent: bool = False) -> Chart:
     """Return curves by name, over samples, or over seconds."""
-    shown = {name: _thinned(points) for name, points in lines.items()}
     data = [
         {
             "type": "scatter",
@@ -53,7 +51,7 @@ def curves(title: str, lines: Mapping[str, Sequence[Point]], y: str, *, percent:
             "line": _line(number),
             "marker": {"size": 5},
         }
-        for number, (name, points) in enumerate(shown.items())
+        for number, (name, points) in enumerate(lines.items())
     ]
     layout = _layout("samples", y, len(data))
     if percent:
@@ -210,19 +208,6 @@ def _layout(x: str, y: str, traces: int) -> dict[str, Any]:
 def _line(number: int) -> dict[str, Any]:
     """Return how the line of this number is drawn; no two of the first 32 are alike."""
     return {"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
-
-
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return so many of the points as a screen can show: of each stretch the lowest and the highest one."""
-    if len(points) <= _MOST_POINTS:
-        return points
-    stretch = -(-len(points) * 2 // _MOST_POINTS)
-    kept = {0, len(points) - 1}
-    for first in range(0, len(points), stretch):
-        numbers = range(first, min(first + stretch, len(points)))
-        finite = [number for number in numbers if math.isfinite(points[number].value)] or [first]
-        kept |= {min(finite, key=lambda n: points[n].value), max(finite, key=lambda n: points[n].value)}
-    return [points[number] for number in sorted(kept)]
 
 
 def _finite(value: float) -> float | None:

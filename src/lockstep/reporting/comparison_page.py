@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lockstep.reporting import usual
 from lockstep.reporting.charts import Chart, bars, curves, lines
 from lockstep.reporting.comparison import PARTS, Comparison, Row, cells, conclusion
-from lockstep.reporting.history import Point
 from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.thinning import Point
 
 _MIB = 1 << 20
 

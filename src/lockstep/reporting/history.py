@@ -5,24 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, final
 
 from lockstep.core.text import printable_line
+from lockstep.reporting.thinning import Point, Thinned
 from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
 _LARGEST: Final = 1e300
 _OF_STEP: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
 _MOST_CURVES: Final = 100  # of one run; a log of ours has some ten
-
-
-class Point(NamedTuple):
-    """A figure after `step` steps and so many `samples`, `seconds` after the run began, pauses left out."""
-
-    step: int
-    samples: int
-    seconds: float
-    value: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,8 @@ class Save:
 class History:
     """A run by its log. `last` is its last event, `started` its last start's; both are empty where there is none.
 
-    `curves` are figures by the names of reporting/curves.py; of a step that was recomputed the later figures count, and
-    the seconds of both. `seconds` are those of all starts together.
+    `curves` are figures by the names of reporting/curves.py, thinned where they are long; of a step that was recomputed
+    the later figures count, and the seconds of both. `seconds` are those of all starts together.
     """
 
     starts: list[Start] = field(default_factory=list)
@@ -91,34 +84,66 @@ class History:
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
     """Return what the events of a log hold, in their order; what is no figure of an event of ours is left out."""
-    starts: list[Start] = []
-    curves: dict[str, list[Point]] = {}
-    saves: list[Save] = []
-    started: Mapping[str, Any] = {}
-    last: Mapping[str, Any] = {}
-    began: float | None = None  # when this start did
-    before = now = 0.0  # the seconds of the former ones, and the time of the last event
-    for last in events:
-        time = _number(last, "time")
-        step, samples = count(last, "step"), count(last, "samples")
+    builder = HistoryBuilder()
+    for event in events:
+        builder.take(event)
+    return builder.history()
+
+
+@final
+class HistoryBuilder:
+    """Takes the events of a log one by one; `history` is what they hold so far."""
+
+    def __init__(self) -> None:
+        self._starts: list[Start] = []
+        self._curves: dict[str, Thinned] = {}
+        self._saves: list[Save] = []
+        self._started: Mapping[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
+        self._began: float | None = None  # when this start did
+        self._before = self._now = 0.0  # the seconds of the former ones, and the time of the last event
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take the next event."""
+        self._last = event
+        time = _number(event, "time")
+        step, samples = count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
-            continue
-        if began is None:
-            began = now = time
-        if last.get("event") == "started":
-            before += max(0.0, now - began)
-            began, started = time, last
-            _forget(curves, saves, step)
-            starts.append(_start(last, time, step, samples, before))
-        now = time
-        seconds = before + max(0.0, now - began)
-        for name, value in _figures(last):
-            if name in curves or len(curves) < _MOST_CURVES:
-                curves.setdefault(name, []).append(Point(step, samples, seconds, value))
-        if last.get("event") == "saved":
-            took = _number(last, "seconds") or 0.0
-            saves.append(Save(step, samples, seconds, took, last.get("best") is True, text(last, "weights_sha256")))
-    return History(starts, curves, saves, started, last, before + max(0.0, now - (began or 0.0)))
+            return
+        if self._began is None:
+            self._began = self._now = time
+        if event.get("event") == "started":
+            self._before += max(0.0, self._now - self._began)
+            self._began, self._started = time, event
+            self._forget(step)
+            self._starts.append(_start(event, time, step, samples, self._before))
+        self._now = time
+        seconds = self._seconds
+        for name, value in figures(event):
+            curve = self._curves.get(name)
+            if curve is None:
+                if len(self._curves) == _MOST_CURVES:
+                    continue
+                curve = self._curves[name] = Thinned()
+            curve.append(Point(step, samples, seconds, value))
+        if event.get("event") == "saved":
+            took, best = _number(event, "seconds") or 0.0, event.get("best") is True
+            self._saves.append(Save(step, samples, seconds, took, best, text(event, "weights_sha256")))
+
+    def history(self) -> History:
+        """Return what the events so far hold."""
+        curves = {name: curve.points() for name, curve in self._curves.items()}
+        return History([*self._starts], curves, [*self._saves], self._started, self._last, self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return self._before + max(0.0, self._now - (self._began or 0.0))
+
+    def _forget(self, step: int) -> None:
+        """Drop what came after `step`: it is recomputed."""
+        for curve in self._curves.values():
+            curve.cut(step)
+        self._saves = [save for save in self._saves if save.step <= step]
 
 
 def text(event: Mapping[str, Any], key: str) -> str:
@@ -131,6 +156,15 @@ def count(event: Mapping[str, Any], key: str) -> int | None:
     """Return a count of an event, None where there is none."""
     value = event.get(key)
     return value if type(value) is int and 0 <= value < _LARGEST else None
+
+
+def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the figures of an event under the names that reporting/curves.py gives them."""
+    kind, weights = event.get("event"), event.get("weights", "model")
+    if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
+        for key, value in event.items():
+            if (name := _name(kind, key, weights == "model")) and (number := _figure(value)) is not None:
+                yield name, number
 
 
 def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -162,38 +196,25 @@ def _start(event: Mapping[str, Any], time: float, step: int, samples: int, secon
     )
 
 
-def _forget(curves: dict[str, list[Point]], saves: list[Save], step: int) -> None:
-    """Drop what came after `step`: it is recomputed."""
-    for name, points in curves.items():
-        curves[name] = [point for point in points if point.step <= step]
-    saves[:] = [save for save in saves if save.step <= step]
-
-
-def _figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of an event under the names that reporting/curves.py gives them."""
-    match event.get("event"):
-        case "step":
-            names = {"loss": "loss/train", **{name: name for name in _OF_STEP}}
-            own, suffix = {each.name for each in fields(Stepped)}, "/train"
-        case "evaluated":
-            suffix = "" if event.get("weights", "model") == "model" else "/ema"
-            names = {"loss": f"loss/validation{suffix}"}
-            own = {each.name for each in fields(Evaluated)}
-        case "logged":
-            names, own, suffix = {}, {"step", "epoch", "samples"}, ""
-        case _:
-            return
-    for key, value in event.items():
-        name = names.get(key) or ("" if key in own or key in ("event", "time") else printable_line(key) + suffix)
-        if name and (number := _figure(value)) is not None:
-            yield name, number
+@lru_cache(maxsize=1_000)  # a log has many events of few kinds
+def _name(kind: str, key: str, of_model: bool) -> str:
+    """Return the name of a figure of an event; empty where it is none."""
+    if kind == "step":
+        names = {"loss": "loss/train", **{name: name for name in _OF_STEP}}
+        own, suffix = {each.name for each in fields(Stepped)}, "/train"
+    elif kind == "evaluated":
+        suffix = "" if of_model else "/ema"
+        names, own = {"loss": f"loss/validation{suffix}"}, {each.name for each in fields(Evaluated)}
+    else:
+        names, own, suffix = {}, {"step", "epoch", "samples"}, ""
+    return names.get(key) or ("" if key in own or key in ("event", "time") else printable_line(key) + suffix)
 
 
 def _figure(value: Any) -> float | None:
     """Return a figure, which may be not finite; None where it is no number."""
-    if value in _NOT_FINITE:
-        return float(value)
-    return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
+    if type(value) in (int, float):
+        return float(value) if abs(value) < _LARGEST else None
+    return float(value) if value in _NOT_FINITE else None
 
 
 def _number(event: Mapping[str, Any], key: str) -> float | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
 _END_BYTES: Final = 65_536
+_HEAD: Final = 256  # bytes by which a log is known: of its first event, which has its time
 _LONGEST: Final = 1 << 20  # bytes of a line; an event has some hundreds
 
 
@@ -91,6 +93,51 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+@final
+class Tail:
+    """Follows a log that grows: each `new` yields what was added since the last one, and reads no more than that.
+
+    A line that is no event is left out and noted in `problems`, of which the last 20 are kept; a last line without its
+    end is not there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0  # of the first byte that was not read
+        self._line = 1  # in which it is
+        self._head = b""  # how the log begins
+        self.problems: deque[str] = deque(maxlen=20)
+
+    def is_replaced(self) -> bool:
+        """Return whether what was read is no longer there: then a new Tail is needed."""
+        try:
+            with plainfile.reader(self._path) as file:
+                return os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head
+        except OSError:
+            return self._offset > 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that were added; none where there is no log. UsageError where it cannot be read."""
+        try:
+            with plainfile.reader(self._path) as file:
+                file.seek(self._offset)
+                # Of a line that is too long a part is taken for a line, which is none.
+                while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
+                    number = self._line
+                    self._head = self._head or line[:_HEAD]
+                    self._offset += len(line)
+                    self._line += line.endswith(b"\n")
+                    event = _json(line)
+                    if isinstance(event, dict):
+                        yield _known(event, self._path, number)
+                    else:
+                        self.problems.append(f"{self._path}:{number}: not an event; left out")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UsageError(f"{self._path}: cannot be read: {error.strerror}") from error
+
+
 def last_step(path: Path) -> int:
     """Return the step that the last event of a log is of, 0 where there is none."""
     step = last(path).get("step")
@@ -128,7 +175,13 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise UsageError(f"{path}:{number}: not JSON; the log is damaged")
     if not isinstance(event, dict):
         raise UsageError(f"{path}:{number}: not an event; the log is damaged")
-    schemas.check(event.get("schema"), f"{path}:{number}")
+    return _known(event, path, number)
+
+
+def _known(event: Mapping[str, Any], path: Path, number: int) -> dict[str, Any]:
+    """Return an event of whatever schema as one of this schema; UsageError where it is of a newer one."""
+    if "schema" in event:
+        schemas.check(event["schema"], f"{path}:{number}")
     return schemas.event(event)
 
 

@@ -20,6 +20,8 @@ _HEADINGS: Final = ("run", "state", "step", "epoch", "samples/s", "left", "loss"
 _NUMBERS: Final = ("step", "epoch", "samples/s", "left", "loss", "figure")
 _LEFT_OUT: Final = ("epoch", "figure", "samples/s", "loss", "last")  # one after the other, where a terminal is narrow
 _GAP: Final = "  "
+_MOST_NAMES: Final = 5  # of runs that ended alike, in one line
+NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
 _WIDEST: Final = 24  # of such a column
 
@@ -28,8 +30,8 @@ _WIDEST: Final = 24  # of such a column
 class Run:
     """A run folder, what is known of it, and the number of its last job, with its state in Slurm's queue, in words.
 
-    `recipe` has the values of its recipe as text, by their dotted keys; it is empty where nobody knows. `failure` is
-    why the last start failed, if it did.
+    `recipe` has the values of its recipe as text, by their dotted keys, and `placement` those that the last start had;
+    they are empty where nobody knows. `failure` is why the last start failed, if it did.
     """
 
     folder: str
@@ -39,6 +41,7 @@ class Run:
     queued: str = ""
     recipe: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
+    placement: Mapping[str, str] = field(default_factory=dict)
 
 
 def overview(runs: Sequence[Run], now: float, stream: TextIO, terminal: bool | None = None) -> None:
@@ -50,8 +53,9 @@ def overview(runs: Sequence[Run], now: float, stream: TextIO, terminal: bool | N
     console = Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
     rows = [cells(run, now) for run in runs]
     columns = [_Column(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
-    keys = differing(runs)
-    columns[2:2] = _recipes(runs, keys[:_MOST_KEYS])
+    settings = [{**_placed(run.placement), **run.recipe} for run in runs]
+    keys = [*differing(runs), *_differing([_placed(run.placement) for run in runs])]
+    columns[2:2] = _columns(settings, keys[:_MOST_KEYS])
     shown = [column for column in columns if any(column.cells)]
     left_out = _narrowed(shown, console.width, keys[:_MOST_KEYS]) if terminal else []
     console.print(_line(shown, None, "bold"), soft_wrap=True)
@@ -60,22 +64,34 @@ def overview(runs: Sequence[Run], now: float, stream: TextIO, terminal: bool | N
     if left_out:
         console.print(f"left out, for want of room: {', '.join(left_out)}", soft_wrap=True)
     if keys[_MOST_KEYS:]:
-        console.print(f"the recipes also differ in {', '.join(keys[_MOST_KEYS:])}", soft_wrap=True)
+        console.print(f"they also differ in {', '.join(keys[_MOST_KEYS:])}", soft_wrap=True)
     for run in runs:
         if run.failure:
             console.print(f"{printable_line(run.folder)} failed: {run.failure}", soft_wrap=True)
+    if silent := [printable_line(run.folder) for run in runs if run.state == "died" and not run.failure]:
+        more = f" and {len(silent) - _MOST_NAMES:,} more" if len(silent) > _MOST_NAMES else ""
+        console.print(f"{', '.join(silent[:_MOST_NAMES])}{more} {NO_REASON}", soft_wrap=True)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """Return the keys in which the recipes differ that are known, in their order."""
-    recipes = [run.recipe for run in runs if run.recipe]
-    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    return [key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1]
+    return _differing([run.recipe for run in runs])
+
+
+def _differing(sections: Sequence[Mapping[str, str]]) -> list[str]:
+    known = [each for each in sections if each]
+    keys = dict.fromkeys(key for each in known for key in each)
+    return [key for key in keys if len({each.get(key) for each in known}) > 1]
+
+
+def _placed(placement: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys of a placement apart from those of a recipe."""
+    return {f"placement.{key}": value for key, value in placement.items()}
 
 
 def for_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return an object for each run, ready for JSON."""
-    keys = differing(runs)
+    keys, placed = differing(runs), _differing([_placed(run.placement) for run in runs])
     return [
         {
             "run": run.folder,
@@ -84,7 +100,10 @@ def for_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "job": run.job,
             "slurm": run.queued or None,
             "failure": run.failure or None,
-            "differs": {key: run.recipe.get(key) for key in keys},
+            "differs": {
+                **{key: run.recipe.get(key) for key in keys},
+                **{key: _placed(run.placement).get(key) for key in placed},
+            },
         }
         for run in runs
     ]
@@ -147,10 +166,10 @@ class _Column:
         return space + text if self.heading in _NUMBERS else text + space
 
 
-def _recipes(runs: Sequence[Run], keys: Sequence[str]) -> list[_Column]:
-    """Return a column for each key of the recipes."""
+def _columns(settings: Sequence[Mapping[str, str]], keys: Sequence[str]) -> list[_Column]:
+    """Return a column for each key of recipes and placements."""
     headings = _headings(keys)
-    return [_Column(headings[key], [_cut(run.recipe.get(key, "")) for run in runs]) for key in keys]
+    return [_Column(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in keys]
 
 
 def _headings(keys: Sequence[str]) -> dict[str, str]:

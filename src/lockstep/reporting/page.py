@@ -1,7 +1,8 @@
 """A page of tables and charts in one HTML file, which needs no network and makes no request.
 
 Its policy (Content-Security-Policy) forbids all that would be loaded, and every script but its own two, by their
-hashes: text of runs is escaped, and where that failed it still could not run.
+hashes: text of runs is escaped, and where that failed it still could not run. A page that is live has no sections at
+first: it asks the server that it came from for them, again and again, and for nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 from lockstep.core.text import printable
 from lockstep.errors import UsageError
@@ -73,7 +74,17 @@ class Passages:
     note: str = ""
 
 
-Section = Table | Chart | Words | Tiles | Passages
+@dataclass(frozen=True)
+class Progress:
+    """How far something is, `done` of `total`, with lines of words."""
+
+    title: str
+    done: int
+    total: int
+    lines: Sequence[str]
+
+
+Section = Table | Chart | Words | Tiles | Passages | Progress
 
 
 def check_plotly() -> None:
@@ -84,29 +95,48 @@ def check_plotly() -> None:
 
 def page(title: str, sections: Sequence[Section]) -> str:
     """Return the page as HTML."""
+    body = "\n".join(_section(number, each) for number, each in enumerate(sections))
+    switch = _SWITCH if any(isinstance(each, Chart) and each.axes for each in sections) else ""
+    return _document(title, switch + body, _DRAWING + _STILL)
+
+
+def live_page(title: str, every_ms: int) -> str:
+    """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` beside it."""
+    below = f'<p class=note id="note" role="status"></p>\n{_SWITCH}<div id="sections" data-every="{every_ms}"></div>'
+    no_icon = '<link rel="icon" href="data:,">\n'  # which a browser asks a server for
+    return _document(title, below, _DRAWING + _LIVE, "; connect-src 'self'", no_icon)
+
+
+def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """Return the sections for a live page, ready for JSON: each with a key that it keeps, HTML, and plotly's figure."""
+    return [
+        {"key": f"{type(each).__name__} {each.title}", "html": _inner(number, each), "figure": _figure(each)}
+        for number, each in enumerate(sections)
+    ]
+
+
+def _document(title: str, body: str, script: str, policy: str = "", icon: str = "") -> str:
     from plotly.offline import get_plotlyjs
 
-    body = "\n".join(_section(number, each) for number, each in enumerate(sections))
     plotly = get_plotlyjs().replace("</script", "<\\/script")  # which would end it
-    allowed = " ".join(map(_hash, (plotly, _SCRIPT)))
-    switch = _SWITCH if any(isinstance(each, Chart) and each.axes for each in sections) else ""
+    allowed = " ".join(map(_hash, (plotly, script)))
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(scripts=allowed)}">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(scripts=allowed)}{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{_escaped(title)}</title>
+{icon}<title>{_escaped(title)}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
 <main>
 <h1>{_escaped(title)}</h1>
-{switch}{body}
+{body}
 </main>
 <script>{plotly}</script>
-<script>{_SCRIPT}</script>
+<script>{script}</script>
 </body>
 </html>
 """
@@ -118,6 +148,14 @@ def _hash(script: str) -> str:
 
 
 def _section(number: int, section: Section) -> str:
+    figure = _figure(section)
+    # Within a script no text ends it but </, and JSON may write < otherwise.
+    text = json.dumps(figure, allow_nan=False).replace("<", "\\u003c")
+    data = f'\n<script type="application/json" data-for="chart-{number}">{text}</script>' if figure else ""
+    return f"<section>\n{_inner(number, section)}{data}\n</section>"
+
+
+def _inner(number: int, section: Section) -> str:
     heading = f"<h2>{_escaped(section.title)}</h2>\n" if section.title else ""
     match section:
         case Words():
@@ -128,14 +166,18 @@ def _section(number: int, section: Section) -> str:
             inner = f'<div class="tiles">{"".join(map(_tile, section.tiles))}</div>' + _note(section.note)
         case Passages():
             inner = "\n".join(map(_passage, section.passages)) + _note(section.note)
+        case Progress():
+            bar = f'<progress max="{section.total}" value="{section.done}"></progress>'
+            inner = "\n".join([bar, *(f"<p>{_escaped(each)}</p>" for each in section.lines)])
         case Chart():
-            # Within a script no text ends it but </, and JSON may write < otherwise.
-            figure = json.dumps({**section.figure, "axes": section.axes}, allow_nan=False).replace("<", "\\u003c")
-            inner = (
-                f'<div class="chart" id="chart-{number}" role="img" aria-label="{_escaped(section.title)}"></div>\n'
-                f'<script type="application/json" data-for="chart-{number}">{figure}</script>{_note(section.note)}'
-            )
-    return f"<section>\n{heading}{inner}\n</section>"
+            label = _escaped(section.title)
+            inner = f'<div class="chart" id="chart-{number}" role="img" aria-label="{label}"></div>'
+            inner += _note(section.note)
+    return heading + inner
+
+
+def _figure(section: Section) -> dict[str, Any] | None:
+    return {**section.figure, "axes": section.axes} if isinstance(section, Chart) else None
 
 
 def _table(table: Table) -> str:
@@ -197,30 +239,85 @@ figcaption { font-size: .8125rem; line-height: 1.35; overflow-wrap: anywhere; }
 pre { margin: 0; padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 6px; font-size: .875rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 pre span { color: var(--soft); }
+progress { width: 100%; height: .8rem; } section > p { margin: .3rem 0; }
+#note:empty { display: none; }
 """
-# plotly draws what it is told once; the colours of text and lines follow the page's, and what it shows, the switch.
-_SCRIPT: Final = """
+# The colours of text and lines follow the page's, and what is shown the switch. `uirevision` keeps what a person did to
+# a chart, such as a zoom, when it is drawn again; that of the x axis changes with what it shows.
+_DRAWING: Final = """
 "use strict";
+const figures = new Map();
 const read = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const theme = () => ({
-  paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": read("--text"),
-  "xaxis.gridcolor": read("--line"), "yaxis.gridcolor": read("--line"),
-  "xaxis.zerolinecolor": read("--line"), "yaxis.zerolinecolor": read("--line"),
+const draw = (place) => {
+  const {data, layout, axes} = figures.get(place);
+  const axis = document.querySelector("input[name=axis]:checked")?.value;
+  const chosen = axes.includes(axis);
+  const lines = {gridcolor: read("--line"), zerolinecolor: read("--line")};
+  const x = chosen ? {title: {text: axis}, uirevision: axis} : {};
+  Plotly.react(place, data.map((trace) => chosen ? {...trace, x: trace.meta[axis]} : {...trace}), {
+    ...layout, uirevision: "kept", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: {...layout.font, color: read("--text")},
+    xaxis: {...layout.xaxis, ...lines, ...x}, yaxis: {...layout.yaxis, ...lines},
+  }, {displayModeBar: false});
+};
+const resized = new ResizeObserver((entries) => entries.forEach(({target}) => Plotly.Plots.resize(target)));
+const add = (place, figure) => {
+  const isNew = !figures.has(place);
+  figures.set(place, figure);
+  draw(place);
+  if (isNew) resized.observe(place);
+};
+const drawAll = () => [...figures.keys()].forEach(draw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+document.getElementById("axis")?.addEventListener("change", drawAll);
+"""
+_STILL: Final = """
+document.querySelectorAll("script[data-for]").forEach((element) => {
+  add(document.getElementById(element.dataset.for), JSON.parse(element.textContent));
 });
-const charts = [...document.querySelectorAll("script[data-for]")].map((element) => {
-  const place = document.getElementById(element.dataset.for);
-  const figure = JSON.parse(element.textContent);
-  Plotly.newPlot(place, figure.data, figure.layout, {displayModeBar: false});
-  Plotly.relayout(place, theme());
-  new ResizeObserver(() => Plotly.Plots.resize(place)).observe(place);
-  return {place, axes: figure.axes};
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  charts.forEach(({place}) => Plotly.relayout(place, theme()));
-});
-document.getElementById("axis")?.addEventListener("change", (event) => {
-  const axis = event.target.value;
-  charts.filter(({axes}) => axes.includes(axis)).forEach(({place}) => Plotly.update(
-    place, {x: place.data.map((trace) => trace.meta[axis])}, {"xaxis.title.text": axis, "xaxis.autorange": true}));
-});
+"""
+# A section is replaced only where it changed, and a chart not even then: it gets the new figure.
+_LIVE: Final = """
+const sections = document.getElementById("sections");
+const note = document.getElementById("note");
+const shown = new Map();
+let tag = "", over = false;
+const update = ({title, parts}) => {
+  document.title = title;
+  const keys = new Set(parts.map(({key}) => key));
+  [...shown].filter(([key]) => !keys.has(key)).forEach(([key, {section}]) => {
+    const place = section.querySelector(".chart");
+    if (place) { resized.unobserve(place); figures.delete(place); }
+    section.remove();
+    shown.delete(key);
+  });
+  parts.forEach(({key, html, figure}, number) => {
+    const known = shown.get(key);
+    const section = known?.section ?? document.createElement("section");
+    if (!known || (!figure && known.html !== html)) section.innerHTML = html;
+    if (sections.children[number] !== section) sections.insertBefore(section, sections.children[number] ?? null);
+    const text = JSON.stringify(figure);
+    if (figure && known?.text !== text) add(section.querySelector(".chart"), figure);
+    shown.set(key, {section, html, text});
+  });
+};
+const ask = async () => {
+  if (document.hidden) return;
+  try {
+    const answer = await fetch("data", {headers: {"If-None-Match": tag}, cache: "no-store"});
+    if (answer.status === 200) {
+      const found = await answer.json();
+      tag = answer.headers.get("ETag");
+      update(found);
+      over = found.over;
+      note.textContent = over ? "Nothing more is watched: this is how it ended." : "";
+    } else if (answer.status !== 304) throw new Error();
+    else note.textContent = "";
+  } catch (error) {
+    note.textContent = "lockstep watch does not answer: this is what it said last.";
+  }
+};
+const again = async () => { await ask(); if (!over) setTimeout(again, Number(sections.dataset.every)); };
+document.addEventListener("visibilitychange", () => over || ask());
+again();
 """

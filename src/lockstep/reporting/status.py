@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, final
 
 State = Literal["queued", "running", "saved", "done", "died", "unreadable"]
 
@@ -46,41 +46,63 @@ class Status:
     figure: Figure | None = None
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What was seen of the log so far; `reports` are (time, step, samples) since the last start, its own first."""
-
-    started: Mapping[str, Any] = field(default_factory=dict)
-    loss: float | None = None
-    figure: Figure | None = None
-    reports: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_REPORTS + 1))
-
-
 def status(events: Iterable[Mapping[str, Any]]) -> Status:
     """Return what a run's events say, in the order of their log. Of what stands there twice the later one counts.
 
     KeyError or ValueError where they are no events of this version.
     """
-    seen = _Seen()
-    event: Mapping[str, Any] = {}
+    builder = StatusBuilder()
     for event in events:
-        _take(seen, event)
-    step, steps = _count(event, "step"), _count(seen.started, "steps")
-    per_epoch, epochs = _count(seen.started, "steps_per_epoch"), _number(seen.started, "epochs")
-    steps_per_s, samples_per_s = _speed(seen)
-    return Status(
-        last=_text(event, "event"),
-        time=_number(event, "time"),
-        reason=_text(event, "reason"),
-        step=step,
-        steps=steps,
-        epoch=-(-step // per_epoch) if step is not None and per_epoch else None,
-        epochs=None if epochs is None else math.ceil(epochs),
-        samples_per_s=samples_per_s,
-        left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
-        loss=seen.loss,
-        figure=seen.figure,
-    )
+        builder.take(event)
+    return builder.status()
+
+
+@final
+class StatusBuilder:
+    """Takes the events of a log one by one; `status` is what they say so far."""
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, Any] = {}
+        self._started: Mapping[str, Any] = {}
+        self._loss: float | None = None
+        self._figure: Figure | None = None
+        # (time, step, samples) since the last start, its own first
+        self._reports: deque[tuple[float, int, int]] = deque(maxlen=_REPORTS + 1)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take the next event; KeyError or ValueError where it is none of this version."""
+        match event.get("event"):
+            case "started":
+                report = _report(event)
+                self._started = event
+                self._reports.clear()
+                self._reports.append(report)
+            case "step":
+                self._loss = _loss(event["loss"])
+                self._reports.append(_report(event))
+            case "evaluated":
+                self._figure = _monitored(event, self._started)
+        self._last = event
+
+    def status(self) -> Status:
+        """Return what the events so far say; ValueError where the last one is none of this version."""
+        event, started = self._last, self._started
+        step, steps = _count(event, "step"), _count(started, "steps")
+        per_epoch, epochs = _count(started, "steps_per_epoch"), _number(started, "epochs")
+        steps_per_s, samples_per_s = _speed(self._reports)
+        return Status(
+            last=_text(event, "event"),
+            time=_number(event, "time"),
+            reason=_text(event, "reason"),
+            step=step,
+            steps=steps,
+            epoch=-(-step // per_epoch) if step is not None and per_epoch else None,
+            epochs=None if epochs is None else math.ceil(epochs),
+            samples_per_s=samples_per_s,
+            left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
+            loss=self._loss,
+            figure=self._figure,
+        )
 
 
 def state(status: Status, held: bool, submitted: float | None = None, job: str | None = None) -> State:
@@ -96,19 +118,6 @@ def state(status: Status, held: bool, submitted: float | None = None, job: str |
     if job in _WAITING or (job is None and submitted is not None and submitted > (status.time or 0)):
         return "queued"
     return "saved" if status.last == "stopped" else "died"
-
-
-def _take(seen: _Seen, event: Mapping[str, Any]) -> None:
-    match event.get("event"):
-        case "started":
-            seen.started = event
-            seen.reports.clear()
-            seen.reports.append(_report(event))
-        case "step":
-            seen.loss = _loss(event["loss"])
-            seen.reports.append(_report(event))
-        case "evaluated":
-            seen.figure = _monitored(event, seen.started)
 
 
 def _monitored(event: Mapping[str, Any], started: Mapping[str, Any]) -> Figure | None:
@@ -160,12 +169,12 @@ def _loss(value: Any) -> float:
     return float(value)
 
 
-def _speed(seen: _Seen) -> tuple[float | None, float | None]:
+def _speed(reports: Sequence[tuple[float, int, int]]) -> tuple[float | None, float | None]:
     """Return steps and samples a second."""
-    if len(seen.reports) < 2:
+    if len(reports) < 2:
         return None, None
-    began, first_step, first_sample = seen.reports[0]
-    time, step, sample = seen.reports[-1]
+    began, first_step, first_sample = reports[0]
+    time, step, sample = reports[-1]
     if time <= began:
         return None, None
     return (step - first_step) / (time - began), (sample - first_sample) / (time - began)

@@ -137,7 +137,7 @@ def compare(
     overrides: Mapping[str, Any] | None = None,
     also: Mapping[str, Any] | None = None,
     usual: bool = False,
-    dir: str | Path | None = None,  # noqa: A002 - as in lockstep.join
+    dir: str | Path | None = None,
 ) -> Comparison:
     """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.recorded import recorded_recipe
+from lockstep.config.recorded import Recorded, recorded_configuration
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import queued
 from lockstep.reporting import jsonl
@@ -16,16 +16,19 @@ from lockstep.reporting.status import Status, state, status
 from lockstep.run.runs import CONFIG, failure, is_held, run_folders
 from lockstep.run.submitted import Submitted, recorded
 
+Queue = Mapping[int, tuple[str, str]] | None  # Slurm's states of jobs and the reasons; None where nobody could be asked
+
 
 @dataclass(frozen=True)
-class _Found:
-    """What a run folder holds; `problem` is why it cannot be read."""
+class Found:
+    """What a run folder holds; `held` says whether a process is at work in it, `problem` why it cannot be read."""
 
     folder: Path
     status: Status
     held: bool
     submitted: Submitted | None
     problem: str
+    recorded: Recorded
 
     @property
     def time(self) -> float:
@@ -39,23 +42,11 @@ def listed(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     found.sort(key=lambda each: each.time, reverse=True)
     queue, warning = queued({each.submitted.job for each in found if each.submitted})
     warnings = [*(each.problem for each in found), warning]
-    return [_run(each, queue) for each in found], [each for each in warnings if each]
+    return [as_run(each, queue) for each in found], [each for each in warnings if each]
 
 
-def _found(folder: Path) -> _Found:
-    logged, submitted, problem = Status(), None, ""
-    log = folder / jsonl.EVENTS
-    try:
-        submitted = recorded(folder)
-        logged = status(jsonl.read(log) if os.path.lexists(log) else ())
-    except UsageError as error:
-        problem = str(error)
-    except (KeyError, ValueError) as error:
-        problem = f"{log}: not a log of this version ({error!r})"
-    return _Found(folder, logged, is_held(folder), submitted, problem)
-
-
-def _run(found: _Found, queue: Mapping[int, tuple[str, str]] | None) -> Run:
+def as_run(found: Found, queue: Queue) -> Run:
+    """Return a run folder as a run of a table; `queue` has the state of its job and the reason."""
     folder, submitted = found.folder, found.submitted
     job, reason = (None, "") if queue is None or submitted is None else queue.get(submitted.job, ("", ""))
     judged = state(found.status, found.held, submitted.time if submitted else None, job)
@@ -65,6 +56,20 @@ def _run(found: _Found, queue: Mapping[int, tuple[str, str]] | None) -> Run:
         found.status,
         submitted.job if submitted else None,
         f"{job} ({reason})" if job and reason else job or "",
-        recorded_recipe(folder / CONFIG),
+        found.recorded.recipe,
         failure(folder) if judged == "died" else "",
+        found.recorded.placement,
     )
+
+
+def _found(folder: Path) -> Found:
+    logged, submitted, problem = Status(), None, ""
+    log = folder / jsonl.EVENTS
+    try:
+        submitted = recorded(folder)
+        logged = status(jsonl.read(log) if os.path.lexists(log) else ())
+    except UsageError as error:
+        problem = str(error)
+    except (KeyError, ValueError) as error:
+        problem = f"{log}: not a log of this version ({error!r})"
+    return Found(folder, logged, is_held(folder), submitted, problem, recorded_configuration(folder / CONFIG))

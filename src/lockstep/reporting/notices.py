@@ -1,0 +1,67 @@
+"""What a person who watches a run is told beside its figures: starts, evaluations, checkpoints, warnings, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from lockstep.core.text import printable_line
+from lockstep.reporting import wording
+from lockstep.reporting.history import count, figures, text
+
+Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
+
+_LONGEST: Final = 500  # characters
+_LATEST: Final = 1e11  # a time of day of which there is a calendar
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What happened, in words fit to print; `time` is in seconds since 1970, None where the log does not say it."""
+
+    time: float | None
+    kind: Kind
+    words: str
+
+
+def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
+    """Return what there is to tell of an event, None for a report of a step; `fractions` are shares of one."""
+    found = _words(event, fractions)
+    if found is None:
+        return None
+    kind, words = found
+    time = event.get("time")
+    known = float(time) if isinstance(time, float | int) and 0 <= time < _LATEST else None
+    return Notice(known, kind, words[:_LONGEST])
+
+
+def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, str] | None:
+    step = f"{count(event, 'step') or 0:,}"
+    match event.get("event"):
+        case "started":
+            where = f"{text(event, 'strategy')} on {count(event, 'processes') or '?'}, {text(event, 'device')}"
+            return "start", f"started: {where}" if event.get("resumed_from") is None else _resumed(event, where)
+        case "warning":
+            return "warning", f"warning: {text(event, 'text')}"
+        case "skipped":
+            files = event.get("files")
+            names = [printable_line(each) for each in files if isinstance(each, str)] if isinstance(files, list) else []
+            return "warning", f"skipped {len(names):,} files that cannot be read: {', '.join(names[:3])}"
+        case "evaluated":
+            words = "  ".join(f"{name} {wording.figure(value, name in fractions)}" for name, value in figures(event))
+            return "evaluation", f"evaluated after step {step}: {words}"
+        case "saved":
+            best = ", best so far" if event.get("best") is True else ""
+            return "checkpoint", f"saved after step {step}: {text(event, 'path')}{best}"
+        case "stopped":
+            return "end", f"stopped by {text(event, 'reason')} after step {step}"
+        case "done":
+            return "end", f"done after step {step}, weights sha256 {text(event, 'weights_sha256')}"
+    return None
+
+
+def _resumed(event: Mapping[str, Any], where: str) -> str:
+    again = count(event, "again")
+    lost = f", {again:,} later steps are recomputed" if again else ""
+    return f"resumed after step {count(event, 'step') or 0:,}: {where}{lost}"

@@ -1,0 +1,177 @@
+"""Serves the page of runs that are watched to the browsers of this machine: two paths, and nothing else.
+
+A page of somebody else's must not read it. It cannot read answers of another origin, and where its name is made to lead
+here (DNS rebinding) it has that name as `Host`: no name is answered but those of this machine and addresses.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import ipaddress
+import socket
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final, final
+
+from lockstep.errors import UsageError
+from lockstep.reporting.live_page import live_data
+from lockstep.reporting.page import check_plotly, live_page
+from lockstep.reporting.watched import Watched
+
+_EVERY_MS: Final = 2_000  # between two questions of a page
+_LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # after the end, for pages that are open to learn of it
+_SILENT_S: Final = 10.0  # of a connection that asks nothing
+_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the rest is in the page
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer: its status, its type of content, its body and what names it."""
+
+    status: HTTPStatus
+    kind: str = "text/plain"
+    body: bytes = b""
+    tag: str = ""
+
+
+@final
+class PageServer:
+    """Listens at `host` and `port` while it is entered; `publish` changes what it shows.
+
+    Raises UsageError where it cannot listen there, or where plotly is not installed. Port 0 is any free one, and `url`
+    has it. On leaving, threads and connections end; an open page has had some seconds to get what was published last.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        check_plotly()
+        page = live_page("Runs", _EVERY_MS).encode()
+        self._page = Answer(HTTPStatus.OK, "text/html; charset=utf-8", page, _tag(page))
+        self._watched: Sequence[Watched] = ()
+        self._over = False
+        self._data: Answer | None = None
+        self._building = threading.Lock()
+        self._asked = threading.Event()  # by a page since the last change
+        self._told = threading.Event()  # a page that nothing more comes
+        self._host = host
+        self._server = _listening(host, port, self)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="page server")
+
+    @property
+    def url(self) -> str:
+        """The address for a browser."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._server.server_address[1]}/"
+
+    def __enter__(self) -> PageServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._over and self._asked.is_set():
+            self._told.wait(_LINGER_S)
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def publish(self, watched: Sequence[Watched], over: bool) -> None:
+        """Show these runs; with `over` nothing more is to come."""
+        if over != self._over or _state(watched) != _state(self._watched):
+            with self._building:
+                self._watched, self._over, self._data = watched, over, None
+
+    def answer(self, path: str, host: str, tag: str) -> Answer:
+        """Return the answer to GET: `host` is the name that was asked, `tag` the answer that is known there."""
+        if not is_own(host, self._host):
+            return Answer(HTTPStatus.FORBIDDEN, body=b"this name is not one of this machine")
+        match path.partition("?")[0]:
+            case "/":
+                found = self._page
+            case "/data":
+                found = self._current()
+            case _:
+                return Answer(HTTPStatus.NOT_FOUND, body=b"there is / and /data")
+        return Answer(HTTPStatus.NOT_MODIFIED, tag=found.tag) if tag == found.tag else found
+
+    def _current(self) -> Answer:
+        """Return what was published last; it is made where a page asks for it, not before."""
+        with self._building:
+            if self._data is None:
+                body = live_data(self._watched, self._over)
+                self._data = Answer(HTTPStatus.OK, "application/json", body, _tag(body))
+            (self._told if self._over else self._asked).set()
+            return self._data
+
+
+def is_own(asked: str, host: str) -> bool:
+    """Say whether `asked`, the header Host, is an address or names this machine, of which `host` is a name."""
+    name = asked.rpartition(":")[0] if asked.rpartition(":")[2].isdecimal() else asked
+    name = name.removeprefix("[").removesuffix("]").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("localhost", host.lower(), socket.gethostname().lower())
+    return True
+
+
+def _tag(body: bytes) -> str:
+    return f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+
+
+def _state(watched: Collection[Watched]) -> list[object]:
+    """Return what changes with all that is shown of runs."""
+    return [(each.run, each.noticed, each.history.last, each.is_whole) for each in watched]
+
+
+def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
+    class Request(BaseHTTPRequestHandler):
+        """A request to this server."""
+
+        timeout = _SILENT_S
+        server_version, sys_version = "lockstep", ""
+
+        def do_GET(self) -> None:
+            found = server.answer(self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", ""))
+            self.send_response(found.status)
+            for name, value in _headers(found).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(found.body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing: the terminal shows the runs."""
+
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    except socket.gaierror as error:
+        raise UsageError(f"--host {host}: no address of this machine: {error.strerror}") from error
+
+    class Listener(ThreadingHTTPServer):
+        """One thread for each request, of which none keeps the program from ending."""
+
+        address_family = family
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """Say nothing of a browser that went away."""
+
+    try:
+        return Listener((host, port), Request)
+    except OSError as error:
+        where = f"--port {port}" if error.errno in (errno.EADDRINUSE, errno.EACCES) else f"--host {host}"
+        hint = "; choose another, or 0 for any free one" if where.startswith("--port") else ""
+        raise UsageError(f"{where}: cannot listen there: {error.strerror}{hint}") from error
+
+
+def _headers(found: Answer) -> Mapping[str, str]:
+    known = {"ETag": found.tag} if found.tag else {}
+    length = {} if found.status == HTTPStatus.NOT_MODIFIED else {"Content-Length": str(len(found.body))}
+    return {"Content-Type": found.kind, "Cache-Control": "no-cache", **_HEADERS, **known, **length}

@@ -1,0 +1,45 @@
+"""A curve as lines of text, of the eighths of a block that fonts have: for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from lockstep.reporting.thinning import Point
+
+_EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
+
+
+def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
+    """Return `height` lines of `width` characters: the mean of the figures over each stretch of samples, as a column.
+
+    The lowest column is an eighth of a character high, the highest fills all lines. What is not finite has no column;
+    without any point there is no line.
+    """
+    columns = _columns([point for point in points if math.isfinite(point.value)], width)
+    values = [value for value in columns if value is not None]
+    if not values or height < 1:
+        return []
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    eighths = [0 if each is None else 1 + round((each - low) / span * (8 * height - 1)) for each in columns]
+    return [
+        "".join(_EIGHTHS[min(max(each - 8 * below, 0), 8)] for each in eighths) for below in reversed(range(height))
+    ]
+
+
+def _columns(points: Sequence[Point], width: int) -> list[float | None]:
+    """Return the mean of each column; one without a point has what is left of it."""
+    if not points:
+        return [None] * width
+    first, last = points[0].samples, points[-1].samples
+    found: list[list[float]] = [[] for _ in range(width)]
+    for point in points:
+        at = (point.samples - first) * (width - 1) // max(last - first, 1)
+        found[min(max(at, 0), width - 1)].append(point.value)
+    columns: list[float | None] = []
+    for values in found:
+        before = columns[-1] if columns else None
+        columns.append(math.fsum(value / len(values) for value in values) if values else before)
+    return columns

@@ -1,0 +1,78 @@
+"""A curve of any length in bounded memory: of each stretch its lowest and highest point, so no spike is lost."""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Final, NamedTuple, final
+
+_MOST: Final = 2_000  # points of a line; a page with more is slow, and a screen has no more
+
+
+class Point(NamedTuple):
+    """A figure after `step` steps and so many `samples`, `seconds` after the run began, pauses left out."""
+
+    step: int
+    samples: int
+    seconds: float
+    value: float
+
+
+@final
+class Thinned:
+    """Takes points in their order, and keeps all of them up to 2,000; of more, some 1,000 to 2,000 and both ends.
+
+    A stretch is a number of points that follow each other; it doubles whenever there are too many stretches. A point
+    that is not finite is kept where its stretch has no other.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: list[list[Point]] = []
+        self._open: list[Point] = []  # of the stretch that is not complete yet
+        self._each = 1  # points of a stretch
+        self._first: Point | None = None
+
+    def append(self, point: Point) -> None:
+        """Take the next point."""
+        if self._first is None:
+            self._first = point
+        self._open.append(point)
+        if len(self._open) > self._each:  # one more, so that the last point is always at hand
+            last = self._open.pop()
+            self._stretches.append(_ends(self._open))
+            self._open = [last]
+            while len(self._stretches) * min(self._each, 2) >= _MOST:
+                self._merge()
+
+    def cut(self, step: int) -> None:
+        """Drop what is after `step`."""
+        self._open = [point for point in self._open if point.step <= step]
+        stretches = ([point for point in each if point.step <= step] for each in self._stretches)
+        self._stretches = [each for each in stretches if each]
+        if self._first is not None and self._first.step > step:
+            self._first = None
+
+    def points(self) -> list[Point]:
+        """Return the points that were kept, in their order."""
+        found = [point for stretch in self._stretches for point in stretch]
+        if self._each == 1:
+            return [*found, *self._open]
+        first = [] if self._first is None else [self._first]
+        last = [*_ends(self._open), self._open[-1]] if self._open else []
+        return list(dict.fromkeys([*first, *found, *last]))  # each point once
+
+    def _merge(self) -> None:
+        """Make one stretch of two."""
+        pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+        self._stretches = [_ends([*one, *other]) for one, other in pairs]
+        self._each *= 2
+
+
+def _ends(points: list[Point]) -> list[Point]:
+    """Return the lowest and the highest of some points, in their order."""
+    if len(points) < 2:
+        return points
+    finite = [point for point in points if math.isfinite(point.value)] or points[:1]
+    by_value = attrgetter("value")
+    low, high = min(finite, key=by_value), max(finite, key=by_value)
+    return [low] if low is high else sorted((low, high))

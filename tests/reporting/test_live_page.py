@@ -1,0 +1,51 @@
+"""What a browser gets of runs that are watched: strict JSON with the same charts as a report, and all text escaped."""
+
+import json
+import math
+
+from event_examples import stepped
+from watched_examples import GOING, watched
+
+from lockstep.reporting.live_page import live_data, live_sections, title
+from lockstep.reporting.page import Progress, live_page
+from lockstep.reporting.run_page import charts
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def test_the_charts_are_those_of_a_report() -> None:
+    run = watched(*GOING, (162.0, stepped(70, math.nan)))
+    found = json.loads(live_data([run], over=False), parse_constant=lambda name: 1 / 0)
+    figures = {each["key"]: each["figure"] for each in found["parts"] if each["figure"]}
+    made = {f"Chart {each.title}": {**each.figure, "axes": [*each.axes]} for each in charts([run.reported])}
+    assert figures == made
+    assert len({each["key"] for each in found["parts"]}) == len(found["parts"])
+    assert figures["Chart loss/train"]["data"][0]["y"][-2:] == [0.43214, None]
+    assert (found["title"], found["over"]) == ("running 10 % runs/a", False)
+
+
+def test_how_far_each_run_is_and_what_happened_last_come_first() -> None:
+    one, two, told, *_ = live_sections([watched(*GOING), watched(name="runs/b", whole=False)])
+    assert isinstance(one, Progress)
+    assert isinstance(two, Progress)
+    assert (one.title, one.done, one.total) == ("runs/a  running  single on 1, cpu", 69, 690)
+    assert (two.done, two.total, two.lines) == (0, 1, ["reading its log"])
+    assert told.title == "What happened last"
+    assert title([]) == "0 runs"
+    assert json.loads(live_data([], over=True)) == {"title": "0 runs", "over": True, "parts": []}
+
+
+def test_what_runs_are_called_is_text() -> None:
+    run = watched(*GOING, name=EVIL, state="died", failure=EVIL)
+    html = "".join(each["html"] for each in json.loads(live_data([run], over=False))["parts"])
+    assert "&lt;img" in html
+    assert "<img" not in html
+    assert "<script" not in html
+
+
+def test_the_page_may_ask_its_own_server_and_nobody_else() -> None:
+    html = live_page("Runs", 2_000)
+    policy = html.partition('Content-Security-Policy" content="')[2].partition('"')[0]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.endswith("; connect-src 'self'")
+    assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")

@@ -1,0 +1,54 @@
+"""What a watcher is told of events: one line each, of text that is fit to print, and nothing of a step."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from event_examples import RESUMED_FROM, SHA, done, evaluated, saved, started, stepped, stopped
+
+from lockstep.reporting.jsonl import figures
+from lockstep.reporting.notices import notice
+from lockstep.training.events import Event, Skipped, Warned
+
+WARNED = Warned(step=0, epoch=0, samples=0, culprit="x", text="the \x1b[2Jnumbers\nmay differ")
+SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
+
+
+def line(event: Event) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(figures(event, 7.0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "words"),
+    [
+        (started(), "start", "started: single on 1, cpu"),
+        (replace(started(46, RESUMED_FROM), again=23), "start", "resumed after step 46: single on 1, cpu, 23 later"),
+        (evaluated(), "evaluation", "evaluated after step 69: loss/validation 0.1023  top1 98.61 %  top5 100.00 %"),
+        (saved(), "checkpoint", "saved after step 690: runs/x/checkpoints/step-00000690, best so far"),
+        (WARNED, "warning", r"warning: the \x1b[2Jnumbers\nmay differ"),
+        (SKIPPED, "warning", r"skipped 2 files that cannot be read: a.jpg, b\x1b.jpg"),
+        (stopped(), "end", "stopped by SIGTERM after step 690"),
+        (done(), "end", f"done after step 690, weights sha256 {SHA}"),
+    ],
+)
+def test_what_is_told_of_an_event(event: Event, kind: str, words: str) -> None:
+    found = notice(line(event), frozenset({"top1", "top5"}))
+    assert found is not None
+    assert (found.time, found.kind) == (7.0, kind)
+    assert found.words.startswith(words)
+
+
+def test_of_a_step_nothing_is_told() -> None:
+    assert notice(line(stepped())) is None
+
+
+@pytest.mark.parametrize("kind", ["started", "evaluated", "saved", "warning", "skipped", "stopped", "done"])
+@pytest.mark.parametrize("value", [None, [1], "x\x1b", -1, 10**400, {"a": 1}, True])
+def test_events_of_others_are_told_as_text(kind: str, value: object) -> None:
+    names = ("time", "step", "text", "files", "path", "strategy", "processes", "reason", "again", "loss", "weights")
+    found = notice({"event": kind, **dict.fromkeys(names, value)})
+    assert found is not None
+    assert "\x1b" not in found.words
+    assert found.time is None or found.time >= 0

@@ -1,0 +1,131 @@
+"""The server of the page, asked over loopback: what it answers, to whom, and that it leaves nothing behind."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from component import require_package
+from event_examples import stepped
+from watched_examples import GOING, watched
+
+from lockstep.errors import UsageError
+from lockstep.reporting import page_server
+from lockstep.reporting.page_server import PageServer, is_own
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PageServer]:
+    require_package("plotly")
+    with PageServer("127.0.0.1", 0) as server:
+        yield server
+
+
+def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    where = urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=10)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return connection.getresponse()
+
+
+def test_a_page_and_its_data(server: PageServer) -> None:
+    answer = ask(server, "/")
+    assert answer.status == 200
+    assert b'<div id="sections"' in answer.read()
+    server.publish([watched(*GOING)], over=False)
+    answer = ask(server, "/data")
+    assert answer.headers["Content-Type"] == "application/json"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["Access-Control-Allow-Origin"] is None
+    assert json.loads(answer.read())["title"] == "running 10 % runs/a"
+
+
+def test_what_is_known_is_not_sent_again_and_what_is_new_is(server: PageServer) -> None:
+    server.publish([watched(*GOING)], over=False)
+    tag = ask(server, "/data").headers["ETag"]
+    server.publish([watched(*GOING)], over=False)
+    answer = ask(server, "/data", If_None_Match=tag)
+    assert (answer.status, answer.read()) == (304, b"")
+    server.publish([watched(*GOING, (170.0, stepped(138)))], over=False)
+    answer = ask(server, "/data", If_None_Match=tag)
+    assert answer.status == 200
+    assert json.loads(answer.read())["title"] == "running 20 % runs/a"
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/../events.jsonl", "/data/", "/index.html", "/%2e%2e/"])
+def test_there_is_nothing_else(server: PageServer, path: str) -> None:
+    assert ask(server, path).status == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
+def test_it_is_only_asked(server: PageServer, method: str) -> None:
+    assert ask(server, "/data", method).status == 501
+
+
+@pytest.mark.parametrize("host", ["example.org", "example.org:80", "127.0.0.1.example.org", "", "[::1].example.org"])
+def test_a_name_that_was_made_to_lead_here_gets_nothing(server: PageServer, host: str) -> None:
+    for path in ("/", "/data"):
+        answer = ask(server, path, Host=host)
+        assert answer.status == 403
+        assert b"runs" not in answer.read()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:9000", "[::1]:8080", "LOCALHOST", "192.0.2.7:80", "node-7:80"]
+)
+def test_addresses_and_names_of_this_machine_are_answered(host: str) -> None:
+    assert is_own(host, "node-7")  # of any port: a tunnel has another
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_not_here() -> None:
+    require_package("plotly")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=f"--port {port}: cannot listen there: .*; choose another, or 0 for any free"
+        ):
+            PageServer("127.0.0.1", port)
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1: cannot listen there"):
+        PageServer("192.0.2.1", 0)
+    with pytest.raises(UsageError, match="--host no host: no address"):
+        PageServer("no host", 0)
+
+
+def test_it_leaves_no_thread_and_no_port_though_a_connection_says_nothing() -> None:
+    require_package("plotly")
+    before = threading.active_count()
+    with PageServer("127.0.0.1", 0) as server:
+        where = urlsplit(server.url)
+        silent = socket.create_connection((str(where.hostname), where.port or 0))
+        assert ask(server, "/data").status == 200  # beside the silent one
+    silent.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((str(where.hostname), where.port or 0))
+    end = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_open_page_learns_of_the_end_and_without_one_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_package("plotly")
+    monkeypatch.setattr(page_server, "_LINGER_S", 10.0)
+    learned: list[bool] = []
+    began = time.monotonic()
+    with PageServer("127.0.0.1", 0) as server:
+        server.publish([watched(*GOING)], over=True)
+    assert time.monotonic() - began < 5
+    with PageServer("127.0.0.1", 0) as server:
+        ask(server, "/data")
+        later = threading.Timer(0.3, lambda: learned.append(json.loads(ask(server, "/data").read())["over"]))
+        later.start()
+        server.publish([watched(*GOING)], over=True)
+    later.join()
+    assert learned == [True]
+    assert time.monotonic() - began < 9

@@ -1,0 +1,164 @@
+"""The live page as a real Chromium shows it: it grows with the log, keeps a zoom, and asks nobody but its server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from browser import Tab, browse
+from component import require_chromium
+from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped
+
+from lockstep.reporting import page_server
+from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.page_server import PageServer
+from lockstep.run.following import Watch
+from lockstep.training.events import Event
+
+TRACE = "document.querySelector('[aria-label=\"loss/train\"]')"
+EVIL = "runs-</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "_EVERY_MS", 100)
+
+
+class Live:
+    """A run whose log grows, watched and served."""
+
+    def __init__(self, folder: Path, name: str = "a") -> None:
+        self.run = folder / name
+        self.run.mkdir()
+        (self.run / "lock").touch()
+        self.time = 100.0
+        self.add(started(), *(stepped(step, 3.0 - step / 10) for step in range(1, 11)))
+        self.watch = Watch([self.run], wait=True)
+        self.server = PageServer("127.0.0.1", 0)
+        self.publish()
+
+    def add(self, *events: Event) -> None:
+        log = JsonLines(self.run / "events.jsonl")
+        for event in events:
+            self.time += 1
+            log.write(event, self.time)
+        log.close()
+
+    def publish(self, *events: Event, over: bool = False) -> None:
+        self.add(*events)
+        self.server.publish(self.watch.refresh(), over)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    require_chromium()
+    live = Live(tmp_path)
+    with live.server:
+        yield live
+
+
+def visit(live: Live, look: Callable[[Tab], Awaitable[None]], scheme: str = "light", width: int = 1000) -> None:
+    """Open the page, wait for its charts, let `look` do what it does, and see what it asked for."""
+
+    async def opened(tab: Tab) -> None:
+        await tab.width(width)
+        await tab.colours(scheme)
+        await tab.until(f"{TRACE}?.querySelector('.main-svg') !== null && {TRACE} !== null")
+        await look(tab)
+        assert set(tab.requests) <= {live.server.url, f"{live.server.url}data", "data:,"}
+        assert tab.requests.count(live.server.url) == 1  # it is never loaded again
+        assert tab.problems == []
+
+    browse(live.server.url, opened)
+
+
+def test_numbers_change_as_the_log_grows_and_a_run_resumes_and_ends(live: Live) -> None:
+    async def look(tab: Tab) -> None:
+        cell = "document.querySelector('tbody').textContent"
+        last = f"{TRACE}.data[0].y.at(-1)"
+        assert await tab.value(f"{TRACE}.data[0].y.length") == 10
+        assert "step 10/690" in await tab.value("document.querySelector('section').textContent")
+        live.publish(stepped(11, 0.125), evaluated())
+        await tab.until(f"{last} === 0.125")
+        assert await tab.value("document.querySelector('progress').value") == 69
+        assert "evaluated after step 69" in await tab.value(cell)
+        assert await tab.value("document.querySelectorAll('[aria-label=\"loss/validation\"]').length") == 1
+        live.publish(started(5, RESUMED_FROM), stepped(6, 7.0))
+        await tab.until(f"{last} === 7")
+        assert await tab.value(f"{TRACE}.data[0].x") == [64, 128, 192, 256, 320, 384]
+        live.publish(saved(), done(), over=True)
+        await tab.until("document.getElementById('note').textContent !== ''")
+        assert await tab.value("document.title") == f"done 100 % {live.run}"
+        asked = len(tab.requests)
+        await asyncio.sleep(0.5)
+        assert len(tab.requests) == asked  # it has stopped asking
+
+    visit(live, look)
+
+
+def test_a_zoom_and_a_hidden_curve_and_the_axis_stay_as_points_come(live: Live) -> None:
+    async def look(tab: Tab) -> None:
+        zoom = f"{TRACE}._fullLayout.xaxis.range.map(Math.round)"
+        await tab.value(f"{TRACE}.scrollIntoView({{block: 'center'}})")
+        x, y, width, height = await tab.value(
+            f"(({{x, y, width, height}}) => [x, y, width, height])"
+            f"({TRACE}.querySelector('.nsewdrag').getBoundingClientRect())"
+        )
+        moves = [("mousePressed", 0.25), ("mouseMoved", 0.4), ("mouseMoved", 0.5), ("mouseReleased", 0.5)]
+        for kind, share in moves:  # a zoom, as a person drags it
+            place = {"x": x + share * width, "y": y + height / 2}
+            await tab.send("Input.dispatchMouseEvent", type=kind, **place, button="left", clickCount=1)
+        await tab.until(f"{TRACE}._fullLayout.xaxis.autorange === false")
+        zoomed = await tab.value(zoom)
+        live.publish(stepped(11, 0.125))
+        await tab.until(f"{TRACE}.data[0].y.length === 11")
+        assert await tab.value(zoom) == zoomed
+        await tab.click("input[value=seconds]")
+        await tab.until(f"{TRACE}._fullLayout.xaxis.autorange === true")
+        assert await tab.value(f"{TRACE}.data[0].x.at(-1)") == 11
+        live.publish(stepped(12, 0.25))
+        await tab.until(f"{TRACE}.data[0].y.length === 12")
+        assert await tab.value(f"{TRACE}.data[0].x.at(-1)") == 12
+
+    visit(live, look)
+
+
+def test_a_server_that_is_gone_is_said_and_asked_again(live: Live) -> None:
+    """Another answer stands for one that does not come, which Chromium itself would report as a problem."""
+
+    async def look(tab: Tab) -> None:
+        await tab.value("window.before = fetch; window.fetch = async () => { throw new TypeError('gone'); }; 1")
+        await tab.until("document.getElementById('note').textContent.startsWith('lockstep watch does not answer')")
+        assert await tab.value(f"{TRACE}.data[0].y.length") == 10
+        await tab.value("window.fetch = window.before; 1")
+        await tab.until("document.getElementById('note').textContent === ''")
+
+    visit(live, look)
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 390), ("dark", 1000)])
+def test_it_fits_a_phone_and_follows_the_system_colours(live: Live, scheme: str, width: int) -> None:
+    async def look(tab: Tab) -> None:
+        live.publish(stepped(11, 0.125))  # drawn again in the same colours
+        await tab.until(f"{TRACE}.data[0].y.length === 11")
+        await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
+        assert await tab.value("document.documentElement.scrollWidth") <= width
+        ground = await tab.value("getComputedStyle(document.body).backgroundColor")
+        text = await tab.value(f"getComputedStyle({TRACE}.querySelector('.legendtext')).fill")
+        dark, bright = ("rgb(13, 17, 23)", "rgb(230, 237, 243)"), ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
+        assert (ground, text) == (dark if scheme == "dark" else bright)
+
+    visit(live, look, scheme, width)
+
+
+def test_what_runs_are_called_is_text(tmp_path: Path) -> None:
+    require_chromium()
+    live = Live(tmp_path, EVIL.replace("/", "_"))
+
+    async def look(tab: Tab) -> None:
+        assert await tab.value("document.images.length") == 0
+        assert "<img src=x" in await tab.value("document.querySelector('h2').textContent")
+        assert "<img src=x" in await tab.value(f"{TRACE}.querySelector('.legendtext').textContent")
+
+    with live.server:
+        visit(live, look)
