@@ -45,7 +45,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_stalls.py": "ranks: flight\nrun: watching",
     "commands/test_submit.py": "run: submitting",
     "commands/test_tensor_train.py": "run: chunking\nstrategies: tensor",
-    "commands/test_watch.py": "run: following",
+    "commands/test_commands_watch.py": "run: following",
     "commands/test_train.py": "run: build computing engine events examples rank_training session training",
     "commands/test_verify.py": "verification: cases",
     "commands/test_verify_probe.py": "verification: probe probe_state probe_witness probing",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, TextIO, final
 
+from rich.cells import set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -98,14 +99,14 @@ def drawing(watched: Sequence[Watched], now: float, width: int, height: int, cur
     alone = len(watched) == 1
     for name, notice in notices:
         words = f"{_clock(notice)}{'' if alone else f'{name}  '}{notice.words}"
-        parts.append(Text(words, _KINDS[notice.kind], no_wrap=True, overflow="crop"))
+        parts.append(Text(_fitting(words, width), _KINDS[notice.kind]))
     return Group(*parts)
 
 
 def _run(each: Watched, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
     """Return the lines of a run."""
     status = each.run.status
-    parts: list[RenderableType] = [Text(headline(each), _STYLES.get(each.run.state, "bold"), no_wrap=True)]
+    parts: list[RenderableType] = [Text(_fitting(headline(each), width), _STYLES.get(each.run.state, "bold"))]
     if not each.is_whole:
         parts.append(Text(f"reading its log: {place(each)}"))
     elif status.step is not None:
@@ -118,7 +119,7 @@ def _run(each: Watched, now: float, width: int, height: int, curves: bool) -> li
         words = "  ".join(word for word in (left(each), said) if word)
         bar.add_row(Text(place(each)), ProgressBar(total=total, completed=status.step), Text(words))
         parts.append(bar)
-        parts.append(Text(figures(each), no_wrap=True, overflow="crop"))
+        parts.append(Text(_fitting(figures(each), width)))
     if each.run.failure:
         parts.append(Text(each.run.failure, "red"))
     points = each.history.curves.get(_CURVE, ())
@@ -130,6 +131,11 @@ def _run(each: Watched, now: float, width: int, height: int, curves: bool) -> li
         if height > 1:
             parts.append(Text(f"{'':>11}{_CURVE} over samples", "dim"))
     return [*parts, Text("")]
+
+
+def _fitting(words: str, width: int) -> str:
+    """Return so much of the words as one line has room for."""
+    return set_cell_size(words, width).rstrip()
 
 
 def _clock(notice: Notice) -> str:

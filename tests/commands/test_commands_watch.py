@@ -1,0 +1,232 @@
+"""`lockstep watch` beside runs that train, are killed, resume and end; and on folders in every state."""
+
+import json
+import os
+import pty
+import re
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from component import require_package
+from conftest import DIGITS, Start
+from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
+
+from lockstep.cli import main
+from lockstep.errors import UsageError
+from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.page_server import PageServer
+from lockstep.run import following
+from lockstep.run.following import Followed, Watch
+from lockstep.training.events import Event
+from lockstep.training.lock import lock
+
+
+def run_folder(run: Path, *events: Event, first: float = 100.0) -> Path:
+    """Make a run folder, or go on with its log, an event each second."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "lock").touch()
+    log = JsonLines(run / "events.jsonl")
+    for number, event in enumerate(events):
+        log.write(event, first + number)
+    log.close()
+    return run
+
+
+def watch(*words: str, code: int) -> Result:
+    result = CliRunner().invoke(main, ("watch", *words))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def losses(url: str) -> int:
+    """Return how many points the curve of the loss has in the page."""
+    with urllib.request.urlopen(f"{url}data", timeout=10) as answer:
+        [figure] = (each["figure"] for each in json.load(answer)["parts"] if each["key"] == "Chart loss/train")
+    return len(figure["data"][0]["y"])
+
+
+def files(run: Path) -> dict[str, tuple[int, int]]:
+    """Return what would show that somebody wrote to a folder."""
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in [run, *run.rglob("*")]}
+
+
+def test_a_run_that_begins_is_killed_resumes_and_ends(start: Start, killed: Start) -> None:
+    """The page is asked while the run stands still, and what is left of its log is shown as it is resumed."""
+    require_package("plotly")
+    seen = start("watch", "run", "--wait", "--port", "0")
+    seen.until(lambda: "waiting for a run to begin" in seen.out)
+    training = (*DIGITS, "placement.processes=1", "run.save_every={steps: 5}")
+    killed("train", *training, run="run", step=8)
+    seen.until(lambda: "saved after step 5" in seen.out)
+    url = re.findall(r"http://127\.0\.0\.1:\d+/", seen.err)[0]
+    seen.until(lambda: losses(url) == 8)
+    again = start("train", *training, "run.dir=run")
+    assert again.wait() == 0, again.err
+    assert seen.wait() == 0, seen.err
+    assert seen.left() == []
+    assert "resumed after step 5: single on 1, cpu, 3 later steps are recomputed" in seen.out
+    assert "run is done in " in seen.out
+    assert seen.sha256 == again.sha256
+
+
+def test_ctrl_c_ends_the_watch_alone(start: Start, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", started(), stepped(10))
+    with lock(run):
+        before = files(run)
+        seen = start("watch", "run", "--port", "0")
+        seen.until(lambda: "step 10/690" in seen.out)
+        seen.signal(signal.SIGINT)
+        assert seen.wait() == 130
+        assert seen.left() == []
+        assert files(run) == before
+        assert seen.err.endswith("interrupted\n")
+
+
+def test_a_terminal_has_a_view_that_is_cleared_in_the_end(start: Start, tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", started(), stepped(10), done())
+    ours, theirs = pty.openpty()
+    seen = start("watch", "run", tty=os.ttyname(theirs), TERM="xterm", COLUMNS="100", LINES="30")
+    assert seen.wait() == 0
+    os.close(theirs)
+    text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "run  done  single on 1, cpu" in text
+    assert "weights sha256" in text.rpartition("\x1b[?25h")[2]  # below the view, and the cursor is there
+
+
+def test_how_runs_ended_and_with_which_code(tmp_path: Path) -> None:
+    first = run_folder(tmp_path / "done", started(), stepped(), done())
+    saved = run_folder(tmp_path / "saved", started(), stepped(10), stopped())
+    failed = run_folder(tmp_path / "failed", started(), stepped(10))
+    (failed / "result.json").write_text('{"event": "failed", "reason": "loss is nan\\u001b[2J"}')
+    before = files(tmp_path)
+    assert watch(str(first), code=0).stdout.splitlines()[-2].startswith(f"{first} is done in 0:02")
+    assert f"{saved} stopped by SIGTERM after step 690; another start" in watch(str(saved), str(first), code=75).stdout
+    assert watch(str(failed), code=1).stdout.splitlines()[-1] == f"{failed} failed after step 10: loss is nan\\x1b[2J"
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("nowhere",), "error: nowhere: no such folder; .*; a run that is about to begin is waited for with --wait\n"),
+        (("old",), "error: old: no run is going on; name a run folder .* or wait for the next run with --wait\n"),
+        (("old/a", "--port", "65536"), ".*not in the range 0<=x<=65535.*"),
+        (("old/a", "--host", "0.0.0.0"), "error: --host 0.0.0.0: nothing is served without --port; .*"),
+        (("old/a", "--port", "0", "--host", "no host"), "error: --host no host: no address of this machine: .*"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], problem: str) -> None:
+    require_package("plotly")
+    monkeypatch.chdir(tmp_path)
+    run_folder(Path("old/a"), started(), done())
+    assert re.fullmatch(problem, watch(*words, code=2).stderr, re.DOTALL)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    require_package("plotly")
+    run = run_folder(tmp_path / "run", started())
+    with PageServer("127.0.0.1", 0) as server:
+        port = server.url.rstrip("/").rpartition(":")[2]
+        assert watch(str(run), "--port", port, code=2).stderr.startswith(f"error: --port {port}: cannot listen there")
+
+
+def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_LOOK_S", 0.0)
+    run_folder(tmp_path / "old", started(), done())
+    going = run_folder(tmp_path / "going", started(), stepped(10))
+    new = tmp_path / "new"
+    with lock(going):
+        seen = Watch([tmp_path], wait=False)
+        assert [each.name for each in seen.refresh()] == [str(going)]
+        with lock(new):
+            found = seen.refresh()
+            assert [(each.run.folder, each.run.state) for each in found] == [
+                (f"{going}", "running"),
+                (f"{new}", "running"),
+            ]
+    assert [each.run.state for each in seen.refresh()] == ["died", "died"]
+    with pytest.raises(UsageError, match="no run is going on"):
+        Watch([tmp_path], wait=False).refresh()
+    assert Watch([tmp_path, tmp_path / "nowhere"], wait=True).refresh() == []
+
+
+def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_folder(tmp_path / "run", started(), *(stepped(step) for step in range(1, 500)))
+    followed = Followed(run)
+    parsed: list[Any] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    followed.refresh()
+    assert (len(parsed), followed.watched(None).run.status.step) == (500, 499)
+    with (run / "events.jsonl").open("a") as log:
+        log.write('{"event": "step", "half')
+    for _ in range(3):
+        followed.refresh()
+    assert len(parsed) == 500
+    run_folder(run, stepped(500))  # which cuts the half line off, as a run that resumes does
+    parsed.clear()
+    followed.refresh()
+    assert (len(parsed), followed.watched(None).run.status.step) == (1, 500)
+    (run / "events.jsonl").unlink()
+    run_folder(run, started(), stepped(1), first=9_000.0)
+    followed.refresh()
+    found = followed.watched(None)
+    assert (found.run.status.step, found.noticed, len(found.history.curves["loss/train"])) == (1, 1, 1)
+
+
+def test_a_long_log_is_read_in_parts_and_goes_on_until_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_AT_ONCE", 10)
+    run = run_folder(tmp_path / "run", started(), *(stepped(step) for step in range(1, 25)), done())
+    followed, states = Followed(run), []
+    for _ in range(4):
+        followed.refresh()
+        found = followed.watched(None)
+        states.append((found.is_whole, found.run.state, found.run.status.step))
+    assert states == [(False, "running", 9), (False, "running", 19), (True, "done", 690), (True, "done", 690)]
+
+
+def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", started(), stepped(1))
+    with (run / "events.jsonl").open("a") as log:
+        log.write('{]\n[1]\n{"event": "step"}\n{"event": "started", "step": "x"}\n' + "1" * 2_000_000 + "\n")
+    run_folder(run, stepped(2), evaluated(), first=200.0)
+    followed = Followed(run)
+    followed.refresh()
+    found = followed.watched(None)
+    assert [point.step for point in found.history.curves["loss/train"]] == [1, 2]
+    warnings = [each.words for each in found.notices if each.kind == "warning"]
+    assert f"{run}/events.jsonl:3: not an event; left out" in warnings
+    assert f"{run}/events.jsonl:4: not an event; left out" in warnings
+    assert sum("an event of no known form is left out" in each for each in warnings) == 2
+    assert found.run.status.step == 69
+
+
+def test_a_log_of_a_newer_version_or_none_at_all_is_unreadable(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", started())
+    (run / "events.jsonl").write_text('{"event": "started", "schema": 99}\n')
+    assert "written by a newer version" in watch(str(run), code=1).stdout
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").symlink_to("/dev/zero")
+    assert "it is a symbolic link" in watch(str(run), code=1).stdout
+
+
+def test_a_run_that_resumes_under_another_placement(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", started(), stepped(46), stepped(60))
+    followed = Followed(run)
+    followed.refresh()
+    run_folder(run, started(46, RESUMED_FROM), stepped(50), first=500.0)
+    followed.refresh()
+    found = followed.watched(None)
+    assert [point.step for point in found.history.curves["loss/train"]] == [46, 50]
+    assert found.notices[-1].words.startswith("resumed after step 46")
