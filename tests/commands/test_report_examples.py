@@ -1,10 +1,12 @@
 """`lockstep report --examples`: what it shows is what the runs' own evaluations found, and nothing runs unasked."""
 
 import json
+import math
 import re
 import shutil
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import forging
 import pytest
@@ -16,6 +18,8 @@ from looked import pixels
 from test_predict import SEGMENTS, plain
 
 from lockstep.data.images.digits import digits
+from lockstep.inference.examined import _compared
+from lockstep.reporting.history import History, Point
 
 WRONG = """
 from torch.nn import functional as F
@@ -159,7 +163,7 @@ def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
     mean = sum(loss * (5 - (place == 12)) for place, loss in zip(trace["x"], trace["y"], strict=True)) / 59
     assert mean == pytest.approx(evaluations(tmp_path / "run")[-1]["loss"], rel=1e-6)
     assert "There are none: " in page.texts["run: samples of text"]
-    assert "with --tokenizer of `lockstep predict`" in page.texts["run: samples of text"]
+    assert "with --tokenizer. The option is one of `lockstep predict`." in page.texts["run: samples of text"]
 
 
 def test_samples_of_text_are_what_predict_generates(run, tmp_path):
@@ -223,6 +227,22 @@ def test_of_a_task_of_ones_own_its_figures_are_shown(run, tmp_path):
         "equal",
     )
     assert "what task mine:Wrong makes of a model's outputs is known to its code alone" in page.texts["run"]
+
+
+def test_of_a_damaged_checkpoint_the_one_before_is_shown_with_a_warning(run, trained, tmp_path):
+    ((trained / "checkpoints" / "latest").resolve() / "model.safetensors").write_bytes(b"")
+    assert "warning: " in run("report", "run", "--examples", TRUST).err
+    assert Page(tmp_path / "report.html").tables["What the models do"][0]["after step"] == "23"
+
+
+@pytest.mark.parametrize(
+    ("logged", "found", "told"),
+    [(0.5, 0.5, "equal"), (0.5, 0.75, "differs by 2.5e-01"), (math.nan, math.nan, "equal"), (1.0, math.inf, "by inf")],
+)
+def test_figures_are_compared_with_those_of_their_step(logged, found, told):
+    history = History(curves={"loss/validation": [Point(1, 8, 0.1, 9.0), Point(2, 16, 0.2, logged)]})
+    assert told in _compared(SimpleNamespace(weights="model", step=2), history, {"loss": found})
+    assert _compared(SimpleNamespace(weights="model", step=3), history, {"loss": found}) == ""
 
 
 @pytest.mark.parametrize(

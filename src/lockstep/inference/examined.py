@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, final
@@ -74,7 +75,7 @@ class _One(NamedTuple):
 
 
 def examined(found: Sequence[Reported], wish: Wish, tell: Callable[[str], None]) -> Examined:
-    """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets a line before each.
+    """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets lines on each.
 
     Code that a run folder names runs only where the wish says so (run/evaluation.py), and nothing is downloaded.
     UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.
@@ -101,6 +102,8 @@ def examined(found: Sequence[Reported], wish: Wish, tell: Callable[[str], None])
 
 def _examined(folder: str, history: History, wish: Wish, tell: Callable[[str], None]) -> _One:
     saved = open_saved(Asked(folder, wish.overrides, wish.trust, wish.prefer, "report --examples"))
+    for line in (*(f"note: {each}" for each in saved.notes), *(f"warning: {each}" for each in saved.problems)):
+        tell(line)
     validation = validation_of(saved, wish.samples)
     task, count, of = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
@@ -181,8 +184,9 @@ def _compared(saved: Saved, history: History, figures: Mapping[str, float]) -> s
     ]
     if not pairs:
         return ""
-    furthest = max(abs(one - other) for one, other in pairs)
-    return f"differs by {furthest:.1e}" if furthest else "equal"
+    if all(one == other or (math.isnan(one) and math.isnan(other)) for one, other in pairs):
+        return "equal"
+    return f"differs by {max(abs(one - other) for one, other in pairs):.1e}"
 
 
 def _figures(rows: Sequence[Mapping[str, str]]) -> Table:

@@ -66,7 +66,7 @@ class Foretold:
         try:
             words = tokenizer_for(self._saved)
         except UsageError as error:
-            return [Words(title, [f"There are none: {error} of `lockstep predict`."])]
+            return [Words(title, [f"There are none: {error}. The option is one of `lockstep predict`."])]
         chosen = np.linspace(0, len(self._validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
         numbers = dict.fromkeys(self._validation.numbers[chosen].tolist())
         return [Passages(title, [self._passage(number, words) for number in numbers], _NOTE)]
