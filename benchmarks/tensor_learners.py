@@ -114,9 +114,10 @@ def ours(name: str, work: Work, world: World, options: Mapping[str, int] | None 
     samples = work.microbatches * work.sequences
     step = Step(0, 0, 0, samples, 0, False, counted=work.microbatches * weight)
 
-    def do() -> None:
-        engine.forward_backward(own, step)
+    def do() -> object:
+        sums = engine.forward_backward(own, step)
         engine.update(LR, None)
+        return sums.loss
 
     return do
 

@@ -49,7 +49,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_train.py": "run: build computing engine events examples rank_training session training",
     "commands/test_verify.py": "verification: cases",
     "commands/test_verify_probe.py": "verification: probe probe_state probe_witness probing",
-    "commands/test_usual.py": "reporting: usual\nrun: usual",
+    "commands/test_commands_usual.py": "reporting: usual\nrun: usual",
     "config/test_load.py": "config: across base placement recipe run schema wording",
     "core/test_schemas.py": "training/checkpoint: saved_state",
     "data/images/test_folder.py": "data/images: pictures",

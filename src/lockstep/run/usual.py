@@ -22,7 +22,6 @@ from typing import Any, cast, final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
@@ -246,11 +245,7 @@ class UsualScript:
 
     def _of_all(self, value: float) -> list[float]:
         """Return each rank's value."""
-        if self._world.size == 1:
-            return [value]
-        found: list[float] = [0.0] * self._world.size
-        dist.all_gather_object(found, value)
-        return found
+        return [float(text) for text in self._world.all_tell(repr(value))]
 
     @property
     def _samples(self) -> int:
