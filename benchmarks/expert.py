@@ -2,8 +2,7 @@
 
 The model is transformers' Mixtral with 8 experts of which each token goes to 2; 2 processes have a micro-batch each,
 with AdamW. `ddp` has all experts on each process. Time is that of the processor in each rank, of which the most counts,
-as for long sequences (context.py); rows on their way are among it, waiting for them is not. No peer stands beside it:
-what transformers has of its own for experts on several processes wants kernels of CUDA.
+as for long sequences (context.py); rows on their way are among it, waiting for them is not. No peer stands beside it.
 """
 
 from __future__ import annotations
