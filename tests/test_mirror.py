@@ -67,7 +67,8 @@ TOGETHER: Final[dict[str, str]] = {
     "parallel/tensor/test_spread.py": "parallel/layouts: spread",
     "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: ghost layout loans replay trace",
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
-    "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: distribuuuu pycls sgd translation yacs",
+    "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: distribuuuu pycls pycls_networks sgd "
+    "translation yacs",
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\n"
     "parallel/layouts: base replicated sharded",
     "parallel/test_deepspeed_engine.py": "comm: deepspeed\nparallel: deepspeed_places",

@@ -6,12 +6,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import timm
+import torch
 
 from lockstep.config import write
-from lockstep.config.elsewhere import distribuuuu, pycls
+from lockstep.config.elsewhere import distribuuuu, pycls, pycls_networks
 from lockstep.config.elsewhere.find import Imported, import_file
 from lockstep.core.rate import Rate
 from lockstep.errors import ConfigError, UsageError
+from lockstep.models.find import build_model
 
 REGNET = {"DEPTH": 16, "W0": 48, "WA": 27.89, "WM": 2.09, "GROUP_W": 8, "SE_ON": True}
 RESNEXT = {
@@ -125,6 +128,47 @@ def test_networks_of_pycls_are_found_by_their_numbers(
     recipe = imported(tmp_path, OF_PYCLS | values).loaded().config.recipe
     assert (recipe.model.source, recipe.model.name) == (source, name)
     assert (recipe.batch, recipe.microbatches, recipe.evaluation_batch) == (1024, 8, 100)
+
+
+@pytest.mark.parametrize("name", [*pycls_networks._EFFICIENTNETS])
+def test_efficientnets_of_pycls_are_those_of_timm(tmp_path: Path, name: str) -> None:
+    """The numbers in the file are read off timm's network."""
+    with torch.device("meta"):
+        network = timm.create_model(name)
+    firsts, lasts = [stage[0] for stage in network.blocks], [stage[-1] for stage in network.blocks]
+    norms = [[each for each in last.modules() if isinstance(each, torch.nn.BatchNorm2d)] for last in lasts]
+    numbers = {
+        "STEM_W": network.conv_stem.out_channels,
+        "STRIDES": [first.conv_dw.stride[0] for first in firsts],
+        "DEPTHS": [len(stage) for stage in network.blocks],
+        "WIDTHS": [each[-1].num_features for each in norms],
+        "EXP_RATIOS": [1, *(first.conv_pw.out_channels // first.conv_pw.in_channels for first in firsts[1:])],
+        "KERNELS": [first.conv_dw.kernel_size[0] for first in firsts],
+        "HEAD_W": network.num_features,
+        "DROPOUT_RATIO": 0.2,
+    }
+    values = OF_PYCLS | {"MODEL": {"TYPE": "effnet", "ACTIVATION_FUN": "silu"}, "EN": numbers}
+    model = imported(tmp_path, values).loaded().config.recipe.model
+    assert (model.source, model.name, model.options) == ("timm", name, {"drop_rate": 0.2})
+    with pytest.raises(UsageError, match="none of our sources is known to have this effnet"):
+        imported(tmp_path, values | {"EN": numbers | {"HEAD_W": 1000}})
+
+
+@pytest.mark.parametrize("kind", ["token", "pooled"])
+def test_a_vision_transformer_of_pycls_is_built_by_its_numbers(tmp_path: Path, kind: str) -> None:
+    vit = {"PATCH_SIZE": 8, "NUM_LAYERS": 3, "NUM_HEADS": 2, "HIDDEN_DIM": 48, "MLP_DIM": 96, "CLASSIFIER_TYPE": kind}
+    values = OF_PYCLS | {"MODEL": {"TYPE": "vit"}, "VIT": vit, "TRAIN": OF_PYCLS["TRAIN"] | {"IM_SIZE": 32}}
+    model = imported(tmp_path, values).loaded().config.recipe.model
+    network = build_model(
+        name=model.name, source=model.source, options=model.options, facts={"classes": [*"0123456789"]}
+    )
+    tokens = 16 + (kind == "token")
+    block = 4 * (48 * 48 + 48) + 2 * 48 * 96 + 96 + 48 + 2 * 2 * 48  # attention, the feed-forward net, two norms
+    other = 3 * 8 * 8 * 48 + 48 + (tokens + (kind == "token")) * 48 + 2 * 48 + 10 * 48 + 10
+    assert sum(each.numel() for each in network.parameters()) == 3 * block + other
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    with pytest.raises(UsageError, match="none of our sources is known to have this vit"):
+        imported(tmp_path, values | {"VIT": vit | {"STEM_TYPE": "conv"}})
 
 
 def test_a_network_that_is_not_found_can_be_named(tmp_path: Path) -> None:

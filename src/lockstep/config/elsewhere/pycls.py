@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from lockstep.config.elsewhere.pycls_networks import network
 from lockstep.config.elsewhere.sgd import ALWAYS, translate_pictures, translate_schedule, translate_sgd
 from lockstep.config.elsewhere.translation import Translated, Translation
 from lockstep.errors import UsageError
@@ -158,19 +159,6 @@ DEFAULTS: Final[dict[str, Any]] = {
     "VIT.STEM_TYPE": "patchify",
 }
 _ROOT: Final = "pycls/datasets/data/imagenet"  # from where it is installed
-_DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottlenecks and widths of groups: one group
-_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # 32 groups
-_FOUND: Final[dict[str, tuple[str, str]]] = {
-    "resnet18": ("torchvision", "resnet18"),
-    "resnet34": ("torchvision", "resnet34"),
-    "resnet50": ("torchvision", "resnet50"),
-    "resnet101": ("torchvision", "resnet101"),
-    "resnet152": ("torchvision", "resnet152"),
-    "resnext50_32x4d": ("torchvision", "resnext50_32x4d"),
-    "resnext101_32x4d": ("timm", "resnext101_32x4d"),
-    "resnext101_32x8d": ("torchvision", "resnext101_32x8d"),
-}
 
 
 def translate(settings: Mapping[str, Any], typed: Collection[str], model_given: bool) -> Translated:
@@ -180,7 +168,7 @@ def translate(settings: Mapping[str, Any], typed: Collection[str], model_given: 
     if model_given:
         keys.leave("recipe.model is given", "MODEL.TYPE", "MODEL.DEPTH", *networks)
     else:
-        source, name = _network(keys)
+        source, name = network(keys)
         keys.set("recipe.model.name", name, f"MODEL.TYPE {keys['MODEL.TYPE']}, and its keys")
         keys.set("recipe.model.source", source, "where its network can be had")
         keys.leave("the name of the network says it", *networks)
@@ -213,47 +201,6 @@ def translate(settings: Mapping[str, Any], typed: Collection[str], model_given: 
     keys.set("run.evaluate_every", {"epochs": keys["TRAIN.EVAL_PERIOD"]}, "TRAIN.EVAL_PERIOD")
     _left(keys)
     return keys.done()
-
-
-def _network(keys: Translation) -> tuple[str, str]:
-    """Return where a network of these keys can be had, and its name there."""
-    kind = keys["MODEL.TYPE"]
-    found = None
-    if kind == "resnet":
-        groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
-        depth = keys["MODEL.DEPTH"]
-        found = _FOUND.get(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
-        if found and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
-            keys.note("the stride of a bottleneck is on its 3x3 convolution here, on its first 1x1 there")
-    elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
-        depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
-        shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
-        names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
-        if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
-            found = _FOUND.get(names.get(str(shape), ""))
-    elif kind == "regnet":
-        found = _regnet(keys)
-    keys.leave("the name of the network says it", "MODEL.DEPTH")
-    if found is None:
-        raise UsageError(
-            f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "
-            f"recipe.model.name=efficientnet_b0 (lockstep import takes overrides, too)"
-        )
-    return found
-
-
-def _regnet(keys: Translation) -> tuple[str, str] | None:
-    """Return timm's network of the same numbers: its RegNets are those of pycls."""
-    from timm.models.regnet import model_cfgs
-
-    asked = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
-    ratio = keys["REGNET.SE_R"] if keys["REGNET.SE_ON"] else 0.0
-    plain = {"bottle_ratio": keys["REGNET.BOT_MUL"], "stem_width": keys["REGNET.STEM_W"], "num_features": 0}
-    for name, cfg in model_cfgs.items():
-        same = [cfg.depth, cfg.w0, cfg.wa, cfg.wm, cfg.group_size, cfg.se_ratio] == [*asked, ratio]
-        if same and all(getattr(cfg, each) == value for each, value in plain.items()) and not cfg.preact:
-            return "timm", name
-    return None
 
 
 def _optimizer(keys: Translation) -> None:

@@ -1,0 +1,114 @@
+"""The networks of pycls, found by their numbers among those of torchvision and timm."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from lockstep.config.elsewhere.translation import Translation
+from lockstep.errors import UsageError
+
+_DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
+_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottlenecks and widths of groups: one group
+_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # 32 groups
+_FOUND: Final[dict[str, tuple[str, str]]] = {
+    "resnet18": ("torchvision", "resnet18"),
+    "resnet34": ("torchvision", "resnet34"),
+    "resnet50": ("torchvision", "resnet50"),
+    "resnet101": ("torchvision", "resnet101"),
+    "resnet152": ("torchvision", "resnet152"),
+    "resnext50_32x4d": ("torchvision", "resnext50_32x4d"),
+    "resnext101_32x4d": ("timm", "resnext101_32x4d"),
+    "resnext101_32x8d": ("torchvision", "resnext101_32x8d"),
+}
+# Of EfficientNet, where its seven stages are the same: steps, kernels, expansion.
+_STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
+_EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {  # stem, depths and widths of stages, head
+    "efficientnet_b0": (32, [1, 2, 2, 3, 3, 4, 1], [16, 24, 40, 80, 112, 192, 320], 1280),
+    "efficientnet_b1": (32, [2, 3, 3, 4, 4, 5, 2], [16, 24, 40, 80, 112, 192, 320], 1280),
+    "efficientnet_b2": (32, [2, 3, 3, 4, 4, 5, 2], [16, 24, 48, 88, 120, 208, 352], 1408),
+    "efficientnet_b3": (40, [2, 3, 3, 5, 5, 6, 2], [24, 32, 48, 96, 136, 232, 384], 1536),
+    "efficientnet_b4": (48, [2, 4, 4, 6, 6, 8, 2], [24, 32, 56, 112, 160, 272, 448], 1792),
+    "efficientnet_b5": (48, [3, 5, 5, 7, 7, 9, 3], [24, 40, 64, 128, 176, 304, 512], 2048),
+}
+
+
+def network(keys: Translation) -> tuple[str, str]:
+    """Return where a network of these keys can be had, and its name there; its options are set."""
+    kind = keys["MODEL.TYPE"]
+    found = None
+    if kind == "resnet":
+        groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
+        depth = keys["MODEL.DEPTH"]
+        found = _FOUND.get(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
+        if found and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
+            keys.note("the stride of a bottleneck is on its 3x3 convolution here, on its first 1x1 there")
+    elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
+        depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
+        shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
+        names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
+        if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
+            found = _FOUND.get(names.get(str(shape), ""))
+    elif kind == "regnet":
+        found = _regnet(keys)
+    elif kind == "effnet":
+        found = _efficientnet(keys)
+    elif kind == "vit":
+        found = _vit(keys)
+    keys.leave("the name of the network says it", "MODEL.DEPTH")
+    if found is None:
+        raise UsageError(
+            f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "
+            f"recipe.model.name=efficientnet_b0 (lockstep import takes overrides, too)"
+        )
+    return found
+
+
+def _regnet(keys: Translation) -> tuple[str, str] | None:
+    """Return timm's network of the same numbers: its RegNets are those of pycls."""
+    from timm.models.regnet import model_cfgs
+
+    asked = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
+    ratio = keys["REGNET.SE_R"] if keys["REGNET.SE_ON"] else 0.0
+    plain = {"bottle_ratio": keys["REGNET.BOT_MUL"], "stem_width": keys["REGNET.STEM_W"], "num_features": 0}
+    for name, cfg in model_cfgs.items():
+        same = [cfg.depth, cfg.w0, cfg.wa, cfg.wm, cfg.group_size, cfg.se_ratio] == [*asked, ratio]
+        if same and all(getattr(cfg, each) == value for each, value in plain.items()) and not cfg.preact:
+            return "timm", name
+    return None
+
+
+def _efficientnet(keys: Translation) -> tuple[str, str] | None:
+    """Return timm's EfficientNet of the same numbers."""
+    stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
+    asked = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
+    if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
+        return None
+    name = next((name for name, numbers in _EFFICIENTNETS.items() if numbers == asked), None)
+    if name is None:
+        return None
+    if keys["EN.DROPOUT_RATIO"]:
+        keys.take("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
+    if keys["EN.DC_RATIO"]:
+        keys.take("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
+        keys.note("blocks are dropped the more often the deeper they are, up to EN.DC_RATIO, here; all alike there")
+    return "timm", name
+
+
+def _vit(keys: Translation) -> tuple[str, str] | None:
+    """Return timm's vision transformer with these numbers as its options."""
+    if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
+        return None
+    options: dict[str, tuple[Any, str]] = {
+        "img_size": (keys["TRAIN.IM_SIZE"], "TRAIN.IM_SIZE"),
+        "patch_size": (keys["VIT.PATCH_SIZE"], "VIT.PATCH_SIZE"),
+        "embed_dim": (keys["VIT.HIDDEN_DIM"], "VIT.HIDDEN_DIM"),
+        "depth": (keys["VIT.NUM_LAYERS"], "VIT.NUM_LAYERS"),
+        "num_heads": (keys["VIT.NUM_HEADS"], "VIT.NUM_HEADS"),
+        "mlp_ratio": (keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"], "VIT.MLP_DIM, VIT.HIDDEN_DIM"),
+    }
+    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean of what the last norm gave, without a token for the class
+        pooled = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+        options |= {name: (value, "VIT.CLASSIFIER_TYPE") for name, value in pooled.items()}
+    for name, (value, origin) in options.items():
+        keys.set(f"recipe.model.options.{name}", value, origin)
+    return "timm", "vit_base_patch16_224"
