@@ -18,6 +18,7 @@ ROOT: Final = Path(__file__).parent.parent
 TUTORIAL: Final = ROOT / "tutorial"
 LESSONS: Final = sorted(path.parent for path in TUTORIAL.glob("*/README.md"))
 TIMEOUT_S: Final = 240
+WHOLE_LINES: Final = Path(__file__).parent / "whole_lines"
 
 # A word in the commands of a lesson, and what such a lesson needs that not every machine has.
 _NEEDS: Final[dict[str, Callable[[], None]]] = {
@@ -85,7 +86,8 @@ def check_what_is_printed(lesson: Path, tmp_path: Path) -> None:
 def _printed(command: str, folder: Path, errors: Path) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # in a container
-    environment.pop("PYTHONUNBUFFERED", None)  # else a line and its end are written apart, and lines of two ranks mix
+    environment.pop("PYTHONUNBUFFERED", None)
+    environment["PYTHONPATH"] = str(WHOLE_LINES)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     line = ["bash", "-o", "pipefail", "-c", command]
     with (
