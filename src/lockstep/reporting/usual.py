@@ -24,7 +24,7 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the words of each row; there are none where the usual script did not run."""
     done = [row for row in comparison.rows if row.strategy == USUAL and row.state == "done"]
     figure = monitored(comparison)
-    headings = ["usual script", "batch of a step", "updates", "loss that it prints", "loss of all ranks"]
+    headings = ["usual script", "batch of a step", "updates", "training loss that it prints", "of all ranks"]
     headings += [f"{figure} that it prints", f"{figure} of each sample once", f"{figure} of the recipe"]
     return headings, [
         [

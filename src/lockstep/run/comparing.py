@@ -125,7 +125,7 @@ def planned(asked: Asked) -> list[Planned]:
             except UsageError as error:
                 problems.append(str(error))
     if problems:
-        raise UsageError("\n".join(["these placements cannot run, so none was started:", *problems]))
+        raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
     return plans
 
 
