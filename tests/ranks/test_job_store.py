@@ -171,6 +171,7 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
         rendezvous.join(f"file://{tmp_path}/meet")
         rendezvous.compare({})
         rendezvous.tell("")
+        rendezvous.gather({})
         rendezvous.status = lambda: Status("training")  # where a device may wait for the other rank
         stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), hidden=True)
         with Heartbeat(rendezvous, 30.0), stall:

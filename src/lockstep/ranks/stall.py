@@ -39,6 +39,8 @@ _DOORS: Final = (
     "lockstep/comm/carrier.py",
     "lockstep/comm/stream.py",
     "lockstep/comm/p2p.py",
+    "lockstep/comm/golden.py",
+    "lockstep/comm/links.py",
 )
 
 
