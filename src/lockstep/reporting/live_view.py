@@ -45,9 +45,8 @@ class LiveView:
         if terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-            self._console.show_cursor(
-                True
-            )  # Live hides it until it is stopped; a process that is killed never stops it
+            # Live hides it until it is stopped; a process that is killed never stops it.
+            self._console.show_cursor(True)
         self._waits = False
         self._seen: dict[str, int] = {}  # notices of a run that were written
         self._lines: dict[str, tuple[float, str]] = {}  # of a run: when the last line was written, and which it was

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -53,12 +55,16 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
         for note in claim.notes:
             _say(note)
         work = partial(_train, resolved, Start(claim.folder, claim.checkpoint, claim.done), also)
-        reasons: list[str] = []
-        logs = claim.folder / run_folder.LOGS
-        code = on_ranks(work, ready, resolved.placement, resolved.processes, logs, reasons.append)
-        if resolved.processes > 1:
-            run_folder.settle(claim.folder, code, *reasons)
-        return code
+        return on_ranks_of(resolved, ready, work, claim.folder)
+
+
+def on_ranks_of(resolved: Resolved, ready: Setup, work: Callable[[Setup | None, Rendezvous], int], folder: Path) -> int:
+    """Do `work` on the ranks of a placement, and return the exit code; the run folder has their logs and the end."""
+    reasons: list[str] = []
+    code = on_ranks(work, ready, resolved.placement, resolved.processes, folder / run_folder.LOGS, reasons.append)
+    if resolved.processes > 1:
+        run_folder.settle(folder, code, *reasons)
+    return code
 
 
 def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:

@@ -51,7 +51,7 @@ from lockstep.run.first_weights import opened
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
-from lockstep.run.start import on_ranks
+from lockstep.run.training import on_ranks_of
 from lockstep.run.watching import watched
 from lockstep.training.checkpoint.store import weights_sha256
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
@@ -88,13 +88,7 @@ def train_usual(loaded: Loaded, also: Sink) -> int:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
         (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")
-        work = partial(_on_rank, resolved, claim.folder, also)
-        reasons: list[str] = []
-        logs = claim.folder / run_folder.LOGS
-        code = on_ranks(work, ready, resolved.placement, resolved.processes, logs, reasons.append)
-        if resolved.processes > 1:
-            run_folder.settle(claim.folder, code, *reasons)
-        return code
+        return on_ranks_of(resolved, ready, partial(_on_rank, resolved, claim.folder, also), claim.folder)
 
 
 def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, rendezvous: Rendezvous) -> int:
