@@ -50,6 +50,12 @@ class Tab:
     async def colours(self, scheme: str) -> None:
         """Let the system's colours be `light` or `dark`."""
         await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        # Charts are drawn anew in these colours when the page is told of them, which is later.
+        texts, ink = (
+            "[...document.querySelectorAll('.legendtext, .ytick text')]",
+            "getComputedStyle(document.body).color",
+        )
+        await self.until(f"{texts}.every(text => getComputedStyle(text).fill === {ink})")
 
     async def width(self, pixels: int) -> None:
         """Let the window be so wide."""

@@ -276,6 +276,7 @@ def _inner(value: Any) -> Any:
 def _place() -> str:
     """Return the innermost line of ours, but for this file."""
     for frame in reversed(traceback.extract_stack()):
-        if any(each in frame.filename for each in _SOURCES) and frame.filename != __file__:
+        installed = "site-packages" in frame.filename  # of an environment that lies anywhere
+        if any(each in frame.filename for each in _SOURCES) and not installed and frame.filename != __file__:
             return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} ({frame.name})"
     return "nowhere of ours"

@@ -33,7 +33,7 @@ def require_etcd() -> None:
 def require_chromium() -> None:
     """Skip the test where no page can be opened in Chromium; fail it where that is required."""
     require("chromium", "chromium", "chromium")
-    missing = [each for each in ("plotly", "kaleido", "choreographer") if find_spec(each) is None]
+    missing = [each for each in ("kaleido", "choreographer") if find_spec(each) is None]
     if missing:
         _miss("chromium", f"chromium: {', '.join(missing)} not installed; pip install -e '.[png]'")
 

@@ -1,21 +1,37 @@
-"""One thread for each process, the tiers, and a warm pool of worlds that ends with the session."""
+"""One thread for each process, the tiers, the queue of tests, and a warm pool of worlds that ends with the session."""
 
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiers
 import torch
 import worlds
+from admission import admitted
+from durations import Durations, slow_of
 from hypothesis import settings
 
 LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds, commands or real those of a tier"
+QUEUE = "LOCKSTEP_TESTS_QUEUE"  # the folder of the locks by which the processes of a run wait for each other
 PROCESSES = 2  # of pytest-xdist, for the quick tests
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-table", type=Path, help="compare the seconds of each group of tests with this file")
+    parser.addoption("--durations-write", action="store_true", help="write that file anew")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not _is_worker(config):
+        os.environ[QUEUE] = tempfile.mkdtemp(prefix="lockstep-queue-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ[QUEUE]))
+        if (table := config.option.durations_table) is not None:
+            config.pluginmanager.register(Durations(table, write=config.option.durations_write))
     torch.set_num_threads(1)
     settings.register_profile("busy", deadline=None)  # a machine that does other things too is no failure
     settings.load_profile("busy")
@@ -48,7 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its tier, before pytest looks for those that were asked for."""
     for item in items:
         item.add_marker(tiers.tier(item))
@@ -56,6 +72,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if tiers.is_alone(item):
             item.add_marker("alone")
+        if tiers.is_extended(item):
+            item.add_marker("extended")
+    if config.option.durations_table is not None:
+        items[:] = tiers.ordered(items, slow_of(config.option.durations_table))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let the tests of a file go to one process, and those that start clusters or hosts too."""
+    from queued import Queue  # of xdist, which plain pytest can do without
+
+    return Queue(config, log) if config.option.durations_table is not None else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of a test begins to count
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let a test wait for those beside which it cannot run."""
+    if not _is_worker(item.config):
+        return (yield)
+    with admitted(Path(os.environ[QUEUE]), alone=tiers.is_alone(item)):
+        return (yield)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes that pytest-xdist has started."""
+    return hasattr(config, "workerinput")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

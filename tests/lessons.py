@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import pytest
 from component import require, require_etcd, require_package, require_slurm
 
 ROOT: Final = Path(__file__).parent.parent
@@ -68,6 +69,12 @@ def needs(lesson: Path) -> list[Callable[[], None]]:
     return [require for word, require in _NEEDS.items() if any(word in command for command in commands)]
 
 
+def lessons(*folders: Path) -> list[Any]:
+    """Return lessons as parameters of a test: those that run no command of ours are left to scripts/test --all."""
+    plain = pytest.mark.extended("none of our code runs in it; it changes with its page, or with a version of torch")
+    return [pytest.param(each, id=each.name, marks=() if _runs_ours(each) else plain) for each in folders]
+
+
 def check_what_is_printed(lesson: Path, tmp_path: Path) -> None:
     """Run the commands of a lesson's page in a folder of their own, and compare what they print with what it shows."""
     folder = tmp_path / "clone"
@@ -81,6 +88,12 @@ def check_what_is_printed(lesson: Path, tmp_path: Path) -> None:
         assert comparable(output) == comparable(lines), found
         hashes |= set(_HASH.findall("\n".join(output)))
     assert len(hashes) <= 1  # where weights are shown, they are the same under each command
+
+
+def _runs_ours(lesson: Path) -> bool:
+    commands = [command for command, _ in shown((lesson / "README.md").read_text(encoding="utf-8"))]
+    scripts = [script.read_text(encoding="utf-8") for script in lesson.glob("*.py")]
+    return any(re.search(r"\blockstep (\w+)|import lockstep", text) for text in (*commands, *scripts))
 
 
 def _printed(command: str, folder: Path, errors: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The lists of the tiers name what is there, and plain pytest runs no test that is not quick."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,18 @@ import pytest
 import tiers
 
 
-@pytest.mark.parametrize("place", [*tiers._REAL, *tiers._ALONE, *tiers._COMMANDS, *tiers._QUICK, *tiers._SOME_QUICK])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *tiers._REAL,
+        *tiers._ALONE,
+        *tiers._COMMANDS,
+        *tiers._QUICK,
+        *tiers._SOME_QUICK,
+        *tiers._CLUSTERS,
+        *tiers.EXTENDED,
+    ],
+)
 def test_what_a_list_names_is_there(place: str) -> None:
     assert (tiers.TESTS / place).exists()
 
@@ -39,26 +51,38 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
 
 
 def test_what_runs_alone_is_real() -> None:
-    """Otherwise scripts/test would run it twice."""
-    assert {*tiers._ALONE} <= {*tiers._REAL}
+    """Plain pytest has no time for it."""
+    assert all(any(place.startswith(real) for real in tiers._REAL) for place in tiers._ALONE)
 
 
-@pytest.mark.parametrize(("fails", "expected"), [("none", 0), ("not real", 1), ("real and not alone", 1), ("alone", 1)])
-def test_the_script_for_all_tests_fails_where_a_part_of_them_does_and_else_succeeds(
-    tmp_path: Path, fails: str, expected: int
-) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "-m not extended --durations-table tests/durations.json"),
+        (["--write"], "-m not extended --durations-table tests/durations.json --durations-write"),
+        (["--all"], "--durations-table benchmarks/results/tests.json --durations-write"),
+    ],
+)
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_script_asks_for_the_gate_or_for_all(tmp_path: Path, words: list[str], expected: str, code: int) -> None:
     for folder in ("scripts", "bin"):
         (tmp_path / folder).mkdir()
     shutil.copy(tiers.TESTS.parent / "scripts" / "test", tmp_path / "scripts")
     stand_in = tmp_path / "bin" / "pytest"
-    stand_in.write_text('#!/bin/sh\necho "tests that are $2"\n[ "$2" != "$FAILS" ]\n')
+    stand_in.write_text(f'#!/bin/sh\necho "$@"\nexit {code}\n')
     stand_in.chmod(0o755)
-    environment = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}", "FAILS": fails}
-    done = subprocess.run([tmp_path / "scripts" / "test"], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == expected, done.stderr
-    assert set(done.stdout.splitlines()) == {
-        f"tests that are {part}" for part in ("not real", "real and not alone", "alone")
-    }
+    environment = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
+    line = [tmp_path / "scripts" / "test", *words]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == f"{expected} --numprocesses 3 --no-loadscope-reorder\n"
+
+
+def test_clusters_start_first_and_then_what_takes_longest() -> None:
+    places = ["core/test_tree.py", "core/test_mesh.py", "launchers/test_real.py"]
+    items = [cast("pytest.Item", SimpleNamespace(path=tiers.TESTS / place)) for place in places]
+    found = tiers.ordered(items, {"core/test_mesh.py": 30.0})
+    assert [item.path.name for item in found] == ["test_real.py", "test_mesh.py", "test_tree.py"]
 
 
 @pytest.mark.parametrize(
@@ -82,5 +106,5 @@ def test_plain_pytest_runs_quick_tests_two_at_a_time_and_says_what_it_left_out()
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", places]
     done = subprocess.run(line, cwd=tiers.TESTS.parent, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 workers [9 items]" in done.stdout
+    assert re.search(r"^2 workers \[\d+ items\]$", done.stdout, re.MULTILINE)
     assert "these were the quick tests; scripts/test runs all" in done.stdout

@@ -12,17 +12,18 @@ from typing import Final
 
 import pytest
 from component import require_etcd
-from lessons import LESSONS, TUTORIAL, check_what_is_printed, comparable, needs, on_top, shown
+from lessons import LESSONS, TUTORIAL, check_what_is_printed, comparable, lessons, needs, on_top, shown
 
 SCRIPTS: Final = sorted(TUTORIAL.glob("*/*.py"))
 LANGUAGES: Final = ("README.md", "README.zh.md")
 LONGEST_SCRIPT, LONGEST_PAGE = 100, 60
 
+_RUN = re.compile(r"\bruns/[\w-]+")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lesson", [each for each in LESSONS if not needs(each)], ids=lambda lesson: lesson.name)
+@pytest.mark.parametrize("lesson", lessons(*(each for each in LESSONS if not needs(each))))
 def test_a_lesson_prints_what_its_page_shows(lesson: Path, tmp_path: Path) -> None:
     check_what_is_printed(lesson, tmp_path)
 
@@ -46,6 +47,19 @@ def test_a_script_is_short_and_starts_with_its_command(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) <= LONGEST_SCRIPT
     assert on_top(script)
     assert all(f"tutorial/{script.relative_to(TUTORIAL)}" in command for command in on_top(script))
+
+
+def test_no_two_lessons_share_a_run_folder() -> None:
+    """Who goes through them in order would find there the run of an earlier lesson."""
+    folders = [
+        {
+            each
+            for command, _ in shown((lesson / "README.md").read_text(encoding="utf-8"))
+            for each in _RUN.findall(command)
+        }
+        for lesson in LESSONS
+    ]
+    assert sum(map(len, folders)) == len(set[str]().union(*folders)) > 10
 
 
 def test_lessons_are_numbered_one_by_one() -> None:

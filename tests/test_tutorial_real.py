@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lessons import LESSONS, check_what_is_printed, needs
+from lessons import LESSONS, check_what_is_printed, lessons, needs
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lesson", [each for each in LESSONS if needs(each)], ids=lambda lesson: lesson.name)
+@pytest.mark.parametrize("lesson", lessons(*(each for each in LESSONS if needs(each))))
 def test_a_lesson_prints_what_its_page_shows(lesson: Path, tmp_path: Path) -> None:
     for require in needs(lesson):
         require()

@@ -5,6 +5,7 @@ are whole programs, from the command line to the run folder; `real` ones need ot
 Open MPI, etcd, hosts, a compiler, the faults, the benchmarks. `gpu` needs a CUDA device.
 """
 
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -41,8 +42,27 @@ _REAL: Final = (
     "test_tutorial_real.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
-# Of these, what has to be done within a time, and what keeps more processes at work than the machine has cores.
-_ALONE: Final = ("benchmarks", "faults")
+# Of these, what has to be done within a time.
+_ALONE: Final = (
+    "benchmarks/test_loop_overhead.py",
+    "benchmarks/test_processes.py",
+    "benchmarks/test_programs.py",
+    "faults",
+)
+# Of these, what starts programs that would be in each other's way, and waits for them most of the time.
+_CLUSTERS: Final = ("faults", "launchers", "strategies/test_horovod.py", "test_follow_srun.py", "test_tutorial_real.py")
+# What scripts/test --all runs and the gate does not, and where the gate has what it shows. Single tests are marked so.
+_BENCHMARK: Final = "it runs a benchmark, whose pieces have tests of their own; the gate shows that test_harm.py runs"
+EXTENDED: Final = {
+    "benchmarks/test_context_benchmark.py": _BENCHMARK,
+    "benchmarks/test_expert_benchmark.py": _BENCHMARK,
+    "benchmarks/test_gpu_copies.py": "the section runs on the CPU; tests/data/test_copies.py has the copies themselves",
+    "benchmarks/test_gpu_doctor.py": "the section runs on the CPU; tests/device has what it measures",
+    "benchmarks/test_gpu_memory.py": "the section runs on the CPU; test_strategies_memory.py has theory and counting",
+    "benchmarks/test_pipelines.py": "it is of torch's pipelines, which ours are measured beside",
+    "benchmarks/test_tensor_benchmark.py": "it is of torch's slicing, which ours is measured beside",
+    "benchmarks/test_tokens_benchmark.py": _BENCHMARK,
+}
 _COMMANDS: Final = (
     "commands",
     "run",
@@ -86,6 +106,25 @@ def is_quick(item: pytest.Item) -> bool:
 def is_alone(item: pytest.Item) -> bool:
     """Say whether nothing may run beside a test."""
     return _stands_in(item.path, _ALONE)
+
+
+def is_extended(item: pytest.Item) -> bool:
+    """Say whether a test is left to scripts/test --all."""
+    return _stands_in(item.path, tuple(EXTENDED))
+
+
+def starts_a_cluster(path: Path) -> bool:
+    """Say whether the tests of a file start clusters, hosts or other programs that cannot be there twice."""
+    return _stands_in(path, _CLUSTERS)
+
+
+def ordered(items: Iterable[pytest.Item], slow: Mapping[str, float]) -> list[pytest.Item]:
+    """Return tests as they should start: clusters first, then files by the seconds they take."""
+
+    def place(item: pytest.Item) -> tuple[bool, float]:
+        return not starts_a_cluster(item.path), -slow.get(item.path.relative_to(TESTS).as_posix(), 0.0)
+
+    return sorted(items, key=place)  # the tests of a file stay together, in their order
 
 
 def may_be_quick(path: Path) -> bool:

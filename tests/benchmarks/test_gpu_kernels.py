@@ -83,7 +83,7 @@ def test_prices_are_ratios_and_what_differs_fails(monkeypatch: pytest.MonkeyPatc
 def test_each_line_gives_the_same_bits_on_a_card() -> None:
     fix_kernels(1)
     found = {}
-    for name, make in EXACT.items():
+    for name, make in gpu_kernels.here().items():
         work, first = make(CUDA, 32), {}
         found[name] = [gpu_kernels._measured(name, work, first, 20) for _ in range(5)]
     assert not {name: turns for name, turns in found.items() if not all(each.get("same") for each in turns)}

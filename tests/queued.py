@@ -1,0 +1,19 @@
+"""One queue of tests for several processes: pytest-xdist's, by file, with a place of its own for clusters and hosts."""
+
+from __future__ import annotations
+
+import tiers
+from xdist.scheduler import LoadScopeScheduling
+
+CLUSTERS = "clusters"
+
+
+class Queue(LoadScopeScheduling):
+    """Gives the tests of a file to one process, and all that start a cluster or hosts too.
+
+    What these start would be in each other's way; they wait most of the time, so that other tests run beside them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return CLUSTERS if tiers.starts_a_cluster(tiers.TESTS.parent / file) else file
