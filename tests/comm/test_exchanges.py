@@ -54,9 +54,9 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 FUNCTIONAL: dict[str, Callable[[], Any]] = {
-    "all_gather_single": lambda: functional.all_gather_single(one(), 0, dist.group.WORLD),
     "all_reduce": lambda: functional.all_reduce(one(), "sum", dist.group.WORLD),
     "all_reduce_coalesced": lambda: functional.all_reduce_coalesced([one()], "sum", dist.group.WORLD),
+    "all_to_all_single": lambda: functional.all_to_all_single(one(), None, None, dist.group.WORLD),
     "broadcast": lambda: functional.broadcast(one(), 0, dist.group.WORLD),
 }
 

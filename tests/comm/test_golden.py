@@ -50,11 +50,12 @@ def barrier_that_does_not_wait(world: World) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_collectives_are_right_on_gloo(size: int) -> None:
     for found, steps in worlds.run(size, tried, timeout=60):
-        assert found["wrong"] == found["refused"] == []
+        assert found["wrong"] == []
+        assert {text.partition(" of ")[0] for text in found["refused"]} <= {"all_to_all"}  # before torch 2.13
         assert found["tried"]["all_reduce"] == 2 * len(DTYPES) + 1
         assert {"barrier", "broadcast", "reduce", "scatter", "gather", "reduce_scatter"} < found["tried"].keys()
-        assert {"all_gather", "all_to_all", "send/recv"} < found["tried"].keys()
-        assert steps == sum(found["tried"].values())
+        assert {"all_gather", "all_to_all_single", "send/recv"} < found["tried"].keys()
+        assert steps == sum(found["tried"].values()) + len(found["refused"])
 
 
 @pytest.mark.worlds
@@ -66,7 +67,7 @@ def test_all_collectives_are_right_on_gloo(size: int) -> None:
         ("broadcast", "broadcast"),
         ("scatter", "scatter"),
         ("reduce_scatter_tensor", "reduce_scatter"),
-        ("all_to_all_single", "all_to_all"),
+        ("all_to_all_single", "all_to_all_single"),
     ],
 )
 def test_a_broken_collective_is_named_on_its_rank(function: str, named: str) -> None:

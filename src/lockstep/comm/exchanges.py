@@ -27,7 +27,9 @@ def seen(tell: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as held:
         for question in ("_rank_not_in_group", "_get_default_group"):
             held.enter_context(_asking(c10d, question, tell))
-        held.enter_context(_asking(functional, "_resolve_group", tell))
+        # Remove at torch >= 2.12: before, functional collectives ask by another name.
+        known = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
+        held.enter_context(_asking(functional, known, tell))
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from lockstep.comm import older_fsdp
+from lockstep.comm.gathers import Gathers
+from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
+from lockstep.own_code import refused
 
 # Called in backward with the number of a unit, the gradients of its parameters as one flat tensor with a part for each
-# member, and the flat tensor that the unit's sharded gradients are views of.
-Receive = Callable[[int, Tensor, Tensor], None]
+# member, the flat tensor that the unit's sharded gradients are views of, and whether it may wait for other members: for
+# the same units in the same order on all of them.
+Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 
 @dataclass(frozen=True)
@@ -37,31 +44,40 @@ class Sharded:
     """A model whose tensors are cut by rows over the members of `mesh`, unit by unit; what is in no unit is the last.
 
     A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
-    both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards.
+    both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards. Members may call different
+    units in the same forward (comm/gathers.py): the gradients of one that is not called are zeros, as in one process.
     """
 
     def __init__(
         self,
         model: nn.Module,
         units: Sequence[nn.Module],
+        names: Sequence[str],
         mesh: DeviceMesh,
         receive: Receive,
+        patience: int,
         keep_gathered: bool,
         offload: bool,
         narrow: Narrow | None = None,
     ) -> None:
+        """Call `receive`, which waits for other members when these are `patience` units behind."""
         self._model = model
         self._mesh = mesh
+        self._names = names
         self._keep_gathered = keep_gathered
         self._receive = receive
+        self._patience = patience
         self._copied_at_once = offload and mesh.device_type == "cuda"
         self._calls = [0] * (len(units) + 1)
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
+        self._backward = False  # whether a backward of a step is under way
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # What goes into a unit is not converted: in one process there are no units.
         precision = _policy(narrow)
+        older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
         for number, unit in enumerate((*units, model)):
+            places = older_fsdp.named_within(unit, wide) if older else ()
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -69,29 +85,65 @@ class Sharded:
                 offload_policy=policy,
                 mp_policy=precision,
             )
+            if older and (group := _group(self._units[number])) is not None:
+                older_fsdp.complete(group, places)
+            _add_zeros(self._units[number])
+            if not keep_gathered and (group := _group(self._units[number])) is not None:
+                group._backward_prefetch = self._prefetch
+            self._units[number].set_custom_all_gather(_AllGatherHook(partial(self._before_gather, number)))
             self._units[number].set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
             self._units[number].set_gradient_divide_factor(1.0)
             self._units[number].set_force_sum_reduction_for_comms(True)
-            unit.register_forward_pre_hook(partial(self._count, number))
+            unit.register_forward_pre_hook(partial(self._count, number), with_kwargs=True)
             # Around fully_shard's own hook, which turns tensors that want a gradient into others.
             unit.register_forward_pre_hook(_before_fully_shard, prepend=True, with_kwargs=True)
             unit.register_forward_pre_hook(_after_fully_shard, with_kwargs=True)
             unit.register_forward_hook(_without_views, prepend=True)
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        model.register_forward_hook(self._end_forward)
         self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
-        # Which parameters a micro-batch uses may differ from rank to rank.
-        self._units[-1].set_reduce_scatter_unused_params(True)
+        self._gathers = Gathers(self._ask, self._gather, self._scatter, self._hand_on, self._check)
+        held = [number for number, unit in enumerate(self._units) if _parameters(unit)]
+        self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # what is in no unit first
+        self._whole = False  # all that may be called is gathered
+        self._passes = 0  # forwards since the last backward
+        self._late = [0] * len(self._units)  # those whose gradients come at the end of a backward
+        self._order: list[int] = []  # in which units hand on their gradients, once it is known
+        self._due: deque[int] = deque()
+        self._handing = False
+        self._in_order = True  # so far members wanted the same units in backward, one after the other
 
     def begin_round(self, last: bool) -> None:
         """Call before each backward of a step, and say of the last one that it is."""
+        self._backward = True
+        schedule: Sequence[int] = ()
         if self._keep_gathered:
             self._units[-1].set_reshard_after_backward(last)
+        else:
+            usual = sorted(self._forwards, reverse=True)
+            schedule = self._gathers.begin(f"backward of {self._passes}", usual)
+            self._gather(usual[0])  # what is in no block, even where this member called none of the last blocks
+        self._whole = self._whole and not last
+        # What is called several times, and what nobody wants in backward, is complete at its end.
+        self._due.extend(
+            unit
+            for unit in self._order
+            if not self._late[unit] and (schedule.count(unit) == 1 if schedule else self._passes == 1)
+        )
+        self._hand_on()
 
     def end_backward(self) -> None:
         """Call when a backward is over: what units gave that were called several times in its forward is complete."""
-        for unit, (gradients, output) in self._waiting.items():
-            self._receive(unit, gradients, output)
-        self._waiting.clear()
+        if not self._keep_gathered:
+            self._gathers.end(called=[int(calls > 0) for calls in self._calls])
+            self._in_order = self._in_order and not self._gathers.differed
+        for unit in dict.fromkeys((*self._due, *self._order, *sorted(self._waiting))):
+            if unit in self._waiting:
+                self._receive(unit, *self._waiting.pop(unit), True)
+        self._due.clear()
         self._calls = [0] * len(self._calls)
+        self._passes = 0
+        self._backward = False
 
     def end_round(self) -> None:
         """Call after each backward but a step's last one: what reduce-scatter gave out then was no gradient."""
@@ -100,6 +152,7 @@ class Sharded:
 
     def scatter(self) -> None:
         """Free what is gathered: it no longer is what the shards are."""
+        self._whole = False
         for unit in self._units:
             unit.reshard()
 
@@ -112,27 +165,118 @@ class Sharded:
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         return {name: (self._shard(cast(Any, p), primary), cast(Any, p)) for name, p in parameters.items()}
 
-    def _count(self, unit: int, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self._calls[unit] += 1
+    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._passes += torch.is_grad_enabled()
+        if not self._whole:
+            self._gathers.begin(f"forward, training={module.training}", self._forwards)
+
+    def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._whole:
+            return
+        schedule = self._gathers.end(kept=self._keep_gathered)
+        self._whole = self._keep_gathered
+        if not self._order and torch.is_grad_enabled():
+            trained = {
+                unit for unit in self._forwards if any(each.requires_grad for each in _parameters(self._units[unit]))
+            }
+            self._order = [unit for unit in dict.fromkeys(reversed(schedule)) if unit in trained]
+            # A unit of a model in chunks is called for each of them, and may be gathered once.
+            several = [schedule.count(unit) > 1 or calls > 1 for unit, calls in enumerate(self._calls)]
+            late = [int(known or more) for known, more in zip(self._late, several, strict=True)]
+            self._late = [max(each) for each in zip(*self._ask(late), strict=True)]
+
+    def _count(self, unit: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._calls[unit] += 1
+        if not self._order and not any(isinstance(e, Tensor) and e.requires_grad for e in tree_leaves((args, kwargs))):
+            self._late[unit] = 1  # fully_shard sees by the gradients of what went in that a unit's backward is over
 
     def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Pass on what a unit's backward made, once for each unit and backward.
+        """Take what a unit's backward made, to be passed on once for each unit and backward.
 
         fully_shard reduces after the backward of each call. Autograd adds the calls of a unit up itself: of each
         parameter the whole gradient comes after one of them, and zeros after the others.
         """
-        if self._calls[unit] <= 1:
-            self._receive(unit, gradients, output)
+        if not self._backward:
+            raise refused(
+                "a backward that is not step.backward goes through the placed model, whose weights are in rows",
+                "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative beside it use "
+                "strategy ddp or zero1",
+            )
+        if unit not in self._waiting:
+            self._waiting[unit] = gradients, output  # whose views become the gradients: those of later calls are added
         elif self._copied_at_once:
             raise UsageError(
                 f"{type(self._units[unit]).__name__} is called {self._calls[unit]} times in one forward, and its "
                 f"gradients would leave the GPU before they are complete; set the strategy's offload to false"
             )
-        elif unit not in self._waiting:
-            self._waiting[unit] = gradients, output  # whose views become the gradients: those of later calls are added
         else:
             _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Pass on what is complete, unit by unit, and zeros in the turn of units that were not called.
+
+        Where `receive` waits, it is for members that hand on what this one has handed on, or earlier units. What they
+        gather before that, this one has gathered: all go through gathers and units in the same order.
+        """
+        if self._handing:
+            return
+        self._handing = True
+        try:
+            while self._due:
+                unit = self._due[0]
+                if not self._calls[unit]:
+                    if not self._keep_gathered:
+                        self._gathers.reach(unit)
+                    if unit not in self._waiting:
+                        _group(self._units[unit]).post_backward()  # which hands zeros
+                elif unit not in self._waiting or self._calls[unit] > 1:
+                    return
+                self._due.popleft()
+                self._receive(unit, *self._waiting.pop(unit), self._in_order and not self._gathers.differed)
+        finally:
+            self._handing = False
+
+    def _ask(self, numbers: Sequence[int]) -> list[list[int]]:
+        answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self._mesh.size())]
+        with translated_peer_errors():
+            dist.all_gather(answers, torch.tensor(numbers), group=self._mesh.get_group())
+        return [each.tolist() for each in answers]
+
+    def _before_gather(self, unit: int) -> None:
+        self._gathers.before(unit)
+
+    def _check(self, unit: int, left: Sequence[int]) -> None:
+        """Raise UsageError for a unit that others do not gather, or may not before they wait for this member."""
+        if unit not in left:
+            raise UsageError(
+                f"{self._names[unit]} is called more often than in the first forward, and other processes would have "
+                f"to gather it for that; call it equally often in each forward, or use strategy zero2, zero1 or ddp"
+            )
+        if self._too_far(unit, left):
+            raise UsageError(
+                f"{self._names[unit]} is called in another order than in the first forward, or what comes of "
+                f"{self._names[self._due[0]]} is not in the loss; call what is in the model's containers in one order, "
+                f"or use strategy zero2, zero1 or ddp"
+            )
+
+    def _too_far(self, unit: int, left: Sequence[int]) -> bool:
+        """Whether others may wait for what is due of this member before they gather `unit`."""
+        later = left[left.index(unit) :]
+        return self._in_order and sum(each not in later for each in self._due) > self._patience
+
+    def _gather(self, unit: int) -> None:
+        self._units[unit].unshard()
+
+    def _scatter(self, unit: int) -> None:
+        self._units[unit].reshard()
+
+    def _prefetch(self) -> None:
+        if (left := self._gathers.left()) and not self._too_far(left[0], left):
+            group = _group(self._units[left[0]])
+            group._prefetch_unshard(group, "backward")
 
     def _held(self, tensor: Tensor, primary: bool) -> MaybeSharded:
         return self._shard(tensor, primary) if isinstance(tensor, DTensor) else tensor
@@ -147,12 +291,10 @@ class Sharded:
 def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
     if narrow is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(
-        narrow.dtype,
-        torch.float32,
-        cast_forward_inputs=False,
-        param_dtype_override_fn=(lambda each: each.dtype if each in narrow.wide else None) if narrow.wide else None,
-    )
+    policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
+    if not narrow.wide or older_fsdp.is_older():
+        return policy()
+    return policy(param_dtype_override_fn=lambda each: each.dtype if each in narrow.wide else None)
 
 
 def own_gradient(parameter: DTensor) -> Tensor:
@@ -160,6 +302,53 @@ def own_gradient(parameter: DTensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
     return cast(DTensor, parameter.grad)._local_tensor
+
+
+def _group(unit: FSDPModule) -> Any:
+    """Return what fully_shard has of a unit that has parameters of its own, else None."""
+    return unit._get_fsdp_state()._fsdp_param_group
+
+
+def _parameters(unit: FSDPModule) -> list[Any]:
+    group = _group(unit)
+    return [] if group is None else [each.sharded_param for each in group.fsdp_params]
+
+
+def _add_zeros(unit: FSDPModule) -> None:
+    """Let what a unit's backward reduces have zeros for parameters that this member did not use, and others may have.
+
+    As set_reduce_scatter_unused_params does, which torch 2.11 does not have.
+    """
+    if (group := _group(unit)) is None:
+        return
+    post_backward = group.post_backward
+
+    def with_zeros(*unused: Any) -> None:
+        for each in group.fsdp_params:
+            parameter = getattr(each, "_unsharded_param", None)  # there is none before it is gathered first
+            if parameter is not None and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
+        post_backward(*unused)
+
+    group.post_backward = with_zeros
+
+
+@final
+class _AllGatherHook(AllGather):
+    """Calls `before` ahead of each gather of a unit."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
+        self._gather = DefaultAllGather()  # dist.all_gather_into_tensor, or how this torch calls it
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty([int(each) for each in size], dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._before()
+        return self._gather(output_tensor, input_tensor, group, async_op)
 
 
 @final

@@ -185,11 +185,39 @@ def backward_input(
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
-    """Do the rest of a backward: leave the gradients of `weights` in their `grad`."""
-    from torch.distributed.pipelining import _backward as torch_backward
+    """Do the rest of a backward: leave the gradients of `weights` in their `grad`.
 
-    # Weights that reach the graph of the inputs at several places run parts of it again; it is freed with `groups`.
-    torch_backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+    As torch's stage_backward_weight, which before torch 2.13 counts twice what one intermediate node hands to another.
+    """
+    owners = {get_gradient_edge(weight).node: weight for weight in weights}
+    for group in groups:
+        arrived = list(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
+        slots = [(GradientEdge(node, slot), grad) for node, found in arrived for slot, grad in enumerate(found)]
+        given = [(edge, gradient) for edge, gradient in slots if gradient is not None]
+        if not given:
+            continue
+        ends = list(group["params"])  # an order that is the same for both
+        # What arrived at a node has in it what the others of its group sent there: it is not to be added once more.
+        hooks = [node.register_prehook(partial(_instead, found)) for node, found in arrived]
+        try:
+            # Weights that reach the graph of the inputs at several places run parts of it again; it is freed with
+            # `groups`.
+            made = torch.autograd.grad(
+                [edge for edge, _ in given],
+                [GradientEdge(node, 0) for node in ends],
+                [gradient for _, gradient in given],
+                retain_graph=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for node, gradient in zip(ends, made, strict=True):
+            weight = owners[node]
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _instead(arrived: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return arrived
 
 
 def _described(value: Value) -> list[int]:

@@ -226,6 +226,11 @@ class World:
         with translated_peer_errors():
             return self._stop.exchange(level)
 
+    def note(self, number: int) -> None:
+        """Note what has to be the same on all ranks: `agree_to_stop` raises UsageError, one call later, where not."""
+        if self._stop is not None:
+            self._stop.number = number
+
     def compare(self, facts: dict[str, Any]) -> None:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
         if self.size == 1:
@@ -357,16 +362,17 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
 
 @final
 class _StopAgreement:
-    """An all-reduce of one number that is always one step behind, so that nobody waits for it."""
+    """An all-reduce of two numbers that is always one step behind, so that nobody waits for it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._sent = torch.zeros(1, dtype=torch.int64)
+        self._sent = torch.zeros(3, dtype=torch.int64)
         self._work: dist.Work | None = None
+        self.number = 0  # that has to be the same on all ranks
 
     def exchange(self, level: int) -> int:
         agreed = self.close()
-        self._sent.fill_(level)
+        self._sent.copy_(torch.tensor([level, self.number, -self.number]))  # the largest and the smallest number
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, self._group, async_op=True)
         return agreed
 
@@ -375,7 +381,13 @@ class _StopAgreement:
             return 0
         self._work.wait()
         self._work = None
-        return int(self._sent)
+        level, largest, smallest = self._sent.tolist()
+        if largest != -smallest:
+            raise UsageError(
+                "ranks gave step.update other rates, other values of clip or groups of the optimizer other settings; "
+                "make them functions of step.number, step.epoch and step.samples_seen alone"
+            )
+        return int(level)
 
 
 def _stay_on_this_host(own: bool) -> None:

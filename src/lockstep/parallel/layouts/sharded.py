@@ -75,12 +75,13 @@ class ShardedLayout:
         self._primary = not (rank.replica or rank.seat)
         units = find_units(model)
         paths = {module: path for path, module in model.named_modules()}
+        names = [*(paths[unit] for unit in units), "what is in no block"]
         dealt = _ShardSums(
             rank,
             AllToAllRows(rank.member, rank.members, world.carrier(mesh, "shard")),
             world.canonical(mesh, "replicate", "context", chunks=chunks),
             stream,
-            [*(paths[unit] for unit in units), "what is in no block"],
+            names,
             chunks,
         )
         with torch.no_grad():
@@ -88,7 +89,15 @@ class ShardedLayout:
                 parameter.data = parameter.data.contiguous()
         narrow = None if dtype is None else Narrow(dtype, kept_wide(model, dtype))
         self._sharded = Sharded(
-            model, units, world.device_mesh(mesh, "shard"), dealt.receive, keep_gathered, offload, narrow
+            model,
+            units,
+            names,
+            world.device_mesh(mesh, "shard"),
+            dealt.receive,
+            _UNDER_WAY // 2,  # a unit has up to two exchanges in a row, among members and among replicas
+            keep_gathered,
+            offload,
+            narrow,
         )
         parts = self._sharded.trained(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
@@ -213,11 +222,11 @@ class _ShardSums:
         self._remaining -= 1
         self._round = next(self._rounds, (0, 0))
 
-    def receive(self, unit: int, gradients: Tensor, output: Tensor) -> None:
+    def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         """Take what a unit's backward made (comm/fsdp.py); after the last round `output` becomes the sum."""
         if self.note is not None:
             self.note(f"gradient of {self._units[unit]}", gradients)
-        while len(self._under_way) >= _UNDER_WAY:
+        while may_wait and len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()()
         self._under_way.append(self._stream.submit(partial(self._push, unit, *self._round, gradients)))
         if self._remaining == 1:

@@ -1,0 +1,62 @@
+"""What fully_shard lacks before torch 2.15, added to its groups of parameters. Remove at torch >= 2.15.
+
+All parameters of a unit are gathered in one dtype there, and their gradients are rounded to it, though an operation,
+such as an LSTM of oneDNN, may give them in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def is_older() -> bool:
+    """Return whether this torch's fully_shard is."""
+    return "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}
+
+
+def named_within(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
+    """Return where in a unit these parameters are; to be called before fully_shard puts others in their place."""
+    return {
+        (module, name)
+        for module in unit.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter in parameters
+    }
+
+
+def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
+    """Let the parameters `wide` of a unit be gathered as they are, and gradients keep the dtype that they are made in.
+
+    `group` is what fully_shard has of the unit.
+    """
+    for parameter in group.fsdp_params:
+        if (parameter._module_info.module, parameter._module_info.param_name) in wide:
+            as_it_is = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+            parameter.init_dtype_attrs = partial(_without, parameter.init_dtype_attrs, as_it_is)
+        parameter.init_unsharded_param = partial(_with_any_gradient, parameter, parameter.init_unsharded_param)
+    group.post_backward = partial(_with_one_dtype, group, group.post_backward)
+
+
+def _without(init_dtype_attrs: Any, own: MixedPrecisionPolicy, of_unit: MixedPrecisionPolicy) -> None:
+    init_dtype_attrs(own)
+
+
+def _with_any_gradient(parameter: Any, init_unsharded_param: Any) -> None:
+    init_unsharded_param()
+    if parameter.param_dtype is not None:
+        parameter._unsharded_param.grad_dtype = None
+
+
+def _with_one_dtype(group: Any, post_backward: Any, *_: Any) -> None:
+    """Turn gradients to the dtype that all of a unit are handed over in, before they are taken."""
+    for parameter in group.fsdp_params:
+        if "_unsharded_param" in vars(parameter):  # not before the unit's first forward
+            parameter.to_accumulated_grad_if_needed()
+    post_backward()

@@ -1,0 +1,55 @@
+"""The buffers of a model that no engine keeps alike on all ranks: no forward may move them.
+
+BatchNorm's running statistics have a rule of their own (parallel/batchnorm.py). Any other buffer that a training
+forward writes or replaces, as spectral_norm, a counter or a mean by hand does, each rank would move by its own
+micro-batches, once for each of them: so there is no model that is that of the recipe alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final, final
+
+from torch import Tensor, nn
+
+from lockstep.own_code import refused
+
+_ADVICE: Final = (
+    "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "
+    "weight by torch.linalg.matrix_norm(weight, 2), or use torch's weight_norm"
+)
+
+
+@final
+class Still:
+    """Watches the buffers of a model but for those that are `kept`: `note` before a training forward, `check` after."""
+
+    def __init__(self, model: nn.Module, kept: Collection[Tensor]) -> None:
+        own = {id(each) for each in kept}
+        self._places: list[tuple[str, nn.Module, Mapping[str, Tensor | None], str]] = [
+            (path, module, module._buffers, name)
+            for path, module in model.named_modules()
+            for name, each in module._buffers.items()
+            if id(each) not in own
+        ]
+        self._noted: list[tuple[Tensor | None, int]] = []
+
+    def note(self) -> None:
+        """Note how they are."""
+        self._noted = [_state(buffers.get(name)) for _, _, buffers, name in self._places]
+
+    def check(self) -> None:
+        """Raise UsageError where one is not as it was noted."""
+        for (path, module, buffers, name), (was, version) in zip(self._places, self._noted, strict=False):
+            now, moved_to = _state(buffers.get(name))
+            if now is not was or moved_to != version:
+                full = f"{path}.{name}" if path else name
+                raise refused(
+                    f"the forward moves buffer {full} of {type(module).__name__}, which each process would move by its "
+                    f"own micro-batches",
+                    _ADVICE,
+                )
+
+
+def _state(buffer: Tensor | None) -> tuple[Tensor | None, int]:
+    return buffer, 0 if buffer is None else buffer._version

@@ -1,0 +1,85 @@
+"""Buffers that a forward moves: found whoever moves them and however, and none that is BatchNorm's."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.still import Still
+
+
+class Own(nn.Module):
+    """Moves a buffer as it is told to."""
+
+    def __init__(self, move: Callable[[nn.Module, Tensor], object]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("cache", None)
+        self.move = move
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.move(self, inputs)
+        return inputs
+
+
+def lerp(own: nn.Module, inputs: Tensor) -> None:
+    own.mean.lerp_(inputs.mean(0), 0.1)  # type: ignore[operator, union-attr]
+
+
+def replaced(own: nn.Module, inputs: Tensor) -> None:
+    own.mean = 0.9 * own.mean + 0.1 * inputs.mean(0)  # type: ignore[operator, assignment]
+
+
+def filled(own: nn.Module, inputs: Tensor) -> None:
+    own.cache = inputs.detach()
+
+
+MOVING = {
+    "1.mean of Own, ": Own(lerp),
+    "1.mean of Own": Own(replaced),
+    "1.cache of Own": Own(filled),
+    "1.weight_u of Linear": nn.utils.spectral_norm(nn.Linear(3, 3)),
+    "1.parametrizations.weight.0._u of _SpectralNorm": nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_buffer_that_a_forward_moves_is_refused(name: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), MOVING[name], nn.BatchNorm1d(3).eval())
+    still = Still(model, RunningStatistics(model.train(mode=True)).buffers)
+    still.note()
+    model(torch.randn(4, 3))
+    with pytest.raises(UsageError, match=f"the forward moves buffer {name}"):
+        still.check()
+
+
+def test_statistics_of_instancenorm_are_kept_as_those_of_batchnorm():
+    model = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True))
+    still = Still(model, RunningStatistics(model.train()).buffers)
+    still.note()
+    model(torch.randn(4, 3, 5))
+    still.check()
+
+
+def test_buffers_that_stay_and_those_of_batchnorm_are_none():
+    model = nn.Sequential(nn.BatchNorm1d(3), Own(lambda own, inputs: own.mean + inputs), nn.Dropout(), nn.Linear(3, 3))
+    still = Still(model, RunningStatistics(model.train()).buffers)
+    for _ in range(2):
+        still.note()
+        model(torch.randn(4, 3))
+        still.check()
+
+
+def test_a_layer_that_did_not_train_when_it_began_must_not_later():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[0].eval()
+    still = Still(model, RunningStatistics(model).buffers)
+    model.train()
+    still.note()
+    model(torch.randn(4, 3))
+    with pytest.raises(UsageError, match=r"the forward moves buffer 0\..* of BatchNorm1d"):
+        still.check()
