@@ -24,6 +24,7 @@ def test_files_that_are_the_users() -> None:
         torch.__file__,
         pytest.__file__,
         Path(torch.__file__).parent / "nn/modules/conv.py",
+        Path(sys.executable).with_name("lockstep"),
     ):
         assert not is_own(str(file))
     for file in ("<string>", "<frozen importlib._bootstrap>", Path.__module__ and sys.modules["pathlib"].__file__):

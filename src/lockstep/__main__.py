@@ -1,10 +1,20 @@
-"""`python -m lockstep` is the same command as `lockstep`."""
+"""`lockstep`, as a command and as `python -m lockstep`."""
 
 import os
 
-from lockstep.cli import main
-from lockstep.follow_parent import follow_srun
+from lockstep.hashing import fix_hash_seed
 
-if __name__ == "__main__":
+
+def start() -> None:
+    """Run the command, with a fixed order of sets."""
+    fix_hash_seed()
+
+    from lockstep.cli import main  # only now: this process may have been another
+    from lockstep.follow_parent import follow_srun
+
     follow_srun(os.environ)
     main()
+
+
+if __name__ == "__main__":
+    start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ _OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_han
 _CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
 _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
+
+Place = tuple[str, int]  # a file and a line of it
 
 
 @final
@@ -78,6 +81,21 @@ def calling() -> str:
     return located(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
+def between(before: Place, now: Place) -> str:
+    """Return where the user's code ran between two calls: the line, where only one can be meant, else both ends.
+
+    It is `since` a line where that has both calls, one time around a loop.
+    """
+    if not before[0] or not now[0]:
+        return calling()
+    if before[0] == now[0]:
+        lines = ((number, linecache.getline(now[0], number).strip()) for number in range(before[1] + 1, now[1]))
+        code = [number for number, line in lines if line and not line.startswith("#")]
+        if len(code) == 1:
+            return located(now[0], code[0])
+    return f"since {located(*now)}" if before == now else f"between {located(*before)} and {located(*now)}"
+
+
 def refused(text: str, advice: str, where: str = "") -> OwnCodeError:
     """Return the error that refuses what the user's code does: at `where`, left out the line that is calling."""
     where = where or calling()
@@ -92,9 +110,10 @@ def located(path: str, line: int | None) -> str:
 def is_own(path: str) -> bool:
     """Say whether a file of Python code is the user's: not Python's, not installed, not Lockstep's.
 
-    A package that is installed as editable lies where its user works on it, and is the user's.
+    A package that is installed as editable lies where its user works on it, and is the user's. The program that starts
+    a command, such as lockstep or torchrun, lies beside the interpreter, and is not.
     """
-    if path.startswith("<") or is_installed(path):
+    if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
         return False
     files = [os.__file__, __file__, *(getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)]
     return not any(path.startswith(os.path.dirname(file) + os.sep) for file in files if file)

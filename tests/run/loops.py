@@ -169,3 +169,26 @@ def joined(body: Callable[[Any], None], folder: Path | None = None) -> None:
     """Give `body` a run, and end it, whatever becomes of it."""
     with lockstep.join(seed=0, dir=folder) as run:
         body(run)
+
+
+class OfNames(nn.Module):
+    """Do what must not be done: add up in the order of a set of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({f"part{number}": nn.Linear(6, 3) for number in range(9)})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = sum(self.parts[name](inputs) for name in set(self.parts))  # type: ignore[assignment]
+        return outputs
+
+
+def in_order_of_names() -> None:
+    """Train it."""
+    run = lockstep.join(seed=3)
+    model = OfNames()
+    run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(data(), batch=16, microbatches=2, steps=2):
+        for batch in step:
+            step.backward(loss(model, batch))
+        step.update()

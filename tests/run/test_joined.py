@@ -69,6 +69,30 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
 
 
+def test_settings_of_groups_go_on_with_a_run(tmp_path):
+    def trained(run: Any, steps: int, last: int) -> None:
+        model, optimizer = loops.placed(run)
+        for step in run.steps(loops.data(), batch=16, microbatches=4, steps=steps):
+            for batch in step:
+                step.backward(loops.loss(model, batch))
+            if step.number == 2:  # once, and not again by a run that is resumed later
+                optimizer.param_groups[0].update(weight_decay=0.5, betas=(0.5, 0.9))
+            step.update()
+            if step.number == last:
+                break
+
+    with joined() as run:
+        trained(run, 6, 6)
+        whole = run.fingerprint()
+    with joined(tmp_path / "run") as run:
+        trained(run, 6, 4)
+        run.save()
+    with joined(tmp_path / "run") as run:
+        trained(run, 6, 6)
+        assert run.fingerprint() == whole
+        assert run._placed.optimizer.param_groups[0]["betas"] == (0.5, 0.9)
+
+
 def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
     def trained(run: Any, epochs: int, chunks: int = 4) -> str:
         model = loops.cut_net()
@@ -255,18 +279,18 @@ def own(run: Any) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (without_backward, "step 1: no backward for micro-batch 1 of 4"),
-        (twice, "step 1: a second backward for one micro-batch"),
+        (without_backward, "step 1: a backward that is not step.backward"),
+        (twice, "step 1: a second backward: step.backward at "),
         (left_early, "step 1: left after 1 of its 4 micro-batches"),
         (without_update, "step 1: left without step.update"),
         (mean, "step 1: the loss is a mean"),
         (mean_of_losses, "step 1: the loss is a mean"),
         (optimizer_step, "optimizer.step() is not this loop's to call"),
         (outside, "the placed model is called outside of a micro-batch"),
-        (changed, "the model was changed after run.place"),
+        (changed, "0.bias was frozen"),
         (batchnorm_outside, "a BatchNorm1d outside the placed model"),
         (head_outside, "a Linear outside the placed model has parameters that want a gradient"),
-        (scheduler, "step 1: the optimizer's rate was changed"),
+        (scheduler, "the optimizer's rate was changed"),
         (saved_within, "run.fingerprint: within step 1"),
         (exchange, "step 1: torch.distributed.all_reduce within the step"),
         (exchange_before_update, "step 1: torch.distributed.barrier within the step"),
@@ -276,6 +300,13 @@ def test_what_breaks_the_contract_is_refused_with_its_line(body: Body, text: str
     line = r".* \(.*test_joined\.py:\d+\); "
     with pytest.raises(lockstep.UsageError, match=re.escape(text) + line), joined() as run:
         body(run, *loops.placed(run))
+
+
+def test_a_test_shows_the_line_and_none_of_ours():
+    with pytest.raises(lockstep.UsageError) as info, joined() as run:
+        optimizer_step(run, *loops.placed(run))
+    assert info.traceback.filter(info)[-1].name == "optimizer_step"
+    assert info.value._render_traceback_() == [f"error: {info.value}"]
 
 
 def test_an_optimizer_of_other_parameters_is_refused():

@@ -1,46 +1,142 @@
-"""A loss that is no sum is refused, wherever in its graph the mean stands."""
+"""A loss that is no sum over samples is refused, wherever in its graph the mean stands; factors are the user's own."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 from lockstep.errors import UsageError
-from lockstep.run.own_loss import check_loss
+from lockstep.run.own_loss import LossCheck
+from lockstep.tasks.base import MicroBatch
 
-TARGETS = torch.zeros(4, dtype=torch.int64)
+TARGETS = torch.tensor([0, 1, 2, -100])
+WEIGHT = nn.Parameter(torch.ones(4, 6))
+SCALE = nn.Parameter(torch.zeros(()))
+OTHERS = {32: "the number of samples of the step", 8: "the number of micro-batches of the step"}
+
+Loss = Callable[[Tensor], Tensor]
 
 
-def logits() -> Tensor:
-    outputs: Tensor = nn.Linear(3, 2)(torch.ones(4, 3))
-    return outputs
+def check(loss: Loss, samples: int = 4, seen: LossCheck | None = None, step: int = 1, known: bool = True) -> None:
+    """Check a loss of what a model returns for a micro-batch of so many samples, which is one of eight."""
+    outputs = nn.Linear(3, 5)(torch.ones(samples, 3))
+    microbatch = MicroBatch(0, None, samples, samples)
+    (seen or LossCheck()).check(step, loss(outputs), microbatch, OTHERS, {outputs.grad_fn} if known else set())
+
+
+def entropy(x: Tensor, smoothing: float = 0.0) -> Tensor:
+    return F.cross_entropy(x, TARGETS, reduction="sum", label_smoothing=smoothing)
+
+
+def penalty() -> Tensor:
+    return WEIGHT.square().mean() / 4 + WEIGHT.abs().sum() / 8
 
 
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda x: functional.cross_entropy(x, TARGETS, reduction="sum"),
-        lambda x: x.square().sum(),
-        lambda x: functional.cross_entropy(x, TARGETS, reduction="sum") + x.abs().mean(),
+        entropy,
+        lambda x: entropy(x, 0.1),
+        lambda x: F.mse_loss(x, x.detach(), reduction="sum") / 2,
+        lambda x: ((x - 1) ** 2).sum() / x.shape[1],
+        lambda x: x.square().sum() / 2 + x.sum(),
+        lambda x: 0.25 * entropy(x) + 0.1 * x.sum(),
+        lambda x: entropy(x) * 0.125,
+        lambda x: entropy(x) / 7 + entropy(x) / 0.5,
+        lambda x: (entropy(x) + entropy(-x)) / 2,
+        lambda x: torch.stack([entropy(x), entropy(2 * x)]).mean(),
+        lambda x: sum(entropy(number * x) for number in range(8)) / 8,
+        lambda x: entropy(x).mean().squeeze(),
+        lambda x: entropy(x) + penalty(),
+        lambda x: torch.exp(-SCALE) * entropy(x) + SCALE / 4,
+        lambda x: entropy(x) / torch.exp(SCALE),
+        lambda x: x.mean(1).sum() + x.square().mean(-1).sum(),
+        lambda x: (x.sum(1) / torch.tensor([1.0, 2.0, 4.0, 4.0])).sum(),
+        lambda x: sum(F.cross_entropy(each, target) for each, target in zip(x, TARGETS.clamp(0), strict=True)),
+        lambda x: x.repeat(3, 1, 1).mean(0).sum(),
+        lambda x: (x.exp() / 4).log().sum(),
+        lambda x: (x.mean(0) * x.softmax(1).mean(0)).sum(),
     ],
 )
-def test_a_sum_is_taken(loss: Callable[[Tensor], Tensor]) -> None:
-    check_loss(1, loss(logits()))
+def test_a_sum_is_taken(loss: Loss) -> None:
+    check(loss)
 
 
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda x: functional.cross_entropy(x, TARGETS), "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS), "the loss is a mean"),
         (lambda x: x.square().mean(), "the loss is a mean"),
+        (lambda x: x.square().mean((0, 1)), "the loss is a mean"),
+        (lambda x: x.square().mean(0).sum(), "the loss is a mean"),
         (lambda x: x.square().mean().view(1).squeeze().double(), "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS) / 8, "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), "a part of the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1) / 8, "a part of the loss is a mean"),
+        (lambda x: F.cross_entropy(x, x.detach().softmax(1)), "the loss is divided by 4, the number of samples of the"),
+        (lambda x: F.cross_entropy(x, TARGETS) * 4, "the loss is a mean"),
+        (lambda x: 1 - F.cosine_similarity(x, x.detach()).mean(), "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS) + penalty(), "the loss is a mean"),
+        (lambda x: -F.mse_loss(x, x.detach()) + entropy(x), "a part of the loss is a mean"),
+        (lambda x: torch.exp(-SCALE) * F.l1_loss(x, x.detach()) + SCALE, "the loss is a mean"),
+        (lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()) / 3, "the loss is a mean"),
+        (lambda x: F.smooth_l1_loss(x, x.detach()), "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS, reduction="none")[TARGETS >= 0].mean(), "the loss is a mean"),
+        (lambda x: F.kl_div(x, x.detach(), reduction="batchmean"), "the loss is divided by 4, the number of samples"),
+        (lambda x: entropy(x) / len(x), "the loss is divided by 4, the number of samples of the micro-batch"),
+        (lambda x: (F.cross_entropy(x, TARGETS, reduction="none") / 4).sum(), "the loss is divided by 4, the number"),
+        (lambda x: entropy(x, 0.1) / 8, "the loss is divided by 8, the number of micro-batches of the step"),
+        (lambda x: (entropy(x) + penalty()) / 8, "the loss is divided by 8, the number of micro-batches of the step"),
+        (lambda x: 0.5 * (entropy(x).div_(32)), "the loss is divided by 32, the number of samples of the step"),
+        (lambda x: entropy(x) / (TARGETS >= 0).sum(), "the loss is divided by 3, as many as were added up"),
+        (lambda x: F.mse_loss(x, x.detach(), reduction="sum") / x.numel(), "the loss is divided by 20, as many as"),
+        (lambda x: x.square().sum() / x.numel(), "the loss is divided by 20, as many as were added up"),
         (lambda x: x.sum().detach(), "the loss has no graph that leads to the model"),
-        (lambda x: x.sum(0), r"step.backward was given a tensor of shape \[2\]"),
+        (lambda x: x.sum(0), r"step.backward was given a tensor of shape \[5\]"),
         (lambda x: x.sum().item(), "step.backward was given a float"),
     ],
 )
-def test_what_is_no_sum_is_refused(loss: Callable[[Tensor], Tensor], said: str) -> None:
+def test_what_is_no_sum_is_refused(loss: Loss, said: str) -> None:
     with pytest.raises(UsageError, match=f"step 1: {said}"):
-        check_loss(1, loss(logits()))
+        check(loss)
+
+
+def test_a_factor_of_the_users_own_has_a_way() -> None:
+    with pytest.raises(UsageError, match=r"divided by 8, .*; write a factor of your own as 0\.125 \* loss"):
+        check(lambda x: entropy(x) / 8)
+
+
+def test_a_mean_over_what_only_follows_from_the_model_is_taken_where_it_is_known() -> None:
+    aux = nn.Linear(2, 2)(torch.ones(4, 2))  # such as a router's, within the model
+    check(lambda x: entropy(x) + 0.01 * aux.mean())
+    with pytest.raises(UsageError, match="a part of the loss is a mean"):
+        check(lambda x: entropy(x) + 0.01 * aux.mean(), known=False)
+
+
+def test_a_mean_over_the_only_sample_is_a_sum() -> None:
+    check(lambda x: x.mean(), samples=1)
+
+
+def test_a_factor_that_follows_the_size_of_the_microbatch_is_found_once_there_are_two() -> None:
+    seen = LossCheck()
+    check(lambda x: x.sum() * (1 / len(x)), 3, seen)
+    check(lambda x: x.sum() * (1 / len(x)), 3, seen)
+    with pytest.raises(UsageError, match=r"step 2: the loss is multiplied by 0\.5 in a micro-batch of 2, by 0\.333333"):
+        check(lambda x: x.sum() * (1 / len(x)), 2, seen, step=2)
+
+
+def test_factors_may_change_with_the_step_and_the_microbatch_as_those_of_mixup_do() -> None:
+    seen = LossCheck()
+    for step, size in ((1, 4), (1, 3), (2, 4), (2, 2)):
+        share = 0.3 + 0.1 * step / size
+        check(lambda x, share=share: share * x.square().sum() + (1 - share) * x.sum(), size, seen, step)
+        check(lambda x, step=step: x.square().sum() / (1.5 * step), size, seen, step + 10)
+
+
+def test_a_divisor_that_changes_within_a_step_makes_a_mean_of_means() -> None:
+    seen = LossCheck()
+    check(lambda x: x.sum() / torch.tensor(2.5), 4, seen)
+    with pytest.raises(UsageError, match=r"step 1: the loss is divided by 3\.5, and in the micro-batch before by 2\.5"):
+        check(lambda x: x.sum() / torch.tensor(3.5), 4, seen)

@@ -1,9 +1,11 @@
 """From a departure and the facts to the likely cause, in words."""
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.verification import causes, compare, trace
-from lockstep.verification.causes import Diagnosis, ProbeResult, RandomSample, cause
+from lockstep.verification.causes import Diagnosis, ProbeResult, RandomSample, cause, findings
 from lockstep.verification.compare import Difference
 
 CLEAN = ProbeResult(buffers=["bn.running_mean", "table"])
@@ -56,6 +58,19 @@ def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs
     assert words in cause(diagnosis(trace.GRADIENT, "a", probed))
 
 
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [(compare.DATA, " (data.py:7)"), (compare.OWN_LOSS, " (net.py:3)"), (trace.GRADIENT, " (net.py:3)")],
+)
+def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(what, where):
+    probed = ProbeResult(attributes={"steps": "0 -> 1"}, places={"model": "net.py:3", "training": "data.py:7"})
+    by_seed = replace(diagnosis(what, "2", probed, "single on 1"), hashes=True)
+    assert cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where} that goes through one")
+    assert "the order of a set" not in cause(replace(by_seed, again=False))
+    if what != compare.DATA:
+        assert "computed again by a fresh copy" in cause(replace(by_seed, probed=ProbeResult(repeated="loss")))
+
+
 def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_else_is():
     probed = ProbeResult(attributes={"steps": "0 -> 1"})
     assert cause(diagnosis(compare.OWN_LOSS, "2", probed)).startswith("perhaps what was noted, which may matter after")
@@ -82,7 +97,7 @@ def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
 
 def test_other_data_is_the_data_sets_doing_whatever_else_is_wrong():
     probed = ProbeResult(random_samples=[RandomSample("training", 7, "inputs")], repeated="loss")
-    assert "sample 7, fetched twice" in cause(diagnosis(compare.DATA, "2", probed))
+    assert "item 7 of the training data set changes when" in cause(diagnosis(compare.DATA, "2", probed))
     assert "depends on the process" in cause(diagnosis(compare.DATA, "2", ProbeResult(repeated="loss")))
 
 
@@ -123,3 +138,13 @@ def test_long_lists_of_names_are_cut():
     (finding,) = causes.findings(ProbeResult(unused=[f"p{number}" for number in range(12)]))
     assert "p7 and 4 more" in finding.text
     assert len(finding.names) == 12
+
+
+def test_a_draw_that_seldom_matters_is_the_fault_where_placements_differ_and_nothing_else_is():
+    probed = ProbeResult(streams=["Python's"], attributes={"steps": "0 -> 1"}, reads={"Python's": "net.py:3"})
+    assert [each.fault for each in findings(probed)] == [False, False]
+    faults = [each for each in findings(probed, departed=True) if each.fault]
+    assert [each.culprit for each in faults] == [causes.FOREIGN_RANDOMNESS]
+    assert cause(diagnosis(compare.OWN_LOSS, "2", probed)) == faults[0].text
+    known = replace(probed, by_rank="loss")
+    assert [each.culprit for each in findings(known, departed=True) if each.fault] == [causes.RANKED]

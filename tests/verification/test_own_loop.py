@@ -8,7 +8,7 @@ import loops
 import pytest
 
 import lockstep
-from lockstep.verification.own_loop import script
+from lockstep.verification.own_loop import checked, script
 
 HSDP = {"name": "hsdp", "replicate": 2}
 
@@ -59,8 +59,22 @@ def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other()
 
 
 def test_the_first_departure_is_named():
-    with pytest.raises(lockstep.VerificationError, match=r"ddp on 2: differs: step 2: the loss is .*, not "):
+    told = (
+        r"ddp on 2: differs: step 2: the loss is .*, not .*; likely cause: the loop reads the rank or the number of "
+        r"ranks \([^ ]*loops\.py:\d+\); let a loss follow from its batch and the model alone"
+    )
+    with pytest.raises(lockstep.VerificationError, match=told):
         lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))
+
+
+def test_a_recipe_is_verified_by_its_name():
+    [row] = lockstep.verify("digits", processes=(2,), strategies=("ddp",), steps=2)
+    assert row.line == "ddp on 2: identical, 2 steps"
+
+
+def test_a_recipe_that_is_not_there_is_refused_before_anything_starts():
+    with pytest.raises(lockstep.UsageError, match="did you mean 'digits'"):
+        lockstep.verify("digit")
 
 
 def test_a_function_without_a_run_is_refused():
@@ -73,3 +87,13 @@ def test_a_script_is_a_function_with_arguments(tmp_path):
     file.write_text("import sys, loops\nloops.training(epochs=int(sys.argv[1]))\n")
     [row] = lockstep.verify(script(file, ["1"]), processes=(2,), strategies=("ddp",))
     assert row.line == "ddp on 2: identical, 3 steps"
+
+
+def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
+    [row] = checked(loops.in_order_of_names, (1,), (), None)
+    assert re.match(r"single on 1: differs: step 1: .*; likely cause: the order of a set of strings", row.line)
+
+
+def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
+    [row] = checked(lambda: loops.training(epochs=1), (1,), (), 1)
+    assert row.line.startswith("single on 1: identical, 1 step, with the same order of sets: give a function of a mod")

@@ -17,17 +17,26 @@ Observe = Callable[[int, float, Mapping[str, str]], None]
 class Closing(Protocol):
     """A run that is to be ended with the function that joined it."""
 
+    @property
+    def computing(self) -> bool:
+        """Whether a micro-batch is under way."""
+        ...
+
     def close(self, error: BaseException | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
 class Ambient:
-    """The ranks that have met already; `strategy` and `folder` replace what the function asks for."""
+    """The ranks that have met already; `strategy` and `folder` replace what the function asks for.
+
+    Not `guarded`, what would make the numbers depend on the placement is let pass (run/own_guard.py).
+    """
 
     rendezvous: Rendezvous
     strategy: str | dict[str, Any] | None = None
     folder: Path | None = None
     observe: Observe | None = None
+    guarded: bool = True
     joined: list[Closing] = field(default_factory=list)
 
 

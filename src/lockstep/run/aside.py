@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, final
 
+from lockstep import plainfile
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text
 from lockstep.config.load import load as load_recipe
@@ -122,7 +123,7 @@ def _messages(body: Callable[[Tell], int]) -> Generator[dict[str, Any]]:
                 if not receiving.poll(_LOOK_S):
                     ended = not process.is_alive() and not receiving.poll(0)
                     continue
-                message = json.loads(receiving.recv_bytes())
+                message = plainfile.parsed(receiving.recv_bytes())
                 if _END not in message:
                     yield message
                     continue

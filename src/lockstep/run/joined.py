@@ -29,6 +29,7 @@ from lockstep.run import own_sums
 from lockstep.run.events import loop_started
 from lockstep.run.membership import Member
 from lockstep.run.own_checkpoints import Checkpoints, refuse_other
+from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, Look, modes_kept
 from lockstep.run.own_placed import Chunks, Placed, spread
 from lockstep.run.own_plan import OwnPlan, planned
@@ -39,6 +40,8 @@ from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped
 from lockstep.training.loop import Progress, Turn, turns
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -56,6 +59,7 @@ class Run:
         self._placed: Placed | None = None
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
+        self._losses = LossCheck(member.world.size)
         self._step: OwnStep | None = None
         self._report: Callable[[], Iterator[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
@@ -93,6 +97,11 @@ class Run:
         """Steps done so far."""
         return self._progress.step
 
+    @property
+    def computing(self) -> bool:
+        """Whether a micro-batch is under way, or a batch of `each`."""
+        return self._gate.open
+
     def place(
         self,
         model: M,
@@ -120,6 +129,7 @@ class Run:
                     self._progress, self._resumed = self._checkpoints.resume(self._member.checkpoint)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
+        placed.guard.mark(moved=True)
         return model, optimizer
 
     def steps(
@@ -163,15 +173,18 @@ class Run:
             raise refused("run.each: no batch, and no run.steps before it that has one", "give batch=")
         items = Items(dataset, collate)
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
-        self._pass = own_sums.Pass(loader.validation_batches(samples))
-        with modes_kept(placed.model), self._during("evaluating"), placed.engine.own_evaluation():
-            try:
+        self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
+        try:
+            with modes_kept(placed.model), self._during("evaluating"), placed.engine.own_evaluation():
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)
                     self._gate.open = True
+                    guard.mark()
                     yield each
-            finally:
-                self._gate.open = False
+                    guard.check(modes=True)
+        finally:
+            self._gate.open = False
+        guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
         """Add over all ranks: `values` has one for each batch of `run.each`, a number, a tensor or a dict of such.
@@ -214,7 +227,7 @@ class Run:
             return
         self._ended = True
         if self._step is not None and not self._step.updated:
-            self._step.leave()
+            self._step.leave(early=True)
             error = error or self._step.unfinished()
         if error is None:
             self._phase = "ending"
@@ -225,6 +238,8 @@ class Run:
                 self._checkpoints.close()
             if self._placed is not None:
                 self._placed.engine.close()
+        if self._placed is not None:
+            self._placed.guard.close()
         self._member.close(error)
 
     def __enter__(self) -> Run:
@@ -260,11 +275,12 @@ class Run:
             placed.check_structure()
         self._phase = "training"
         self._report = turn.report
-        self._step = OwnStep(turn, placed.engine, self._gate, leaves, placed.rate, self._look)
+        self._step = OwnStep(turn, self._gate, leaves, placed, self._look, self._losses)
+        placed.guard.mark()
         yield self._step
+        placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step.unfinished()
-        placed.check_rates(self._step.number)
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
@@ -282,6 +298,7 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
+        self._world.compare({"the optimizer's settings": placed.groups.changed()})
         with self._during("saving"):
             return kept.save(self._progress, self._loop)
 
@@ -333,6 +350,9 @@ class Run:
             raise refused(f"{what}: the run has ended", "call lockstep.join again")
         if self._step is not None and not self._step.updated:
             raise refused(f"{what}: within step {self._step.number}", "call it after step.update")
+        if self._placed is not None:
+            self._placed.guard.check()
+            self._placed.guard.mark()
 
     @contextmanager
     def _during(self, phase: Phase) -> Iterator[None]:

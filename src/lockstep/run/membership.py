@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
+from lockstep import hashing
 from lockstep.comm.world import World, open_world
 from lockstep.config.placement import Placement
 from lockstep.config.run import Run as Kept
@@ -63,6 +64,7 @@ class Member:
     held: ExitStack
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
+    guarded: bool = True
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> Member:
@@ -103,7 +105,10 @@ class Member:
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             numerics = machine.numerics(device)
+            if (apart := hashing.apart(world.all_tell(hashing.probe()))) and not world.rank:
+                print(f"warning: {apart}", file=sys.stderr)
             strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
+            guarded = ambient is None or ambient.guarded
             sinks: list[Sink] = []
             if not world.rank and observe is None:  # who compares placements reads nothing
                 sinks = held.enter_context(_sinks(kept, decided, where, streams))
@@ -111,7 +116,8 @@ class Member:
                     sources = source | source_digests(own_paths(kept))
                     run_folder.record_environment(where, sources, [], {"backend": world.backend})
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
-        return Member(settings, rendezvous, world, where, path, numerics, source, sinks, held, strategy, observe)
+        what = settings, rendezvous, world, where, path, numerics, source, sinks, held
+        return Member(*what, strategy, observe, guarded)
 
     def begun(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""

@@ -44,6 +44,8 @@ class Checkpoints:
         refuse_other(path, loop, self._placed.decided())
         _check_forms(path, snapshot.model, engine.state().model)
         engine.load(engine_state(snapshot))
+        if (changed := state.recipe.get("settings")) is not None:
+            self._placed.groups.load(changed, self._placed.engine.groups)
         self.weights, self._saved_at = manifest.weights_sha256, state.progress.step
         lost = feedback_lost(snapshot, engine.state())
         numerics = machine.numerics_differences(state.numerics, member.numerics)
@@ -56,7 +58,7 @@ class Checkpoints:
         kept = {
             "progress": progress.kept(),
             "engine": state.scalars,
-            "recipe": {"loop": loop or self._placed.decided()},
+            "recipe": {"loop": loop or self._placed.decided(), "settings": self._placed.groups.changed()},
             "data": {},
             "numerics": self._member.numerics,
             "source": self._member.source,

@@ -1,36 +1,261 @@
-"""What a loop of the user's own may give to a backward: a loss that is a sum, as far as that can be seen."""
+"""What a loop of the user's own may give to a backward: a loss that is a sum, as far as its graph shows.
+
+`step.update` divides by the weight of the step. So each part of a loss that follows from what the model returned must
+be a sum over the samples of its micro-batch: no mean, and not divided by a count of samples or micro-batches. The parts
+are found by a walk through what is linear in the graph. A penalty on the weights alone may be anything.
+
+A constant factor is the user's own. What is told from one: a divisor that equals such a count, one that changes from
+micro-batch to micro-batch, and any constant that is inverse to the size of its micro-batch, once two sizes were seen.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
 from lockstep.own_code import refused
+from lockstep.tasks.base import MicroBatch
+
+Node = Any  # of an autograd graph
 
 _MEAN: Final = 1  # at::Reduction
-_PASSING: Final = ("ToCopyBackward", "ViewBackward", "SqueezeBackward", "AliasBackward", "CloneBackward")
+_LINEAR: Final = (
+    *("AddBackward", "SubBackward", "RsubBackward", "NegBackward", "SumBackward", "NansumBackward", "MeanBackward"),
+    *("StackBackward", "CatBackward", "WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"),
+    *("SelectBackward", "SliceBackward", "ToCopyBackward", "AliasBackward", "CloneBackward", "ViewBackward"),
+    *("UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward", "ExpandBackward"),
+    *("TBackward", "TransposeBackward", "PermuteBackward"),
+)
+_SCALING: Final = ("MulBackward", "DivBackward")
+_SQUARES: Final = ("PowBackward", "MseLossBackward")
+_CLOSE: Final = 1e-6  # of products of float32
+_SUM: Final = "give the sum; step.update divides by the weight of the whole step"
 
 
-def check_loss(step: int, loss: Any) -> None:
-    """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or a mean."""
-    if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise refused(f"step {step}: step.backward was given {found}", "give the loss added up, a 0-dim tensor")
-    if loss.grad_fn is None:
-        raise refused(
-            f"step {step}: the loss has no graph that leads to the model",
-            "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
-        )
-    if _is_mean(loss.grad_fn):
-        raise refused(
-            f"step {step}: the loss is a mean, which micro-batches of other sizes would not add up to",
-            'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
-        )
+class Scale(NamedTuple):
+    """A constant in a loss, which multiplies or divides what is beneath `node`."""
+
+    node: Node
+    value: float
+    divides: bool
 
 
-def _is_mean(node: Any) -> bool:
-    """Return whether the last operation of a graph is a mean, by its name or by the reduction that it has kept."""
-    while node.name().startswith(_PASSING) and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+class Part(NamedTuple):
+    """A summand of a loss: the node where the walk to it ended, and what it came by.
+
+    `counts` are the lengths of the sums on the way, the innermost last.
+    """
+
+    node: Node
+    scales: tuple[Scale, ...] = ()
+    counts: tuple[int, ...] = ()
+    mean: bool = False
+
+    def factor(self, below: Node = None) -> float:
+        """Return the product of its constants, or of those below a node."""
+        nodes = [scale.node for scale in self.scales]
+        inner = self.scales[nodes.index(below) + 1 :] if below in nodes else self.scales
+        return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
+
+
+@final
+@dataclass
+class LossCheck:
+    """Sees all losses of this process, one of so many, and refuses what is no sum."""
+
+    processes: int = 1
+    _factors: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of the parts, by samples and weight
+    _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
+
+    def check(
+        self, step: int, loss: Any, microbatch: MicroBatch, others: Mapping[int, str], returned: Collection[Node]
+    ) -> None:
+        """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or no sum.
+
+        `others` are counts that it must not be divided by, besides those of the micro-batch, and what they count;
+        `returned` are the nodes of what the model returned for this micro-batch.
+        """
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise refused(f"step {step}: step.backward was given {found}", "give the loss added up, a 0-dim tensor")
+        if loss.grad_fn is None:
+            raise refused(
+                f"step {step}: the loss has no graph that leads to the model",
+                "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
+            )
+        parts = [each for each in _parts(loss.grad_fn, microbatch.samples, returned) if _follows(each.node, returned)]
+        means = [part for part in parts if part.mean]
+        if means and not _of_one_sample(means, microbatch):
+            what = "the loss is a mean" if len(means) == len(parts) else "a part of the loss is a mean"
+            raise refused(
+                f"step {step}: {what}, which micro-batches of other sizes would not add up to",
+                'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
+            )
+        others = {self.processes: "the number of processes", **others}
+        for part in parts:
+            for scale in part.scales:
+                if scale.divides and (what := _count(scale, part, parts, microbatch, others)):
+                    raise _divided(step, scale.value, f", {what}")
+        self._compare(step, microbatch, parts)
+
+    def _compare(self, step: int, microbatch: MicroBatch, parts: Sequence[Part]) -> None:
+        """Raise UsageError for a divisor that changes within a step, and a constant that is inverse to the size."""
+        before, now = self._divisors, [scale.value for part in parts for scale in part.scales if scale.divides]
+        self._divisors = step, now
+        for one, other in zip(before[1], now, strict=False) if before[0] == step and len(before[1]) == len(now) else ():
+            if one != other:
+                raise _divided(step, other, f", and in the micro-batch before by {one:.6g}")
+        size, factors = (microbatch.samples, microbatch.weight), [part.factor() for part in parts]
+        if self._factors.setdefault(size, factors) != factors:
+            self._factors[size] = []  # they follow from something else
+        for another, others in self._factors.items():
+            for one, other in zip(others, factors, strict=False) if len(others) == len(factors) else ():
+                for was, count in zip(another, size, strict=True):
+                    if was != count and math.isclose(one * was, other * count, rel_tol=_CLOSE):
+                        by = f"multiplied by {other:.6g} in a micro-batch of {count}, by {one:.6g} in one of {was}"
+                        raise refused(f"step {step}: the loss is {by}: so it is a mean", _SUM)
+
+
+def _divided(step: int, divisor: float, why: str) -> Exception:
+    product = f"{1 / divisor:.6g} * loss" if divisor else "a factor times the loss"
+    return refused(
+        f"step {step}: the loss is divided by {divisor:.6g}{why}", f"{_SUM}; write a factor of your own as {product}"
+    )
+
+
+def _of_one_sample(means: Sequence[Part], microbatch: MicroBatch) -> bool:
+    """Return whether these are means over the values of a sample: of the only one, or one for each."""
+    samples = microbatch.samples
+    if samples == microbatch.weight == 1:
+        return True
+    return len(means) == samples and all(_rows(part.node) != samples for part in means)
+
+
+def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroBatch, others: Mapping[int, str]) -> str:
+    """Return what count a part of the loss is divided by, in words; "" for a constant of the user's own.
+
+    That is a number which is no such count, an average of so many parts, or the half of squares.
+    """
+    value = divisor.value
+    if not math.isfinite(value) or value != int(value) or value < 2:
+        return ""
+    beneath = [each.factor(divisor.node) for each in parts if divisor.node in [scale.node for scale in each.scales]]
+    if len(beneath) == value and len(set(beneath)) == 1:
+        return ""
+    if value == 2 and any(each.node.name().startswith(_SQUARES) for each in parts):
+        return ""
+    if value == microbatch.samples:
+        return "the number of samples of the micro-batch"
+    if value == microbatch.weight:
+        return "the weight of the micro-batch"
+    if value in part.counts or value in _added(part.node):
+        return "as many as were added up"
+    return others.get(int(value), "")
+
+
+def _added(node: Node) -> Iterable[float]:
+    """Return how many losses an operation has added up by itself, as with reduction="sum", as far as it kept that."""
+    try:
+        if getattr(node, "_saved_total_weight", None) is not None:
+            return [float(node._saved_total_weight)]
+        return [node._saved_self.numel()] if getattr(node, "_saved_reduction", None) is not None else []
+    except RuntimeError:  # it was written to, which its backward will report
+        return []
+
+
+def _follows(node: Node, returned: Collection[Node]) -> bool:
+    """Return whether a part of the loss follows from what the model returned; True where that is not known."""
+    waiting, seen = [node], {node}
+    while waiting and returned:
+        node = waiting.pop()
+        if node in returned:
+            return True
+        inner = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= inner
+        waiting += inner
+    return not returned
+
+
+def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[Part]:
+    """Return the parts of a loss; a walk ends at what is not linear, at a mean, and at what the model returned."""
+    found, waiting = [], [Part(root)]
+    while waiting:
+        part = waiting.pop()
+        mean = _is_mean(part.node, samples)
+        below = [] if mean or part.node in returned else _below(part, returned)
+        waiting += reversed(below)
+        if not below:
+            found.append(part._replace(mean=mean))
+    return found
+
+
+def _below(part: Part, returned: Collection[Node]) -> list[Part]:
+    """Return the parts that an operation is linear in, or none."""
+    node, name = part.node, part.node.name()
+    sides = [each for each, _ in node.next_functions]
+    inner = [each for each in sides if each is not None]
+    if name.startswith(_SCALING):
+        return _scaled(part, sides, returned)
+    if not name.startswith(_LINEAR):
+        return []
+    if name.startswith("SumBackward"):
+        part = part._replace(counts=(*part.counts, math.prod(node._saved_self_sym_sizes)))
+    elif name.startswith("MeanBackward") and (stacked := _stacked(node)):
+        part = part._replace(scales=(*part.scales, Scale(node, stacked, divides=True)))
+    return [part._replace(node=each) for each in inner]
+
+
+def _scaled(part: Part, sides: Sequence[Node], returned: Collection[Node]) -> list[Part]:
+    """Return what is beneath a product or a quotient, of which one side is a constant or follows from weights alone."""
+    node = part.node
+    divides = node.name().startswith("DivBackward")
+    of_model = [each for each in sides if each is not None]
+    if len(of_model) > 1:
+        of_model = [each for each in sides if _follows(each, returned)]
+    if len(of_model) != 1 or (divides and of_model[0] is not sides[0]):
+        return []
+    inner = part._replace(node=of_model[0])
+    if len(sides) > 1 and None not in sides:
+        return [inner]
+    try:
+        constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
+    except RuntimeError:  # it was written to, which its backward will report
+        return [inner]
+    if constant is None or (isinstance(constant, Tensor) and constant.numel() != 1):  # one for each sample
+        return [inner]
+    return [inner._replace(scales=(*part.scales, Scale(node, float(constant), divides)))]
+
+
+def _is_mean(node: Node, samples: int) -> bool:
+    """Return whether an operation is a mean over samples, by its name or by the reduction that it has kept."""
+    if not node.name().startswith("MeanBackward"):
+        return getattr(node, "_saved_reduction", None) == _MEAN
+    sizes = node._saved_self_sym_sizes
+    dims = _dims(node)
+    if math.prod(sizes[dim] for dim in dims) == 1 or _stacked(node):
+        return False
+    return len(dims) == len(sizes) or (0 in dims and sizes[0] == samples)
+
+
+def _stacked(node: Node) -> int:
+    """Return of how many losses, stacked up, a node is the mean; 0 where it is another one."""
+    inner = node.next_functions[0][0]
+    stacks = inner is not None and inner.name().startswith("StackBackward")
+    return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0
+
+
+def _dims(node: Node) -> list[int]:
+    """Return which dims a mean is over."""
+    ndim = len(node._saved_self_sym_sizes)
+    given = getattr(node, "_saved_dim", None) or range(ndim)
+    return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in given})
+
+
+def _rows(node: Node) -> int:
+    """Return the length along dim 0 of what a mean is over."""
+    sizes = node._saved_self_sym_sizes if node.name().startswith("MeanBackward") else node._saved_self.shape
+    return int(sizes[0]) if sizes else 1

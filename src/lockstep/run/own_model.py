@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lockstep.own_code import refused
+from lockstep.core.batch import tensors_of
+from lockstep.own_code import Place, located, refused
 from lockstep.parallel.numerics import Numerics
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 
 @dataclass(eq=False)
@@ -21,6 +24,13 @@ class Gate:
 
     open: bool = False
     step: int = 0  # whose micro-batches are under way, as many on each rank as it has
+    returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
+    ended_at: Place = "", 0  # the line of the last step.backward
+
+    @property
+    def ended(self) -> str:
+        """What became of the micro-batch before."""
+        return f"step.backward{f' at {located(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
         """Raise UsageError for an exchange of the user's own within a step."""
@@ -40,13 +50,23 @@ class Gate:
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
             each.register_forward_pre_hook(self._check, prepend=True)
+            each.register_forward_hook(self._note)
 
     def _check(self, _module: nn.Module, _inputs: Any) -> None:
+        if not self.open and self.step:
+            raise refused(
+                f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
+                "call it before step.backward, and give that the sum of all losses of the micro-batch, once",
+            )
         if not self.open:
             raise refused(
                 "the placed model is called outside of a micro-batch",
                 "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`",
             )
+
+    def _note(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        # A loss that the model works out itself, 0-dim, is looked into.
+        self.returned |= {each.grad_fn for each in tensors_of(outputs) if each.grad_fn is not None and each.ndim}
 
 
 @final
@@ -55,11 +75,33 @@ class Look:
 
     def __init__(self, model: nn.Module) -> None:
         self._known = set(model.modules())
-        self._hook = register_module_forward_pre_hook(self._check)
+        self._parameters = {*model.parameters()}
+        self._hooks = [register_module_forward_pre_hook(self._check), register_module_forward_hook(self._gather)]
 
     def close(self) -> None:
         """Look no more."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def check_leaves(self, step: int, loss: Tensor) -> None:
+        """Raise UsageError where a loss depends on a parameter that is not the placed model's."""
+        waiting, seen = [loss.grad_fn], {loss.grad_fn}
+        while waiting:
+            node: Any = waiting.pop()
+            leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
+            if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
+                raise refused(
+                    f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
+                    f"placed model, and which nobody trains",
+                    "make it a part of the model that run.place is given",
+                )
+            following = {each for each, _ in node.next_functions if each is not None} - seen
+            seen |= following
+            waiting += following
+
+    def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if module in self._known:  # a cut model computes with others than it has between two calls
+            self._parameters.update(each for each in module._parameters.values() if each is not None)
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
         if module in self._known:
@@ -81,11 +123,13 @@ class Look:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put all modules back into training or evaluation, as they were before the block; not where it fails."""
+    """Put all modules back into training or evaluation, as they were before the block."""
     modes = {module: module.training for module in model.modules()}
-    yield
-    for module, training in modes.items():
-        module.training = training
+    try:
+        yield
+    finally:  # a loop over an evaluation may be left early
+        for module, training in modes.items():
+            module.training = training
 
 
 def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:

@@ -26,6 +26,8 @@ from lockstep.parallel.tensor.plan import Plan
 from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
+from lockstep.run.own_groups import Groups
+from lockstep.run.own_guard import Guard, Guarding, Unguarded
 from lockstep.run.own_model import structure
 from lockstep.run.own_settings import Settings
 from lockstep.run.own_sums import NoTask
@@ -58,7 +60,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """The user's model and optimizer, and the engine that trains; `rates` are those of the optimizer's groups.
+    """The user's model and optimizer, and the engine that trains; `made` is how the optimizer was.
 
     `usual` is the engine whose state has the model's usual shapes: those that it has without `chunks`.
     """
@@ -75,12 +77,13 @@ class Placed:
     chunks: Chunks
     structure: object
     rate: float  # the optimizer's default
-    rates: tuple[float, ...]
+    made: Mapping[str, Any]  # the optimizer's settings
+    groups: Groups
+    guard: Guarding
 
     def decided(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
-        optimizer = hyperparameters(self.optimizer)
-        plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": optimizer}
+        plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
         return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan)}
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -95,20 +98,18 @@ class Placed:
             for name, each in plain.items()
         }
 
+    def agree(self, step: int, rate: float, clip: float | None) -> None:
+        """Hand the optimizer's settings on, and see that they, the rate and `clip` are the same on all ranks."""
+        self.groups.take(self.engine.groups, step)
+        if self.world.size > 1:
+            self.world.note(self.groups.digest(rate, clip))
+
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
         if structure(self.model) != self.structure:
             raise refused(
                 "the model was changed after run.place: it has other parameters or buffers, or others are trained",
                 "change it before run.place",
-            )
-
-    def check_rates(self, step: int) -> None:
-        """Raise UsageError where the loop has changed the rates; `step` is its number, from 1, for the message."""
-        if _rates(self.optimizer) != self.rates:
-            raise refused(
-                f"step {step}: the optimizer's rate was changed, as a scheduler does",
-                "give the rate to step.update(lr=...), as a function of step.samples_seen: so a resumed run knows it",
             )
 
 
@@ -126,8 +127,10 @@ def spread(
         static_scale=default_static_scale(settings.precision),
         offload_activations=settings.placement.offload_activations,
         recompute=recomputed(settings.placement, chosen),
+        guarded=member.guarded,
     )
-    make_optimizer = over_trained(optimizer, model)
+    before = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    make_optimizer, made = over_trained(optimizer, model), hyperparameters(optimizer)
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
@@ -141,9 +144,10 @@ def spread(
             f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "
             f"torch's, NumPy's and Python's generators, and from nothing that differs between ranks"
         )
-    rate, rates = float(optimizer.defaults["lr"]), _rates(optimizer)
+    rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
     what = settings, world, model, optimizer, name, chosen, numerics
-    return Placed(*what, engine, usual, chunks, structure(model), rate, rates)
+    guard = Guard(model, before, engine.kept_buffers) if member.guarded else Unguarded()
+    return Placed(*what, engine, usual, chunks, structure(model), rate, made, groups, guard)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
@@ -179,7 +183,3 @@ def _let_go(optimizer: Optimizer, model: nn.Module) -> None:
         for parameter in group["params"]:
             if parameter not in kept:
                 parameter.data = parameter.data.new_empty(0)
-
-
-def _rates(optimizer: Optimizer) -> tuple[float, ...]:
-    return tuple(float(group["lr"]) for group in optimizer.param_groups)

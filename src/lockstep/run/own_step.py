@@ -10,11 +10,13 @@ from torch import Tensor
 
 from lockstep.core.batch import Batch
 from lockstep.own_code import calling, refused
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.run.own_loss import check_loss
+from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, Look
+from lockstep.run.own_placed import Placed
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Every, Turn
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 
 @final
@@ -24,23 +26,26 @@ class OwnStep:
     def __init__(
         self,
         turn: Turn,
-        engine: DataParallelEngine,
         gate: Gate,
         leaves: int,
-        rate: float,
+        placed: Placed,
         look: Callable[[], Look | None],
+        losses: LossCheck,
     ) -> None:
         self._turn = turn
-        self._engine = engine
+        self._engine = placed.engine
         self._gate = gate
-        self._rate = rate
+        self._guard = placed.guard
+        self._placed = placed
         self._look = look
+        self._losses = losses
+        self._counts = _counts(turn, leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._looking: Look | None = None
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
-        engine.begin(turn.microbatches, turn.step, leaves)
+        self._engine.begin(turn.microbatches, turn.step, leaves)
 
     @property
     def number(self) -> int:
@@ -94,11 +99,14 @@ class OwnStep:
         """Yield this rank's micro-batches, on its device; what is between one and its backward is its forward."""
         if self._done or self._current is not None or self._where:
             raise refused(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
-        self._gate.step = self.number
+        self._gate.step = self._guard.step = self.number
         try:
             for number, microbatch in enumerate(self._turn.microbatches):
+                if number:
+                    self._guard.check(whole=False, modes=True)
                 self._looking = self._look() if not number else None
                 self._enter(microbatch)
+                self._guard.mark()
                 yield microbatch.batch
                 if self._current is not None:
                     raise refused(
@@ -108,19 +116,29 @@ class OwnStep:
         finally:
             if self._done < len(self._turn.microbatches):
                 self._where = calling()
-            self.leave()
+            self.leave(early=True)
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradient to the step's; `loss` is summed over the micro-batch, 0-dim."""
         microbatch = self._current
         if microbatch is None:
-            what = "a second backward for one micro-batch" if self._done else "a backward outside of a micro-batch"
-            raise refused(f"step {self.number}: {what}", "call step.backward once for each, within `for batch in step`")
-        check_loss(self.number, loss)
+            what = f"a second backward: {self._gate.ended}" if self._done else "a backward outside of a micro-batch"
+            raise refused(
+                f"step {self.number}: {what}",
+                "call step.backward once for each, within `for batch in step`, with the sum of its losses",
+            )
+        self._losses.check(self.number, loss, microbatch, self._counts, self._gate.returned)
+        if self._looking is not None:
+            self._looking.check_leaves(self.number, loss)
         self.leave()
+        self._guard.check(whole=False, modes=True, forward=True)
+        self._guard.give_back()
         self._current = None
         self._done += 1
         self._engine.backward(microbatch, loss)
+        self._guard.withhold()
+        self._guard.mark()
+        self._gate.ended_at = self._guard.last
 
     def update(self, lr: float | None = None, clip: float | None = None) -> None:
         """Divide the gradient by the step's weight, clip its norm to `clip`, and move the weights at rate `lr`.
@@ -131,10 +149,14 @@ class OwnStep:
             raise refused(f"step {self.number}: a second step.update", "call it once for each step")
         if self._done < len(self._turn.microbatches):
             raise self.unfinished()
-        self._gate.step = 0
+        self._guard.check()
+        self._guard.give_back()
+        rate = self._placed.rate if lr is None else float(lr)
+        self._placed.agree(self.number, rate, clip)
+        self._gate.step = self._guard.step = 0
         sums = self._engine.end()
-        rate = self._rate if lr is None else float(lr)
         self._turn.done(rate, sums, self._engine.update(rate, clip))
+        self._guard.mark(moved=True)
 
     def unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""
@@ -146,13 +168,19 @@ class OwnStep:
             )
         return refused(f"step {self.number}: left without step.update", "call step.update once for each step")
 
-    def leave(self) -> None:
-        """Leave the forward of a micro-batch, if one is under way: its precision, and what looks at it."""
+    def leave(self, early: bool = False) -> None:
+        """Leave the forward of a micro-batch, if one is under way: its precision, and what looks at it.
+
+        Where that is `early`, because of an error, what it has left behind is not looked at.
+        """
         forward, self._forward, self._gate.open = self._forward, None, False
-        if forward is not None:
-            forward.__exit__(None, None, None)
+        self._gate.returned.clear()
         if self._looking is not None:
             self._looking.close()
+        if forward is not None and early:
+            forward.__exit__(GeneratorExit, GeneratorExit(), None)
+        elif forward is not None:
+            forward.__exit__(None, None, None)
 
     @property
     def _of(self) -> int:
@@ -162,3 +190,16 @@ class OwnStep:
         self._forward = self._engine.forward(microbatch, self._turn.step)
         self._forward.__enter__()
         self._current, self._gate.open = microbatch, True
+
+
+def _counts(turn: Turn, microbatches: int) -> dict[int, str]:
+    """Return what a loss must not be divided by, and what it counts: the sums of a step are divided by its weight."""
+    own, samples = len(turn.microbatches), max((each.samples for each in turn.microbatches), default=1)
+    return {
+        own * samples: "the samples of this process's micro-batches",
+        microbatches * samples: "the samples of as many micro-batches as the step has",
+        turn.step.samples: "the number of samples of the step",
+        turn.step.weight: "the weight of the step",
+        own: "the number of this process's micro-batches",
+        microbatches: "the number of micro-batches of the step",
+    }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,18 @@ from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimize import check_optimizer, check_rows, check_stored
 from lockstep.parallel.optimizer_state import Named
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+_NO_HOOK: Final = "do before or after step.update what it does, as far as that leaves weights and gradients alone"
+_NOT_CALLED: Final = {
+    "step": "call step.update(lr=...), once for each step",
+    "zero_grad": "leave it out: step.update forgets the gradients",
+    "add_param_group": "give it all groups before run.place",
+    "load_state_dict": "a run resumes from its own checkpoint; make another with the weights alone",
+    "register_step_pre_hook": _NO_HOOK,
+    "register_step_post_hook": _NO_HOOK,
+}
 
 
 def check_pair(model: Any, optimizer: Any) -> None:
@@ -32,6 +44,8 @@ def check_pair(model: Any, optimizer: Any) -> None:
         )
     if not isinstance(optimizer, Optimizer):
         raise refused(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
+    if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
+        raise refused(f"run.place: the optimizer has {len(hooked)} hooks of its step", _NO_HOOK)
     if optimizer.state:
         raise refused("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
     if "lr" not in optimizer.defaults:
@@ -46,6 +60,11 @@ def check_pair(model: Any, optimizer: Any) -> None:
             f"run.place: the optimizer has {len(foreign)} parameters that the model has not, such as one of shape "
             f"{foreign[0]}",
             "put all that is trained in one module, such as an nn.ModuleDict",
+        )
+    if watched := [names[each] for each in held if each._backward_hooks or each._post_accumulate_grad_hooks]:
+        raise refused(
+            f"run.place: {watched[0]} has a hook of its gradient, which strategies keep in other tensors",
+            "take it away; compute in the model what changes gradients, and log step.norm",
         )
     frozen = [names[each] for each in held if not each.requires_grad]
     missing = [name for each, name in names.items() if each.requires_grad and each not in set(held)]
@@ -90,9 +109,9 @@ def over_trained(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
 
 
 def hand_over(optimizer: Optimizer) -> None:
-    """Leave the user an optimizer that shows its groups and steps no more: `step.update` does."""
-    optimizer.step = MethodType(_steps, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = MethodType(_zeroes, optimizer)  # type: ignore[method-assign]
+    """Leave the user an optimizer that shows its groups and does nothing else: `step.update` does."""
+    for name, advice in _NOT_CALLED.items():
+        setattr(optimizer, name, MethodType(_refusing(name, advice), optimizer))
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
@@ -114,7 +133,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the same kind and settings over other tensors."""
     twin: Optimizer = object.__new__(type(optimizer))
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CALLED}
     twin.__dict__ |= {**attributes, "state": defaultdict(dict), "param_groups": groups}
     return twin
 
@@ -123,9 +142,8 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Nam
     return _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
 
 
-def _steps(optimizer: Optimizer, closure: object = None) -> NoReturn:
-    raise refused("optimizer.step() is not this loop's to call", "call step.update(lr=...), once for each step")
+def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
+    def refuse(_: Optimizer, given: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
+        raise refused(f"optimizer.{name}() is not this loop's to call", advice)
 
-
-def _zeroes(optimizer: Optimizer, set_to_none: bool = True) -> NoReturn:
-    raise refused("optimizer.zero_grad() has nothing to do", "leave it out: step.update forgets the gradients")
+    return refuse

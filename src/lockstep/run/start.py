@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 from typing import Final, Literal, TypeVar
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
+from lockstep.hashing import FIXED, RANDOM, given_to_others, hash_seed
 from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
@@ -47,35 +51,63 @@ def on_ranks(
     failed: Callable[[str], None] | None = None,
     *,
     apart: bool = False,
+    hashes: str | None = None,
 ) -> int:
     """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code.
 
     One rank is this process, unless `apart`; several, of which ranks/local_launcher.py has the rest, are processes of
     their own. What is `ready` in this process is so in forked ones. To a spawned one, where there is CUDA, it cannot be
-    sent, and it gets None.
+    sent, and it gets None. With `hashes`, a seed of Python's hashes, they are spawned, and have it.
     """
     if count == 1 and not apart:
         return work(ready, alone())
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     # CUDA does not survive a fork, which is quicker and shares what is in memory.
-    method: Literal["fork", "spawn"] = "spawn" if placement.device != "cpu" and torch.cuda.device_count() else "fork"
+    spawns = hashes is not None or (placement.device != "cpu" and torch.cuda.device_count())
+    method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
     _, strategy = find_strategy(placement, count)
     if method == "fork" and isinstance(strategy, Foreign):
         strategy.preload()
     worker = partial(work, ready if method == "fork" else None)
-    return run_workers(worker, count, method, placement.timeout_s, logs, failed)
+    with ExitStack() as stack:
+        if method == "spawn":  # each would draw a seed of its own
+            stack.enter_context(given_to_others(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
+        if hashes is not None:
+            stack.enter_context(_without_main())
+        return run_workers(worker, count, method, placement.timeout_s, logs, failed)
+
+
+def can_be_spawned(work: Callable[..., object]) -> bool:
+    """Return whether a function can be sent to a new process: it is in a module, which is not the script itself."""
+    with _without_main():
+        try:
+            ForkingPickler.dumps(work)
+        except Exception:  # whatever its parts raise
+            return False
+    return True
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the script of this process from those that are spawned in the block: they would run it first."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def in_workers_silently(
-    work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int
+    work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int, hashes: str | None = None
 ) -> tuple[int, str]:
     """Do `work` on ranks that are all processes of their own; return the exit code, and the message of a failure.
 
-    A signal that ended the workers ends this process, too.
+    `hashes` as in `on_ranks`. A signal that ended the workers ends this process, too.
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
-            code = on_ranks(work, ready, placement, count, apart=True)
+            code = on_ranks(work, ready, placement, count, apart=True, hashes=hashes)
         except SystemExit as end:  # a signal came before there were workers
             code = int(end.code or 0)
     if code > _SIGNALLED:

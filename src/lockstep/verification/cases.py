@@ -27,15 +27,17 @@ from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
+from lockstep.hashing import other_seed
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
 from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import in_workers_silently
+from lockstep.run.user_code import import_paths
 from lockstep.strategies import names
 from lockstep.verification import probing, trace
-from lockstep.verification.causes import Diagnosis, ProbeResult, cause, findings
+from lockstep.verification.causes import EVALUATED, Diagnosis, ProbeResult, cause, findings
 from lockstep.verification.compare import Difference, differences
 from lockstep.verification.plan_check import check_chunks
 from lockstep.verification.sequence_check import check_sequence_chunks
@@ -96,31 +98,53 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 
     `tell` is called with what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
-    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     asked = resolve(loaded)
-    recipe = asked.recipe
     if not everything:
         check_placement(asked)
         _check_promise(asked)
-    ready = prepared(loaded)
-    check_kernels(asked.placement, ready)
-    check_chunks(ready)
-    check_sequence_chunks(ready)
+    ready = _ready(loaded)
     if not everything:
         check_cut(asked, ready)
+    cases = _all(loaded, ready) if everything else _given(loaded, asked.processes)
+    found = _verified(ready, loaded, cases, steps, tell)
+    if not everything and (refused := [row for row in found.rows if row.verdict == "not possible"]):
+        raise UsageError(refused[0].reason)
+    return found
+
+
+def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
+    """Compare these strategies on so many processes, where they are possible, with one process over so many steps."""
+    ready = _ready(loaded)
+    named = [({"name": each} if isinstance(each, str) else dict(each), count) for each, count in places]
+    cases = [_checked(_case(loaded, Strategy.model_validate(each), count, {}), ready) for each, count in named]
+    return _verified(ready, loaded, cases, steps, lambda _: None)
+
+
+def _ready(loaded: Loaded) -> Setup:
+    """Open the data and check the recipe, in this process."""
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    ready = prepared(loaded)
+    check_kernels(loaded.config.placement, ready)
+    check_chunks(ready)
+    check_sequence_chunks(ready)
+    return ready
+
+
+def _verified(
+    ready: Setup, loaded: Loaded, cases: Sequence[Case], steps: int, tell: Callable[[str], None]
+) -> Verification:
+    recipe = ready.recipe
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
     evaluated = min(samples, _validation(evaluation_batch(recipe)))
-    cases = _all(loaded, ready) if everything else _given(loaded, asked.processes)
-    if everything:
-        _import_for_all()
+    if len(cases) > 2:  # one process, and what was asked for
+        import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = chosen_steps(ready.steps, steps)
         job = Job(loaded, numbers, evaluated, Path(folder))
         comparison = _Comparison(job, prepared(loaded, evaluated), tell)
         probed = comparison.look()
         rows = [] if probed.refused else comparison.rows(cases)  # nothing of such a model would run
-        if not everything and (refused := [row for row in rows if row.verdict == "not possible"]):
-            raise UsageError(refused[0].reason)
+    departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
         steps=tuple(number + 1 for number in numbers),
@@ -128,7 +152,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
         evaluated=evaluated,
         validation_samples=samples,
         rows=tuple(rows),
-        findings=tuple(findings(probed)),
+        findings=tuple(findings(probed, departed)),
     )
 
 
@@ -149,7 +173,7 @@ def saved_after(job: Job) -> int:
     return max(1, steps - 1 if job.loaded.config.recipe.compile else steps // 2)
 
 
-def _import_for_all() -> None:
+def import_for_all() -> None:
     """Import here, once, what strategies import when they start: FSDP alone takes each process half a second."""
     for room in (comm, device):
         for module in pkgutil.iter_modules(room.__path__):
@@ -262,7 +286,7 @@ class _Comparison:
         if case.reason:
             return Row(case.strategy, case.processes, "not possible", case.reason, case.exactness), None
         self._tell(case.label)
-        outcome = self._run(case, replace(self._job, save_after=self._half))
+        outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
             return _failed(case, outcome), None
         row = Row(
@@ -314,6 +338,13 @@ class _Comparison:
             differing=len(found),
         )
 
+    def _hashes(self, case: Case) -> str | None:
+        """Return another seed of hashes for the second run of the reference, where there is code of the user's own.
+
+        Such a process is spawned, and imports all anew, which takes seconds.
+        """
+        return other_seed() if case.label == self._single.label and import_paths(self._ready.recipe) else None
+
     def _valued(
         self, case: Case, outcome: Outcome, found: Sequence[Difference]
     ) -> tuple[list[tuple[Difference, Values | None]], bool]:
@@ -323,7 +354,7 @@ class _Comparison:
         """
         chosen = wanted(found)
         reference = self._demanded(self._run(self._single, replace(self._job, wanted=chosen)))
-        again = self._run(case, replace(outcome.job, wanted=chosen, save_after=None))
+        again = self._run(case, replace(outcome.job, wanted=chosen, save_after=None), self._hashes(case))
         pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
         same = reference.figures == self._reference.figures and again.figures == outcome.figures
         for each in (reference, again):
@@ -331,7 +362,8 @@ class _Comparison:
         return pairs, same
 
     def _mismatch(self, case: Case, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
-        diagnosis = Diagnosis(first, self._facts, case.label, case.processes, bool(after), again)
+        hashes = not after and self._hashes(case) is not None
+        diagnosis = Diagnosis(first, self._facts, case.label, case.processes, bool(after), again, hashes)
         return Mismatch(
             step=first.step,
             what=diagnosis.what,
@@ -367,10 +399,10 @@ class _Comparison:
             [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
         )
 
-    def _run(self, case: Case, job: Job) -> Outcome:
-        """Run a case."""
+    def _run(self, case: Case, job: Job, hashes: str | None = None) -> Outcome:
+        """Run a case, with another seed of Python's hashes if one is given."""
         job = self._new(case, job)
-        code, said = self._launch(work, case, job)
+        code, said = self._launch(work, case, job, hashes)
         return Outcome(job, code, trace.read(job.folder, case.processes) if code == EXIT_DONE else [], said)
 
     def _new(self, case: Case, job: Job) -> Job:
@@ -380,10 +412,16 @@ class _Comparison:
         job.folder.mkdir()
         return job
 
-    def _launch(self, body: Callable[[Job, Setup | None, Rendezvous], int], case: Case, job: Job) -> tuple[int, str]:
+    def _launch(
+        self,
+        body: Callable[[Job, Setup | None, Rendezvous], int],
+        case: Case,
+        job: Job,
+        hashes: str | None = None,
+    ) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
         work = partial(_with_own_streams, partial(body, job))
-        code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes)
+        code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _demanded(self, outcome: Outcome) -> Outcome:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from lockstep.hashing import VARIABLE
 from lockstep.reporting.verification import Finding
 from lockstep.verification.compare import DATA, EVALUATION, LOSS, OWN_LOSS, SCALARS, Difference
+from lockstep.verification.probe_state import CACHE
 from lockstep.verification.probe_state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.verification.probe_witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
 from lockstep.verification.trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER
 
-RANDOM_DATA: Final = "a data set that is random for each call"
+RANDOM_DATA: Final = "a data set whose items change"
 RANKED_DATA: Final = "a data set that depends on the rank"
 RANKED: Final = "a forward pass that depends on the rank"
 GLOBALS: Final = "state in global variables"
@@ -26,6 +28,7 @@ ATTRIBUTES: Final = "state in plain attributes"
 HIDDEN_STATE: Final = "state outside the model's tensors"
 CUSTOM_BATCHNORM: Final = "a custom BatchNorm"
 BUFFERS: Final = "buffers updated outside BatchNorm"
+EVALUATED: Final = "evaluated sum"  # what departs where training agrees
 MEAN_LOSS: Final = "a loss that is a mean"
 NO_SUM: Final = "a loss that is no sum over samples"
 UNUSED: Final = "unused parameters"
@@ -94,8 +97,17 @@ class ProbeResult:
         return f" ({found[0]})" if found else ""
 
 
-def findings(probed: ProbeResult) -> list[Finding]:
-    """Return what is wrong, or worth knowing, with the user's own code."""
+def findings(probed: ProbeResult, departed: bool = False) -> list[Finding]:
+    """Return what is wrong, or worth knowing, with the user's own code; `departed` in training, on some placement.
+
+    That makes a fault of what was drawn from generators that nobody seeds, seldom as it may matter.
+    """
+    found = _found(probed)
+    unexplained = departed and not any(each.fault for each in found)
+    return [replace(each, fault=each.fault or (unexplained and each.culprit == FOREIGN_RANDOMNESS)) for each in found]
+
+
+def _found(probed: ProbeResult) -> list[Finding]:
     found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
     found += _of_evaluation(probed)
     if probed.unused:
@@ -112,7 +124,8 @@ def findings(probed: ProbeResult) -> list[Finding]:
 class Diagnosis:
     """The first difference, and all that is known around it.
 
-    `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same.
+    `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same, `hashes` that
+    it was in a process with another seed of Python's hashes.
     """
 
     first: Difference
@@ -121,13 +134,14 @@ class Diagnosis:
     processes: int
     resumed: bool = False
     again: bool = True
+    hashes: bool = False
 
     @property
     def what(self) -> str:
         """The kind of the first departure, in the user's words."""
         if self.first.what == MODEL:
             return "buffer" if self.first.name in self.probed.buffers else "weight"
-        return {EVALUATION: "evaluated sum", GRADIENT: "gradient of"}.get(self.first.what, self.first.what)
+        return {EVALUATION: EVALUATED, GRADIENT: "gradient of"}.get(self.first.what, self.first.what)
 
     @property
     def name(self) -> str:
@@ -146,16 +160,33 @@ def cause(diagnosis: Diagnosis) -> str:
         return _of_buffer(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}
     if diagnosis.first.what == DATA:
-        return suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA) or _OTHER_DATA
+        known = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
+        return known or (of_hashes(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA)
     if diagnosis.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
     for culprit in _OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
-    notes = [finding.text for finding in findings(diagnosis.probed) if finding.culprit in _OF_FORWARD]
+    if _by_hashes(diagnosis):
+        return of_hashes(diagnosis.probed.at("model", "loss"))
+    notes = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.culprit in _OF_FORWARD}
     if notes and diagnosis.first.what != EVALUATION:
-        return f"perhaps what was noted, which may matter after more micro-batches: {notes[0]}"
+        if FOREIGN_RANDOMNESS in notes:
+            return notes[FOREIGN_RANDOMNESS]
+        return f"perhaps what was noted, which may matter after more micro-batches: {next(iter(notes.values()))}"
     return _without_suspect(diagnosis)
+
+
+def of_hashes(where: str = "") -> str:
+    """Return what is wrong where another seed of Python's hashes gives other numbers; `where` as in ` (net.py:12)`."""
+    return (
+        f"the order of a set of strings, or hash(), in code{where} that goes through one: Python draws it anew at each "
+        f"start, unless {VARIABLE} is set; go through sorted(...) instead"
+    )
+
+
+def _by_hashes(diagnosis: Diagnosis) -> bool:
+    return diagnosis.hashes and diagnosis.again
 
 
 def _without_suspect(diagnosis: Diagnosis) -> str:
@@ -214,10 +245,10 @@ def _of_data(probed: ProbeResult) -> Iterator[Finding]:
     if by_call:
         part, number, what, _ = by_call[0]
         text = (
-            f"the {part} data set{probed.at(part, 'data')} is random for each call: sample {number}, fetched twice, "
-            f"has other {what} ({len(by_call)} of the samples tried do); draw from Python's, NumPy's or torch's "
-            f"default generators in __getitem__, which are seeded for each sample, not from a generator of its own, "
-            f"the clock or the system"
+            f"item {number} of the {part} data set{probed.at(part, 'data')} changes when it is fetched again: it has "
+            f"other {what} ({len(by_call)} of the items tried do); change nothing in place, and draw from Python's, "
+            f"NumPy's or torch's default generators in __getitem__, which are seeded for each item, not from a "
+            f"generator of its own, the clock or the system"
         )
         yield Finding(RANDOM_DATA, True, text, _samples(by_call))
     if by_rank:
@@ -279,10 +310,9 @@ def _of_state(probed: ProbeResult) -> Iterator[Finding]:
     """Whatever a forward pass leaves behind is a fault once the next one depends on it."""
     depends = bool(probed.alone)
     if probed.streams:
-        drawn = [
-            f"{name} random generator{f' ({probed.reads[name]})' if name in probed.reads else ''}"
-            for name in probed.streams
-        ]
+        caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]  # drawn once, seen no more
+        places = [(name, probed.reads.get(name)) for name in probed.streams]
+        drawn = [f"{name} random generator{f' ({place})' if place else probed.at(*caches)}" for name, place in places]
         text = (
             f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
             f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
@@ -349,9 +379,9 @@ def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
     if norms:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
-            f"{kinds}{probed.at(*norms, 'model')} keeps running statistics and is not derived from torch's BatchNorm: "
+            f"{kinds}{probed.at(*norms, 'model')} moves running statistics itself, not by torch's BatchNorm: "
             f"{_listed(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
-            f"BatchNorm, whose statistics Lockstep moves once a step"
+            f"BatchNorm and call its forward, whose statistics Lockstep moves once a step"
         )
         yield Finding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
     if others:

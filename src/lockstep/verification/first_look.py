@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from lockstep import plainfile
 from lockstep.device.pretended import not_a_rank
 from lockstep.errors import LockstepError
 from lockstep.follow_parent import die_with_parent
@@ -78,13 +79,13 @@ def is_known(ready: Setup) -> bool:
 def is_plain(model: nn.Module) -> bool:
     """Return whether a model is made of plain layers: of libraries known to be clean, without hooks or running state.
 
-    BatchNorm's buffers are Lockstep's to keep; others of these libraries are tables, unless they are saved floats.
-    spectral_norm comes as a hook or as a parametrization.
+    Buffers of BatchNorm and InstanceNorm are Lockstep's to keep; others of these libraries are tables, unless they are
+    saved floats. spectral_norm comes as a hook or as a parametrization.
     """
     return all(
         type(module).__module__.partition(".")[0] in _PLAIN
         and not (module._forward_hooks or module._forward_pre_hooks or isinstance(module, _PARAMETRIZED))
-        and (isinstance(module, nn.modules.batchnorm._BatchNorm) or not _keeps_state(module))
+        and (isinstance(module, nn.modules.batchnorm._NormBase) or not _keeps_state(module))
         for module in model.modules()
     )
 
@@ -99,7 +100,7 @@ def _found(receiving: Connection) -> list[Finding]:
     try:
         if not receiving.poll(_PATIENCE_S):
             return [_not_looked(f"it took more than {time.monotonic() - began:.0f} s")]
-        answer = json.loads(receiving.recv_bytes())
+        answer = plainfile.parsed(receiving.recv_bytes())
     except EOFError:
         return [_not_looked("the process that did was killed")]
     if "failed" in answer:

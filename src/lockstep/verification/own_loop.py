@@ -11,22 +11,33 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from lockstep import plainfile
+from lockstep.config.blame import with_places
+from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
+from lockstep.hashing import other_seed
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.reporting.verification import Verdict, against
 from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.script import run_script
-from lockstep.run.start import in_workers_silently
+from lockstep.run.start import can_be_spawned, in_workers_silently
+from lockstep.verification.cases import import_for_all, verify_on
+from lockstep.verification.causes import of_hashes
+from lockstep.verification.probe_witness import NUMPY, PYTHON, TORCH, witnessed
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
+_READS: Final = "reads-*.json"  # of a rank
+_SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
+_STEPS: Final = 4  # of a recipe, as the command compares
 
 Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
 
@@ -37,26 +48,25 @@ class Checked:
 
     strategy: str
     processes: int
-    verdict: Literal["identical", "differs", "failed", "not possible"]
+    verdict: Verdict
     steps: int = 0
     reason: str = ""
 
     @property
     def good(self) -> bool:
         """Whether nothing is wrong."""
-        return self.verdict in ("identical", "not possible")
+        return self.verdict in (*_SAME, "not possible")
 
     @property
     def line(self) -> str:
         """The placement, and what became of it, in a line."""
-        what = (
-            f"{self.verdict}, {self.steps} steps" if self.verdict == "identical" else f"{self.verdict}: {self.reason}"
-        )
-        return f"{self.strategy} on {self.processes}: {what}"
+        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
+        reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
+        return f"{self.strategy} on {self.processes}: {self.verdict}{steps}{reason}"
 
 
 def verify(
-    function: Callable[[], object],
+    function: Callable[[], object] | str | Path,
     *,
     processes: Sequence[int] = (1, 2, 3),
     strategies: Sequence[str | Mapping[str, Any]] = STRATEGIES,
@@ -64,14 +74,41 @@ def verify(
 ) -> list[Checked]:
     """Run `function`, which joins a run and goes through its steps, on all these placements, and compare each step.
 
+    In its place may stand the name of a recipe, its file, or that of a script. A recipe's own code is looked at, too.
+
     The reference is one process. `strategies`, names or mappings of `name` and options, are in place of what the
-    function gives to `run.place`, on each of `processes` above 1; with 1 among them the reference is run twice. After
-    `steps` steps a function is ended. Raises VerificationError where any placement differs or fails.
+    function gives to `run.place`, on each of `processes` above 1; with 1 among them the reference is run twice, the
+    second time with another seed of Python's hashes. After `steps` steps a function is ended. Raises VerificationError
+    where any placement differs or fails.
     """
+    if isinstance(function, str | Path) and not str(function).endswith(".py"):
+        return _of_recipe(str(function), processes, strategies, steps or _STEPS)
+    if isinstance(function, str | Path):
+        function = script(Path(function), ())
     rows = list(checked(function, processes, strategies, steps))
     if not all(row.good for row in rows):
         raise VerificationError("\n".join(["placements differ from one process:", *(row.line for row in rows)]))
     return rows
+
+
+def _of_recipe(
+    recipe: str, processes: Sequence[int], strategies: Sequence[str | Mapping[str, Any]], steps: int
+) -> list[Checked]:
+    """Compare placements of a recipe."""
+    loaded = load(recipe)
+    with with_places(loaded):
+        found = verify_on(loaded, _places(processes, strategies), steps)
+    if not found.agree:
+        raise VerificationError(against(found))
+    return [Checked(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
+
+
+def _places(
+    processes: Sequence[int], strategies: Sequence[str | Mapping[str, Any]]
+) -> list[tuple[str | Mapping[str, Any], int]]:
+    """Return one process, if it is among `processes`, and each strategy on each other number of them."""
+    alone: list[tuple[str | Mapping[str, Any], int]] = [("single", 1)] if 1 in processes else []
+    return [*alone, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
 
 def checked(
@@ -81,6 +118,7 @@ def checked(
     steps: int | None,
 ) -> Iterator[Checked]:
     """Yield what becomes of each placement, as it is known."""
+    import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         folder = Path(name)
         code, said = _ran(function, "single", 1, folder / "reference", steps)
@@ -88,9 +126,10 @@ def checked(
             kind = UsageError if code == EXIT_USAGE else VerificationError
             raise kind(f"the reference, one process: {said}")
         reference = _read(folder / "reference")
-        places: list[tuple[str | Mapping[str, Any], int]] = [("single", 1)] if 1 in processes else []
-        places += [(strategy, count) for strategy in strategies for count in processes if count > 1]
-        for number, (strategy, count) in enumerate(places):
+        for number, (strategy, count) in enumerate(_places(processes, strategies)):
+            if count == 1:
+                yield _again(function, folder, reference, steps)
+                continue
             own = folder / str(number)
             code, said = _ran(function, strategy, count, own, steps)
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
@@ -99,7 +138,40 @@ def checked(
                 continue
             found = _read(own)
             departure = _mismatch(reference, found)
+            if departure:
+                departure += _likely_cause(function, strategy, count, folder / f"{number}-witnessed", steps)
             yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
+
+
+def _again(function: Callable[[], object], folder: Path, reference: Sequence[Trace], steps: int | None) -> Checked:
+    """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
+    hashes = other_seed() if can_be_spawned(function) else None
+    code, said = _ran(function, "single", 1, folder / "again", steps, hashes)
+    if code != EXIT_DONE:
+        return Checked("single", 1, "failed", reason=said)
+    found = _read(folder / "again")
+    departure = _mismatch(reference, found)
+    if not departure:
+        note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
+        return Checked("single", 1, "identical", len(found), note)
+    if hashes and _ran(function, "single", 1, folder / "third", steps)[0] == EXIT_DONE:
+        same = not _mismatch(reference, _read(folder / "third"))
+        departure += f"; likely cause: {of_hashes()}" if same else ""
+    return Checked("single", 1, "differs", len(found), departure)
+
+
+def _likely_cause(
+    function: Callable[[], object], strategy: str | Mapping[str, Any], count: int, folder: Path, steps: int | None
+) -> str:
+    """Run a placement again, with an eye on what the loop reads besides its batches; return that, and the lines."""
+    _ran(function, strategy, count, folder, steps, witness=True)
+    reads: dict[str, str] = {}
+    for path in sorted(folder.glob(_READS)):
+        reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
+    if not reads:
+        return ""
+    found = " and ".join(f"{what} ({where})" for what, where in reads.items())
+    return f"; likely cause: the loop reads {found}; let a loss follow from its batch and the model alone"
 
 
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
@@ -113,12 +185,17 @@ def _ran(
     count: int,
     folder: Path,
     steps: int | None,
+    hashes: str | None = None,
+    witness: bool = False,
 ) -> tuple[int, str]:
-    """Run the function on a placement; return the exit code, and the message of a failure."""
+    """Run the function on a placement; return the exit code, and the message of a failure.
+
+    `hashes` is a seed of Python's hashes for it, left out this process's. A `witness` writes down what it reads.
+    """
     folder.mkdir()
     given = strategy if isinstance(strategy, str) else dict(strategy)
-    work = partial(_work, function, given, folder, steps)
-    code, text = in_workers_silently(work, None, Placement(), count)
+    work = partial(_work, function, given, folder, steps, witness)
+    code, text = in_workers_silently(work, None, Placement(), count, hashes)
     return code, text.partition("error: ")[2] or text
 
 
@@ -131,6 +208,7 @@ def _work(
     strategy: str | dict[str, Any],
     folder: Path,
     steps: int | None,
+    witness: bool,
     _ready: None,
     rendezvous: Rendezvous,
 ) -> int:
@@ -146,9 +224,11 @@ def _work(
 
     ambient = Ambient(rendezvous, strategy, folder / "run", observe)
     AMBIENT.set(ambient)
+    reads: dict[str, str] = {}
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         try:
-            function()
+            with _seen(ambient, reads) if witness else nullcontext():
+                function()
         except _Enough:
             pass
         except SystemExit as end:
@@ -158,7 +238,26 @@ def _work(
             raise UsageError("it joined no run: call lockstep.join in it")
         for run in ambient.joined:
             run.close()
+    if reads:
+        (folder / _READS.replace("*", str(rendezvous.info.rank))).write_text(json.dumps(reads), encoding="utf-8")
     return EXIT_DONE
+
+
+@contextmanager
+def _seen(ambient: Ambient, reads: dict[str, str]) -> Iterator[None]:
+    """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
+
+    A run is seeded before, and a data set before each sample; but what a micro-batch draws from is torch's to seed.
+    """
+    with witnessed(lambda: any(run.computing for run in ambient.joined)) as found:
+        try:
+            yield
+        finally:
+            reads |= {_named(what): where for what, where in found.items() if what != TORCH}
+
+
+def _named(what: str) -> str:
+    return f"{what} random generator" if what in (PYTHON, NUMPY) else what
 
 
 def _read(folder: Path) -> list[Trace]:
@@ -166,7 +265,7 @@ def _read(folder: Path) -> list[Trace]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if not lines:
         raise UsageError("the function made no step: go through run.steps(...) in it")
-    return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(json.loads, lines)]
+    return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parsed, lines)]
 
 
 def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:

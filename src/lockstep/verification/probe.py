@@ -40,8 +40,8 @@ from lockstep.run.build import Setup
 from lockstep.tasks.base import MicroBatch
 from lockstep.verification import trace
 from lockstep.verification.causes import LossFact, ProbeResult, RandomSample
-from lockstep.verification.probe_state import Globals, ModelState, streams, weights
-from lockstep.verification.probe_witness import witnessed
+from lockstep.verification.probe_state import CACHE, Globals, ModelState, streams, weights
+from lockstep.verification.probe_witness import CLOCK, RANK, witnessed
 
 _SAMPLES: Final = 8  # fetched twice, of each part
 _FEW: Final = 4  # the same, and of a micro-batch, for a quick look
@@ -153,7 +153,7 @@ class _Probe:
         self._ready = ready
         self._world = World(ALONE, device)
         self._look = look
-        self._numerics = replace(ready.numerics(), precision=look.precision)
+        self._numerics = replace(ready.numerics(), precision=look.precision, guarded=False)
         self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
@@ -178,10 +178,23 @@ class _Probe:
         counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
         depends = _first_difference(two, alone) if second is not first else ""
         explained = attributes or variables or drawn or counting or repeated
-        moved = self._changed_weights() if depends and not explained else []
+        # A cache is state only where something else than the inputs went into it, or comes of it.
+        if not (depends or drawn or repeated):
+            variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
+        norms = before.changed_norms(after) if depends and not explained else []
+        changed, counting = [*changed, *norms], [*counting, *norms]
+        moved = self._changed_weights() if depends and not (explained or norms) else []
         evaluated = self._look.backward and not (depends or repeated)  # else training explains it
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
+        own = [kind for kind in kinds if kind.__module__ in self._modules]
+        if len(own) == 1:  # nearer than the function that builds the model
+            places["model"] = user_code.place_of(own[0])
+        by_rank = "" if repeated else _first_difference(one, elsewhere)
+        read: dict[str, str] = {}
+        reads = _as_another_rank(lambda: self._reads(first), read) if drawn or elsewhere != one else read
+        if by_rank and RANK not in reads and CLOCK in reads:  # it had not moved on between the first two
+            repeated, by_rank = by_rank, ""
         return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
             changed_buffers={name: before.kinds[name] for name in changed},
@@ -195,8 +208,8 @@ class _Probe:
             loss=loss,
             repeated=repeated,
             alone=depends,
-            by_rank="" if repeated else _first_difference(one, elsewhere),
-            reads=_as_another_rank(lambda: self._reads(first), {}) if drawn or elsewhere != one else {},
+            by_rank=by_rank,
+            reads=reads,
             evaluation=evaluation,
             evaluation_reads=evaluation_reads,
             places=_places(self._ready) | places | _of_state(model, [*changed, *attributes, *moved]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random as python_random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import count, islice
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple, final
@@ -19,6 +19,7 @@ from lockstep.run import user_code
 from lockstep.verification import trace
 from lockstep.verification.probe_witness import NUMPY, PYTHON
 
+CACHE: Final = "cache of"  # what a cached function is shown as
 SPECTRAL_NORM: Final = "spectral_norm"  # in place of the class of a module whose buffers are those of torch's
 
 _DEPTH: Final = 4  # of containers and objects in attributes
@@ -34,20 +35,26 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
+        self.norms: dict[str, str] = {}  # of types that come from torch's BatchNorm: theirs may move them otherwise
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
-            if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            norm = isinstance(module, nn.modules.batchnorm._NormBase)  # InstanceNorm is one too
+            if not (norm and type(module).__module__.startswith("torch.")):
                 kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
-                    self.buffers[prefix + name] = trace.digest([buffer])
+                    (self.norms if norm else self.buffers)[prefix + name] = trace.digest([buffer])
             for name, value in _plain(module):
                 self.attributes[prefix + name] = _shown(value, _DEPTH)
 
     def changed_buffers(self, after: ModelState) -> list[str]:
         """Return the names of the buffers that have another value in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
+
+    def changed_norms(self, after: ModelState) -> list[str]:
+        """Return the same of those of types that come from torch's BatchNorm."""
+        return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def changed_attributes(self, after: ModelState) -> dict[str, str]:
         """Return how attributes changed, by name: `0 -> 2`, or `a tensor`."""
@@ -89,7 +96,7 @@ def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
             continue
         if isinstance(value, type):
             yield from _class_attributes(value)
-        elif isinstance(value, FunctionType):
+        elif isinstance(value, FunctionType | _lru_cache_wrapper):
             yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of, value))
         else:
             yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of_global, module, variable))
@@ -144,6 +151,8 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _shown_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     """Write what a global holds; of an object of another's class, such as a logger, its type alone."""
+    if isinstance(value, _lru_cache_wrapper):
+        return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         return f"function {_shown([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"

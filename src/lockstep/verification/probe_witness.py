@@ -12,7 +12,7 @@ import random as python_random
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, final
@@ -20,6 +20,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
+from lockstep.own_code import is_installed
 from lockstep.run.user_code import is_librarys, place_of_frame, place_of_line
 
 CLOCK: Final = "the clock"
@@ -32,16 +33,20 @@ NUMPY: Final = "NumPy's"
 TORCH: Final = "torch's"
 
 _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_RUN: Final = ("rank", "size")  # of a run that was joined
 _ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # of torch.distributed
 
 
 @contextmanager
-def witnessed() -> Iterator[Mapping[str, str]]:
-    """While the block runs, note what is read, and the line that does, in the mapping that is yielded."""
+def witnessed(counts: Callable[[], bool] = lambda: True) -> Iterator[Mapping[str, str]]:
+    """While the block runs, note what is read, and the line that does, in the mapping that is yielded.
+
+    What is read while it `counts` not is left out, but for the rank.
+    """
     found: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
-    sys.setprofile(_Calls(found).note)
-    sys.settrace(_Draws(found).begin)
+    sys.setprofile(_Calls(found, counts).note)
+    sys.settrace(_Draws(found, counts).begin)
     try:
         yield found
     finally:
@@ -53,8 +58,9 @@ def witnessed() -> Iterator[Mapping[str, str]]:
 class _Calls:
     """A profiler that notes calls of functions which tell a process or a moment from another."""
 
-    def __init__(self, found: dict[str, str]) -> None:
+    def __init__(self, found: dict[str, str], counts: Callable[[], bool]) -> None:
         self._found = found
+        self._counts = counts
         clocks = (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns)
         dates = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
         self._names: dict[Any, str] = {
@@ -70,7 +76,7 @@ class _Calls:
             what = self._names.get(called)
         elif event == "call" and _asks_for_rank(frame):
             what, reader = RANK, frame.f_back or frame
-        if what is not None and (place := place_of_frame(reader)):
+        if what is not None and (what == RANK or self._counts()) and (place := place_of_frame(reader)):
             self._found.setdefault(what, place)
 
 
@@ -78,13 +84,15 @@ class _Calls:
 class _Draws:
     """A tracer that notes the lines which advance a generator: NumPy's draws are calls that no profiler sees."""
 
-    def __init__(self, found: dict[str, str]) -> None:
+    def __init__(self, found: dict[str, str], counts: Callable[[], bool]) -> None:
         self._found = found
+        self._counts = counts
         self._frames: list[tuple[FrameType, int]] = []  # those of no library that run, and the line that each is at
-        self._states = self._now()
+        self._states: dict[str, Any] = self._now() if counts() else {}  # at the last look, if that counted
 
     def begin(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event != "call" or is_librarys(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # such as an import
             return None
         self._look()
         self._frames.append((frame, frame.f_lineno))
@@ -101,8 +109,11 @@ class _Draws:
 
     def _look(self) -> None:
         """Blame what changed since the last look on the line that was begun then; what a library did, on none."""
+        if not self._counts():
+            self._states = {}
+            return
         now = self._now()
-        for name in [name for name in now if now[name] != self._states[name]] if self._frames else []:
+        for name in [name for name, state in self._states.items() if now[name] != state] if self._frames else []:
             frame, line = self._frames[-1]
             self._found.setdefault(name, place_of_line(frame, line))
         self._states = now
@@ -115,6 +126,8 @@ class _Draws:
 
 def _asks_for_rank(frame: FrameType) -> bool:
     code = frame.f_code
+    if code.co_name in _OF_RUN and code.co_filename.endswith("lockstep/run/joined.py"):
+        return True
     if code.co_name in _ASKED:
         return code.co_filename.endswith("torch/distributed/distributed_c10d.py")
     return code is type(os.environ).__getitem__.__code__ and frame.f_locals.get("key") in _VARIABLES

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
+from lockstep import plainfile
 from lockstep.errors import EXIT_DONE
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
@@ -34,7 +35,7 @@ def write(folder: Path, facts: ProbeResult) -> None:
 
 def read(folder: Path) -> ProbeResult:
     """Return the facts that a probe wrote."""
-    content = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    content = plainfile.parsed((folder / _FACTS).read_text(encoding="utf-8"))
     loss = LossFact(*content["loss"]) if content["loss"] else None
     samples = [RandomSample(*each) for each in content["random_samples"]]
     return ProbeResult(**{**content, "loss": loss, "random_samples": samples})

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import safetensors.torch
 from torch import Tensor
 
+from lockstep import plainfile
 from lockstep.training.checkpoint import tensorfile
 
 GRADIENT: Final = "gradient"
@@ -89,7 +90,7 @@ def kept(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
 
 
 def _read(path: Path) -> Trace:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = plainfile.parsed(path.read_text(encoding="utf-8"))
     return Trace(**{**content, "steps": [StepTrace(**step) for step in content["steps"]]})
 
 

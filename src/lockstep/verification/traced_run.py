@@ -72,7 +72,7 @@ class Job:
 def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
     loaded, first = opened(loaded)
-    ready = setup(loaded.config.recipe, first)
+    ready = replace(setup(loaded.config.recipe, first), guarded=False)  # what differs is to be found, and named
     whole = ready.data.validation
     if whole is None:
         return ready

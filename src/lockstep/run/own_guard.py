@@ -1,0 +1,325 @@
+"""What the user's code must leave as it is between two calls of ours: weights, buffers, gradients, modes, structure.
+
+One idea: when a call of ours ends, it is noted what all of that is, by torch's version counters, addresses and
+identities; when the next one begins, it must be that still. What the engine does in between is noted anew. So the same
+is refused under every strategy, whether it would have had an effect there or not.
+
+Two things would pass unseen. A write through `.data`, which torch does not count: while a model is placed, `.data` of
+its tensors shares their counters. And a write to a gradient, which each strategy keeps elsewhere: what the user's code
+finds in `grad` refuses it (run/own_gradient.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import is_
+from typing import Any, Final, Protocol, TypeVar, final
+from weakref import ref
+
+from torch import Tensor, nn
+from torch._C import TensorBase
+from torch.nn import Parameter
+
+from lockstep.own_code import Place, between, is_own, refused
+from lockstep.run.own_gradient import Withheld
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+T = TypeVar("T")
+
+_ADVICE: Final = (
+    "leave weights and buffers to step.update; set them before run.place, and average or clip a copy outside the model"
+)
+_GRADIENT: Final = (
+    "scale the loss that step.backward is given, and clip by step.update(clip=...); step.norm is the gradient's norm"
+)
+_MODE: Final = "in run.each the model is in evaluation, and between a micro-batch and its backward as it was before"
+_FROZEN: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
+_HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
+_PLAIN: Final[Any] = TensorBase.data
+
+
+class Guarding(Protocol):
+    """What is asked of a guard; see Guard."""
+
+    step: int  # that is under way, 0 between two
+    last: Place  # where the last call of ours was
+
+    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None: ...
+
+    def mark(self, *, moved: bool = False) -> None: ...
+
+    def withhold(self) -> None: ...
+
+    def give_back(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@final
+class Guard:
+    """Watches a placed model, and the parameters that it had `before`, by their names.
+
+    `kept` are the buffers that the engine keeps alike on all ranks, which a training forward may write to. A call of
+    ours begins with `check` and ends with `mark`.
+    """
+
+    def __init__(self, model: nn.Module, before: Mapping[str, Tensor], kept: Collection[Tensor]) -> None:
+        self.step = 0
+        self.last: Place = "", 0
+        self._whole_at = self.last
+        own = {id(each) for each in kept}
+        self._names: dict[Tensor, str] = {}
+        for name, each in chain(model.named_parameters(), model.named_buffers(), before.items()):
+            self._names.setdefault(each, name)
+        self._tensors = [each for each in self._names if id(each) not in own]
+        self._plain = [each for each in self._tensors if type(each) in (Tensor, Parameter)]
+        self._parameters = [each for each in self._tensors if isinstance(each, Parameter)]
+        self._kept = [*{each.untyped_storage().data_ptr(): each for each in kept}.values()]  # views share a counter
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._parts: list[tuple[str, dict[str, Any]]] = [
+            (f"{name}." if name else "", part)
+            for module, name in self._modules.items()
+            for part in (module._parameters, module._buffers, module._modules)
+            if part
+        ]
+        self._trained = [each for each in self._parameters if each.requires_grad]
+        self._stand_ins = [Withheld(each, self._written) for each in self._trained]
+        self._withheld: list[Tensor | None] = []  # gradients, while others stand in their places
+        self._summing = False  # whether the step has had a backward
+        self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # what a cut model computes with: of what, its version
+        self._files: dict[str, bool] = {}  # whether they are the user's
+        self._running = False  # whether the user's code is
+        self._whole = True  # whether the last check was
+        if any(type(each) is not Parameter for each in model.parameters()):
+            self._watch_forwards(model)
+        _Data.installed().guards.append(ref(self))
+        self._addresses = [*map(Tensor.data_ptr, self._plain)]
+        self._states = self._asked()
+        self._identities = self._identified()
+        self.withhold()
+        self.mark(moved=True)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._running = False
+        _Data.installed().remove(self)
+
+    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
+        """Raise UsageError where something is not as it was when the last call of ours ended.
+
+        Not the `whole` is what is written or replaced. With `modes` all modules are to be in the mode that they were
+        in; after a `forward` what is kept alike may have been written.
+        """
+        self._running = False
+        self._whole = whole
+        if (now := [each._version for each in self._tensors]) != self._versions:
+            raise self._refused(f"{self._names[_first(self._tensors, now, self._versions)]} was written")
+        for tensor, (original, version) in self._gathered.items():
+            if tensor._version != version:
+                raise self._refused(f"{self._names[original]} was written")
+        if modes and (now := [each.training for each in self._modules]) != self._modes:
+            module = _first(self._modules, now, self._modes)
+            mode = "training" if module.training else "evaluation"
+            raise self._refused(f"{self._modules[module] or 'the model'} was put into {mode}", _MODE)
+        if self._withheld or forward:
+            self._check_gradients()
+        if not forward and [each._version for each in self._kept] != self._kept_versions:
+            raise self._refused("a running statistic of BatchNorm was written")
+        self._check_structure()
+        if whole:
+            self._check_whole()
+
+    def mark(self, *, moved: bool = False) -> None:
+        """Note how all is, weights only where they `moved`, and let the user's code run."""
+        if moved:
+            self._summing = False
+            self._versions = [each._version for each in self._tensors]
+        self._kept_versions = [each._version for each in self._kept]
+        self._modes = [each.training for each in self._modules]
+        if not self._running:  # else nothing was checked since
+            self.last = self._line()
+            if moved or self._whole:
+                self._whole_at = self.last
+        self._running = True
+
+    def withhold(self) -> None:
+        """Put what may not be written in the places of gradients."""
+        self._withheld = [each.grad for each in self._trained]
+        for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
+            parameter.grad = stand_in
+        self._summing = bool(self.step)
+
+    def give_back(self) -> None:
+        """Put gradients in their places again."""
+        for parameter, gradient in zip(self._trained, self._withheld, strict=False):
+            parameter.grad = gradient
+        self._withheld.clear()
+
+    def watches(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the model's, and the user's code is running."""
+        return self._running and (tensor in self._names or tensor in self._gathered)
+
+    def refuse_data(self, tensor: Tensor) -> None:
+        """Raise UsageError where the user's code sets `.data` of what is watched."""
+        if self._running and isinstance(tensor, Withheld):
+            raise self._written(False)
+        if self.watches(tensor):
+            name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
+            raise refused(f"{self._at}{name} was given other memory", _ADVICE)
+
+    def _check_gradients(self) -> None:
+        found = [each.grad for each in self._trained]
+        expected: Sequence[Tensor | None] = self._stand_ins if self._withheld else [None] * len(found)
+        if all(map(is_, found, expected)):
+            return
+        for parameter, one, other in zip(self._trained, found, expected, strict=True):
+            # zero_grad() before the first backward does no harm.
+            if one is not other and (self._summing or one is not None):
+                done = "removed" if one is None else "set"
+                raise self._refused(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
+
+    def _check_whole(self) -> None:
+        if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
+            name = self._names[_first(self._plain, addresses, self._addresses)]
+            raise self._refused(f"{name} was given other memory", since=self._whole_at)
+        for parameter, now, was in zip(self._parameters, self._asked(), self._states, strict=True):
+            if now != was:
+                what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
+                advice = _HOOK if now[0] == was[0] else _FROZEN
+                raise self._refused(f"{self._names[parameter]} was {what}", advice, self._whole_at)
+
+    def _written(self, by_backward: bool) -> Exception:
+        if by_backward:
+            return refused(
+                f"{self._at}a backward that is not step.backward adds to the gradients of the placed model",
+                "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative alone call "
+                "torch.autograd.grad",
+            )
+        return refused(f"{self._at}a gradient of the placed model was written", _GRADIENT)
+
+    def _check_structure(self) -> None:
+        if (found := self._identified()) != self._identities:
+            places = [f"{prefix}{name}" for prefix, part in self._parts for name in part]
+            places += ["a part of the model"] * len(found)
+            place = _first(places, [*found, None], [*self._identities, None, None])
+            raise self._refused(f"{place} was replaced")
+
+    def _asked(self) -> list[tuple[bool, object]]:
+        return [(each.requires_grad, each._backward_hooks) for each in self._parameters]
+
+    def _identified(self) -> list[int]:
+        """Return the identities of all parts of the modules; what is gathered counts as what it is gathered of."""
+        found = [id(each) for _, part in self._parts for each in part.values()]
+        if not self._gathered:
+            return found
+        originals = {id(tensor): id(original) for tensor, (original, _) in self._gathered.items()}
+        return [originals.get(each, each) for each in found]
+
+    def _watch_forwards(self, model: nn.Module) -> None:
+        """See what is written to what a cut model gathers for a forward, and forgets after it."""
+        model.register_forward_pre_hook(self._before_model, prepend=True)
+        for module in self._modules:
+            if any(each is not None for each in module._parameters.values()):
+                of_module = {name: each for name, each in module._parameters.items() if each is not None}
+                module.register_forward_pre_hook(partial(self._before_forward, of_module))
+                module.register_forward_hook(self._after_forward, prepend=True)
+
+    def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
+        if self._running:
+            self._check_structure()  # gathering puts the parameters that it knows in the place of others
+
+    def _before_forward(self, originals: Mapping[str, Tensor], module: nn.Module, _inputs: Any) -> None:
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor not in self._names and tensor not in self._gathered:
+                self._gathered[tensor] = originals[name], tensor._version
+
+    def _after_forward(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        for tensor in module._parameters.values():
+            if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
+                name = self._names[self._gathered[tensor][0]]
+                raise refused(f"{self._at}{name} was written in a forward", _ADVICE)
+
+    @property
+    def _at(self) -> str:
+        return f"step {self.step}: " if self.step else ""
+
+    def _refused(self, text: str, advice: str = _ADVICE, since: Place | None = None) -> Exception:
+        return refused(f"{self._at}{text}", advice, between(since or self.last, self._line()))
+
+    def _line(self) -> Place:
+        """Return the line of the user's code that is calling, for less than own_code.calling asks."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            own = self._files.get(name)
+            if own is None:
+                own = self._files[name] = is_own(name)
+            if own:
+                return name, frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return "", 0
+
+
+@final
+class Unguarded:
+    """Lets the user's code do what it likes: for lockstep.verify, which is to find what comes of it."""
+
+    step = 0
+    last: Place = "", 0
+
+    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
+        """See Guard."""
+
+    def mark(self, *, moved: bool = False) -> None:
+        """See Guard."""
+
+    def withhold(self) -> None:
+        """See Guard."""
+
+    def give_back(self) -> None:
+        """See Guard."""
+
+    def close(self) -> None:
+        """See Guard."""
+
+
+@final
+class _Data:
+    """What `Tensor.data` is while there are guards: for what they watch, a tensor that shares its version counter."""
+
+    def __init__(self) -> None:
+        self.guards: list[ref[Guard]] = []
+
+    @staticmethod
+    def installed() -> _Data:
+        found = vars(Tensor).get("data")
+        if not isinstance(found, _Data):
+            found = Tensor.data = _Data()  # type: ignore[assignment]
+        return found
+
+    def remove(self, guard: Guard) -> None:
+        self.guards = [each for each in self.guards if each() not in (guard, None)]
+        if not self.guards:
+            del Tensor.data
+
+    def __get__(self, tensor: Tensor | None, _owner: type | None = None) -> Any:
+        if tensor is None:
+            return _PLAIN
+        if any(guard.watches(tensor) for each in self.guards if (guard := each()) is not None):
+            return tensor.detach()
+        return _PLAIN.__get__(tensor)
+
+    def __set__(self, tensor: Tensor, value: Tensor) -> None:
+        for each in self.guards:
+            if (guard := each()) is not None:
+                guard.refuse_data(tensor)
+        _PLAIN.__set__(tensor, value)
+
+
+def _first(places: Iterable[T], now: Sequence[object], before: Sequence[object]) -> T:
+    """Return the first that is not as it was."""
+    return next(place for place, found, was in zip(places, now, before, strict=False) if found != was)
