@@ -39,21 +39,19 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         compiler.check_compiler(gpu=True)
 
 
-def test_a_setting_that_changes_kernels_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_changes_kernels_changes_the_fingerprint() -> None:
+    from torch._dynamo import config as tracing
+    from torch._inductor import config as kernels
+
     cpu = torch.device("cpu")
     before = machine.numerics(cpu, compiled=True)
     assert set(before) - set(machine.numerics(cpu)) == {"compile", "compiler"}
     compiler.prepare({})  # which makes settings of its own
     assert machine.numerics(cpu, compiled=True) == before
-    with monkeypatch.context() as patched:
-        patched.setattr("torch._inductor.config.max_autotune", True)  # which we set
+    with kernels.patch(max_autotune=True):  # which we set
         assert machine.numerics(cpu, compiled=True) == before
-    for setting, value in (
-        ("torch._inductor.config.split_reductions", False),
-        ("torch._dynamo.config.specialize_float", True),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(setting, value)
+    for changing in (kernels.patch(split_reductions=False), tracing.patch(specialize_float=True)):
+        with changing:
             changed = machine.numerics(cpu, compiled=True)
         assert [line.partition(":")[0] for line in machine.numerics_differences(before, changed)] == ["compile"]
 

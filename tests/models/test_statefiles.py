@@ -118,3 +118,11 @@ def test_names_lose_what_a_wrapper_or_a_larger_model_put_before_them() -> None:
     assert renamed(mixed, "file", "").keys() == mixed.keys()
     with pytest.raises(UsageError, match=r"file: no name begins with 'encodr.'; did you mean 'encoder.'"):
         renamed(mixed, "file", "encodr.")
+
+
+def test_a_header_that_claims_a_million_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    text = ("{" + ",".join(entry % number for number in range(400_000)) + "}").encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(UsageError, match=r"not a whole safetensors file: .*its header says it has"):
+        read_tensors(tmp_path)

@@ -59,7 +59,10 @@ class Case:
     vocabulary: tuple[str, ...] = ()  # what of it is cut by rows, as well
     microbatches: int = 3
     samples: tuple[int, ...] = (6, 7, 2)
+    optimizer: str = "adamw"
+    clip: float | None = 0.5
     precision: Precision = "fp32"
+    static_scale: float | None = None
     ema: bool = False
     strategy: str = "context"
     options: tuple[tuple[str, Any], ...] = ()
@@ -84,12 +87,13 @@ def ids(samples: int, seed: int = 3) -> Tensor:
 
 def engine(world: World, case: Case) -> Engine:
     def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
-        return make_optimizer(trained, name="adamw", lr=0.02, weight_decay=0.01, norms=norms)
+        return make_optimizer(trained, name=case.optimizer, lr=0.02, weight_decay=0.01, norms=norms)
 
     numerics = Numerics(
         microbatches=case.microbatches,
         seed=7,
         precision=case.precision,
+        static_scale=case.static_scale,
         ema_decay=0.9 if case.ema else None,
         sequence_chunks=case.chunks,
     )
@@ -119,7 +123,7 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
         own = toys.named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank).indices(len(cuts))
         parts = [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0, dummy) for index, dummy in own]
         sums = training.forward_backward(parts, step)
-        update = training.update(0.02, 0.5)
+        update = training.update(0.02, case.clip)
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied}"
     whole = toys.whole_state(world, training)

@@ -157,3 +157,15 @@ def test_each_statistic_begins_where_a_buffer_of_its_own_might() -> None:
     assert {tensor.data_ptr() % 16 for tensor in layers.buffers()} == {0}
     assert not torch.equal(layers[1].running_mean, torch.zeros(CHANNELS))
     assert torch.equal(layers[2].running_mean, torch.zeros(CHANNELS + 2))  # which took no part
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0, None])
+def test_instance_norm_has_what_torch_gives_it_for_the_whole_step(momentum: float | None) -> None:
+    layer, torchs = (nn.InstanceNorm2d(CHANNELS, momentum=momentum, track_running_stats=True) for _ in "ab")
+    running = RunningStatistics(layer)
+    for number in range(3):
+        microbatches = _inputs([2, 3, 1], number)
+        _step(layer, running, microbatches)
+        torchs(torch.cat(microbatches))
+    for name, expected in torchs.named_buffers():
+        torch.testing.assert_close(layer.get_buffer(name), expected, msg=name)

@@ -21,6 +21,7 @@ from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.order import Step
 from lockstep.core.rank import ALONE
+from lockstep.parallel.data_parallel import DataParallelEngine
 
 SIZES = (1, 2, 3, 4)
 
@@ -250,3 +251,19 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_when_skipped() -> None:
     clean, _ = toys.trained(world, replace(poisoned, samples=(12,), poisoned=None))
     assert "nan" in trace["step 1"]
     assert toys.fingerprint(engine.state()) == toys.fingerprint(clean.state())
+
+
+def test_every_micro_batch_of_every_step_draws_numbers_of_its_own() -> None:
+    case = Case()
+    engine = toys.engine(World(ALONE, torch.device("cpu")), case)
+    assert isinstance(engine, DataParallelEngine)
+
+    def drawn(step: Step, index: int) -> float:
+        assert isinstance(engine, DataParallelEngine)
+        with engine.forward(toys.fetch(case, step, index), step):
+            return float(torch.rand(1))
+
+    places = [(step, index) for step, _, _ in list(toys.steps(case))[:2] for index in range(3)]
+    numbers = [drawn(*place) for place in places]
+    assert len(set(numbers)) == len(places)
+    assert [drawn(*place) for place in places] == numbers

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.core.mesh import DataRank
-from lockstep.parallel.gradients import Gradients, _flatten, _partition, unflatten
+from lockstep.parallel.gradients import Gradients, _flatten, _partition, unflatten, wide_gradient
 from lockstep.tasks.base import MicroBatch
 
 T = TypeVar("T")
@@ -155,3 +155,12 @@ def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:
     gradients.finish()
     assert shared.grad is not None
     assert shared.grad.item() == pytest.approx(2 + 5 * torch.tensor(15.0).cos().item())
+
+
+def test_what_a_copy_in_16_bits_gets_is_added_in_float32() -> None:
+    copy, own = (Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    copy.grad_dtype = None  # see weights.py
+    for parameter in (copy, own):
+        parameter.grad = torch.ones(3, dtype=torch.bfloat16)
+    assert wide_gradient(copy).dtype == torch.float32
+    assert wide_gradient(own) is own.grad

@@ -116,3 +116,11 @@ def test_the_memory_format_changes_no_bit() -> None:
 def test_refuses(kind: type[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(parameters(), **options)
+
+
+def test_without_a_gradient_lars_decays_at_the_plain_rate() -> None:
+    """The local rate divides by the gradient's norm, and so says nothing there."""
+    parameter = Parameter(torch.full((4,), 2.0))
+    parameter.grad = torch.zeros(4)
+    Lars([parameter], lr=0.5, weight_decay=0.1).step()
+    assert parameter.tolist() == pytest.approx([2.0 - 0.5 * 0.1 * 2.0] * 4)

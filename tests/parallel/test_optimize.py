@@ -130,7 +130,7 @@ def test_a_model_without_parameters_is_refused() -> None:
         ("lamb", {"nesterov": True}, "optimizer lamb: it has no nesterov"),
         ("rprop", {"weight_decay": 0.1}, "optimizer rprop: it has no weight_decay"),
         ("rprop", {"decay_bias_and_norm": False}, "optimizer rprop: it has no weight_decay"),
-        ("adamw", {"options": {"beta": 1}}, "it has no beta; did you mean .betas.*Valid: "),
+        ("adamw", {"options": {"beta": 1}}, "it has no beta; did you mean .betas"),
         ("sgd", {"options": {"lr": 1}}, "lr stands among its options"),
         ("sgd", {"nesterov": True}, "Nesterov momentum requires a momentum.*given: nesterov=True"),
         ("adamw", {"options": {"betas": [2.0, 0.9]}}, "Invalid beta"),
@@ -239,7 +239,7 @@ def test_the_bare_step_is_torchs_without_its_record(name: str) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.full_like(parameter, 0.5)
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             step()
         records.append(any(event.key.startswith("Optimizer.step") for event in profiler.key_averages()))
         values.append([parameter.detach() for group in optimizer.param_groups for parameter in group["params"]])

@@ -78,3 +78,15 @@ def test_one_rate_for_all_is_that_rate_and_leaves_the_state_as_it_was() -> None:
     moved(by, layout, 0.1)
     assert by.optimizer.param_groups[0]["lr"] == 0.1
     assert "lr_scale" not in state_of(by, layout)[1]["groups"][0]
+
+
+def test_a_gradient_that_overflowed_moves_nothing_and_halves_the_scale() -> None:
+    layout = ReplicatedLayout(Weights(model(), None))
+    numerics = Numerics(1, precision="fp16", initial_scale=1024.0)
+    by = Updates(layout, with_rates_of_their_own, numerics, torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in layout.trained}
+    for number, (_, parameter) in enumerate(layout.trained):
+        parameter.grad = torch.full_like(parameter, torch.inf if number == 1 else 1.0)
+    update = by.update(0.1, None, torch.zeros(()), 1)
+    assert (update.applied, update.loss_scale, by.loss_scale["scale"]) == (False, 1024.0, 512.0)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in layout.trained)

@@ -74,8 +74,9 @@ def test_what_is_left_out_of_a_step_comes_with_the_next_ones() -> None:
 
 
 def test_a_gradient_of_so_many_independent_columns_arrives_whole() -> None:
-    power = alone(2)
-    gradient = torch.cat([torch.randn(len(p), 2).mm(torch.randn(2, p[0].numel())).reshape(-1) for p in PARAMETERS])
+    power, chance = alone(2), torch.Generator().manual_seed(0)
+    columns = [[torch.randn(shape, generator=chance) for shape in ((len(p), 2), (2, p[0].numel()))] for p in PARAMETERS]
+    gradient = torch.cat([left.mm(right).reshape(-1) for left, right in columns])
     torch.testing.assert_close(sent(power, gradient), gradient, atol=1e-5, rtol=0)
     power.settle(True, 1.0)
     assert float(errors(power).abs().max()) < 1e-5

@@ -110,6 +110,7 @@ class Case:
     freeze: tuple[str, ...] = ()
     groups: tuple[ParameterGroup, ...] = ()
     sync_batchnorm: bool = False
+    guarded: bool = True
     chunks: int = 1  # into which what `plan` names is cut
     plan: tuple[tuple[str, str], ...] = ()
 
@@ -127,6 +128,7 @@ class Case:
             compile=self.compile,
             recompute=self.recompute,
             sync_batchnorm=self.sync_batchnorm,
+            guarded=self.guarded,
         )
 
 

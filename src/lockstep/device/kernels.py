@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 
 Call = Mapping[str, Any]  # what an operation is called with, by the names of its schema
 
+OLDEST: Final = "2.11"  # torch that Lockstep runs with
+
 
 def _always(_: Call) -> bool:
     return True
@@ -27,8 +29,8 @@ class Refused:
     """An operation without an exact kernel on CUDA.
 
     `named` is what torch calls it, without the last underscore of its in-place form; `applies` says for which calls
-    it is refused. Where `avoided`, the function of torch.nn.functional takes another path on CUDA: such an operation
-    counts only if it is seen there, and not if it is seen on the CPU.
+    it is refused. Where `avoided`, the function of torch.nn.functional takes another path on CUDA, in torch of version
+    `since` and later: such an operation counts only if it is seen there, and not if it is seen on the CPU.
     """
 
     named: str
@@ -38,15 +40,21 @@ class Refused:
     applies: Callable[[Call], bool] = _always
     torch_raises: bool = True
     avoided: bool = False
+    since: str = OLDEST
+
+    def is_avoided(self) -> bool:
+        """Return whether the function of torch.nn.functional takes another path on CUDA in this torch."""
+        return self.avoided and torch.__version__ >= self.since
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Something that has an exact path on CUDA, `name` being that of its line in benchmarks/gpu_kernels.py."""
+    """Something that has an exact path on CUDA in torch `since`: `name` is its line's in benchmarks/gpu_kernels.py."""
 
     name: str
     what: str
     by: str
+    since: str = OLDEST
 
 
 def refused(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
@@ -117,13 +125,19 @@ REFUSED: Final = (
     Refused("aten::avg_pool3d_backward", "AvgPool3d, backward", _ATOMIC, "use a convolution with equal weights"),
     Refused(
         "aten::max_pool3d_with_indices_backward",
-        "max_pool3d of torch.ops, backward",
+        "MaxPool3d, backward",
         _ATOMIC,
-        "call it by torch.nn.MaxPool3d, which takes another path on CUDA",
+        "set its return_indices and drop them, which takes another path on CUDA in torch 2.13 and later",
         avoided=True,
+        since="2.13",
     ),
     Refused("aten::fractional_max_pool2d_backward", "FractionalMaxPool2d, backward", _ATOMIC, "use MaxPool2d"),
-    Refused("aten::fractional_max_pool3d_backward", "FractionalMaxPool3d, backward", _ATOMIC, "use MaxPool3d"),
+    Refused(
+        "aten::fractional_max_pool3d_backward",
+        "FractionalMaxPool3d, backward",
+        _ATOMIC,
+        "use MaxPool3d with return_indices",
+    ),
     Refused("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", "equal indices overwrite each other", _CPU),
     Refused("aten::max_unpool3d", "MaxUnpool3d", "equal indices overwrite each other", _CPU),
     Refused(
@@ -162,7 +176,12 @@ REFUSED: Final = (
         avoided=True,
     ),
     Refused(
-        "aten::upsample_bicubic2d_backward", "upsample_bicubic2d of torch.ops", _ATOMIC, _CALL_INTERPOLATE, avoided=True
+        "aten::upsample_bicubic2d_backward",
+        "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
+        _ATOMIC,
+        "use mode bilinear, or torch.nn.functional.interpolate of torch >= 2.15, which takes another path on CUDA",
+        avoided=True,
+        since="2.15",
     ),
     Refused(
         "aten::upsample_trilinear3d_backward",
@@ -295,10 +314,10 @@ EXACT: Final = (
     Exact("ctc_loss by cuDNN", "ctc_loss that cuDNN takes: blank 0, int32 targets on the CPU", "cudnn.deterministic"),
     Exact("interpolate nearest", "interpolate, mode nearest", _ORDER),
     Exact("interpolate bilinear", "interpolate, mode bilinear", f"by indexing: {_ALGORITHMS}"),
-    Exact("interpolate bicubic", "interpolate, mode bicubic", f"by indexing: {_ALGORITHMS}"),
+    Exact("interpolate bicubic", "interpolate, mode bicubic, torch >= 2.15", f"by indexing: {_ALGORITHMS}", "2.15"),
     Exact("cumsum", "cumsum over all of a tensor", f"a scan of two passes: {_ALGORITHMS}"),
     Exact("max pooling", "MaxPool2d", _ORDER),
-    Exact("max pooling of volumes", "MaxPool3d", f"by indexing: {_ALGORITHMS}"),
+    Exact("max pooling of volumes", "MaxPool3d with indices, torch >= 2.13", f"by indexing: {_ALGORITHMS}", "2.13"),
     Exact("average pooling", "AvgPool2d", _ORDER),
     Exact("global average pooling", "AdaptiveAvgPool2d to 1 x 1", "a mean"),
     Exact("padding by reflection", "ReflectionPad2d", f"a kernel of its own: {_ALGORITHMS}"),

@@ -18,6 +18,7 @@ import torch
 from lockstep.device.compiler import compiler_facts
 from lockstep.device.precision import attention
 from lockstep.device.switches import recorded
+from lockstep.hashing import hash_seed
 from lockstep.platforms import usable_cores
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
@@ -26,7 +27,7 @@ _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "a
 _X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
-_LATER: Final = ("attention", "switches")  # fields that the first fingerprints did not have
+_LATER: Final = ("attention", "hash_seed", "switches")  # fields that the first fingerprints did not have
 _SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
 
 
@@ -61,6 +62,7 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "switches": recorded(device),
+        "hash_seed": hash_seed(),
     }
     if compiled:
         fingerprint |= compiler_facts(gpu=device.type == "cuda")

@@ -49,7 +49,7 @@ def existing(folder: Path) -> Path:
 
 def kind(folder: Path) -> str:
     """Return the kind of the file system, such as ext4, tmpfs or nfs4; "" where the system does not list it."""
-    path = folder.resolve()
+    path = Path(os.path.realpath(folder))
     mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
     # Of two at one place the later one is on top.
     return max(enumerate(mounts), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if mounts else ""

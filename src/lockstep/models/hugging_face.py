@@ -6,7 +6,6 @@ Their code is what is installed: none is fetched with a model, and of weights on
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from lockstep import plainfile
 from lockstep.core.names import suggestion
 from lockstep.errors import UsageError
 
@@ -29,6 +29,7 @@ _OF_CLASSES: Final = ("num_labels", "id2label", "label2id")
 _GENERAL: Final = (*_OF_CLASSES, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
 _LONGEST: Final = 300  # characters of an error of transformers about a config
+_LARGEST_CONFIG: Final = 1 << 24  # bytes
 _MISTYPED: Final = 0.85  # how near, by difflib, a key is to the one that was meant
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
@@ -96,6 +97,7 @@ def check_weights(name: str) -> None:
         )
     for file in files:
         try:
+            plainfile.check_safetensors(file)
             with safe_open(file, "pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:
@@ -210,7 +212,7 @@ def _check_written(name: str, kind: str, known: Collection[str]) -> None:
     Others that are unknown pass, since files of older versions and other programs have many.
     """
     try:
-        written = json.loads(Path(name, "config.json").read_text(encoding="utf-8"))
+        written = plainfile.parsed(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
     except (OSError, ValueError):  # transformers has read it
         return
     for key in written:

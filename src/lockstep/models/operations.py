@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         kernel = refused(func, args, options)
-        if kernel and (self._cuda or not kernel.avoided):
+        if kernel and (self._cuda or not kernel.is_avoided()):
             self.found.append(Refusal(kernel, self._module()))
         return func(*args, **options)
 

@@ -5,7 +5,6 @@ No code of a file runs: torch's files are pickles, and are read with `weights_on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -91,9 +90,9 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
 def _sharded(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
     try:
-        files = json.loads(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
+        files = plainfile.parsed(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
         places = {str(name): str(file) for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index}: not an index of weights: {error}; download it again") from error
     for file in set(places.values()):
         if Path(file).name != file or not file.endswith(_SAFE):
@@ -107,6 +106,7 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
+        plainfile.check_safetensors(path)
         tensors = safetensors.torch.load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise UsageError(f"{path}: not a whole safetensors file: {error}; write or download it again") from error

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
+from lockstep import plainfile
 from lockstep.comm.world import World
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
@@ -144,7 +145,7 @@ class AuditedEngine:
         own = [[*subject, _combined(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, text in enumerate(self._world.all_tell(json.dumps(own))):
-            for kind, rows, found in json.loads(text):
+            for kind, rows, found in plainfile.parsed(text):
                 opinions.setdefault(Subject(kind, rows), []).append((rank, found))
         return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
 
@@ -157,10 +158,12 @@ class AuditedEngine:
             if _microbatch(index) in disputed:
                 findings.append(self._repeated(step, self._fetch(step, index)))
         disputed = self._disputed(findings)
+        named = {subject: odd_ones(each) or sorted({rank for rank, _ in each}) for subject, each in disputed.items()}
         decided = [subject for subject, opinions in disputed.items() if odd_ones(opinions)]
-        subject = (decided or list(disputed))[0]
+        # What the fewest ranks have wrong is nearest to the fault: rows of a weight, not what a replica makes of them.
+        subject = min(decided or disputed, key=lambda each: len(named[each]))
         told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
-        ranks = [json.loads(text) for text in self._world.all_tell(json.dumps(told))]
+        ranks = [plainfile.parsed(text) for text in self._world.all_tell(json.dumps(told))]
         return _verdict(step, subject, disputed[subject], ranks)
 
     def _noted(self) -> _Noted:

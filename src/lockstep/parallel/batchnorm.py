@@ -9,7 +9,7 @@ and the true running statistics are kept beside it and written back once the ste
 a loss or a gradient that is not finite, moves them no more than the weights.
 
 A layer that is in evaluation while its model trains, as a frozen one is, is left alone: it normalises with its running
-statistics, which do not move.
+statistics, which do not move. InstanceNorm layers that keep statistics are treated alike.
 """
 
 from __future__ import annotations
@@ -22,25 +22,32 @@ from torch import Tensor, nn
 
 @final
 class RunningStatistics:
-    """The running statistics of all BatchNorm layers that train as one float32 vector of length `size`.
+    """The running statistics of all layers that train and keep some, as one float32 vector of length `size`.
 
     The model is in training.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and _tracks(m)]
+        self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks(m)]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         self._scratch = torch.cat([_padded(buffer) for buffer in buffers]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
         counted = torch.tensor([[int(_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
         self._counted = counted[:, 0] if self._layers else counted
         self._counts = self._counted.clone()
-        # How far each statistic moves in a step. Without a momentum a layer averages over all steps so far.
+        counts = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]  # InstanceNorm does not
+        self._steps = torch.tensor(counts, dtype=torch.int64, device=self._scratch.device)
+        # How far each statistic moves in a step. Without a momentum BatchNorm averages over all steps so far.
         self._rates = torch.cat([_rates(layer) for layer in self._layers]) if buffers else torch.empty(0)
-        self._averaging = [number for number, layer in enumerate(self._layers) if layer.momentum is None]
+        self._averaging = [n for n, layer in enumerate(self._layers) if layer.momentum is None and counts[n]]
         self._places: list[slice] = []
         self._lie_in_scratch()
         self.size = len(self._scratch)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The layers' buffers, which a training forward may write to."""
+        return [each for layer in self._layers for each in (*_buffers(layer), _counter(layer))]
 
     def before_forward(self) -> None:
         """Call before each training forward: a layer that the forward leaves out then observes what it had."""
@@ -58,7 +65,7 @@ class RunningStatistics:
 
     def move(self, mean: Tensor) -> None:
         """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample."""
-        self._counts += 1
+        self._counts += self._steps
         for number in self._averaging:
             self._rates[self._places[number]] = 1.0 / self._counts[number]
         # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
@@ -88,17 +95,17 @@ class RunningStatistics:
             start = stop
 
 
-def _tracks(layer: nn.modules.batchnorm._BatchNorm) -> bool:
+def _tracks(layer: nn.modules.batchnorm._NormBase) -> bool:
     return layer.training and layer.track_running_stats and layer.running_mean is not None
 
 
-def _buffers(layer: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
+def _buffers(layer: nn.modules.batchnorm._NormBase) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return layer.running_mean, layer.running_var
 
 
-def _counter(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
+def _counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     assert layer.num_batches_tracked is not None
     return layer.num_batches_tracked
 
@@ -115,6 +122,6 @@ def _padded(buffer: Tensor) -> Tensor:
     return nn.functional.pad(buffer.flatten().float(), (0, _room(buffer.numel()) - buffer.numel()))
 
 
-def _rates(layer: nn.modules.batchnorm._BatchNorm) -> Tensor:
+def _rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     mean, _ = _buffers(layer)
     return mean.new_full((2 * _room(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)

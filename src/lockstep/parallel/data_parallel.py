@@ -52,6 +52,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.recompute import recompute
+from lockstep.parallel.still import Still
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
 from lockstep.parallel.together import Together
 from lockstep.parallel.weights import store_in, widen_batchnorm
@@ -114,6 +115,7 @@ class DataParallelEngine:
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._held_back = self._gradients if isinstance(self._gradients, HoldsBack) else None
+        self._still = Still(self._model, self._running.buffers) if numerics.guarded else None
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.held)
@@ -165,8 +167,12 @@ class DataParallelEngine:
         for generator in self._generators:
             generator.manual_seed(seed)
         alone = self._step_sums is None and self._leaves.count == 1
+        if self._still is not None:
+            self._still.note()
         with self._training if alone else self._around_forward():
             yield
+        if self._still is not None:
+            self._still.check()
 
     def backward(self, microbatch: MicroBatch, loss: Tensor) -> None:
         """Compute the gradient of a micro-batch's summed loss, and add what it gives to the step's sums."""
@@ -221,6 +227,16 @@ class DataParallelEngine:
             growth = 1.0 if update.loss_scale is None else self._updates.loss_scale["scale"] / update.loss_scale
             self._held_back.settle(update.applied, growth)
         return update
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of this rank's optimizer, whose settings may be changed before an update."""
+        return self._updates.optimizer.param_groups
+
+    @property
+    def kept_buffers(self) -> list[Tensor]:
+        """The buffers that are kept alike on all ranks: BatchNorm's."""
+        return self._running.buffers
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:

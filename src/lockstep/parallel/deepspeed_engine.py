@@ -43,6 +43,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.parallel.recompute import recompute
+from lockstep.parallel.still import Still
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -74,6 +75,7 @@ class DeepSpeedEngine:
             model.forward = inner(model.forward)
         self._model = model
         self._running = RunningStatistics(model.train())
+        self._still = Still(model, self._running.buffers) if numerics.guarded else None
         self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trained_parameters(model)
         optimizer = make_optimizer(self._trained, whole_norms)
@@ -205,6 +207,8 @@ class DeepSpeedEngine:
 
     def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor:
         self._running.before_forward()
+        if self._still is not None:
+            self._still.note()
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -213,6 +217,8 @@ class DeepSpeedEngine:
             with self._model_code, its_exchanges():
                 outputs = call(self._engine, inputs)
             loss = self._task.loss(outputs, microbatch.batch)
+        if self._still is not None:
+            self._still.check()
         if observed is not None and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))

@@ -40,6 +40,7 @@ class Numerics:
     clip_norm: float | None = None  # which `update` is given too
     samples: int = 1  # of the largest micro-batch
     sequence_chunks: int = 1  # into which each sequence is cut
+    guarded: bool = True  # whether a buffer that a forward moves is refused
 
     @property
     def dtype(self) -> torch.dtype | None:

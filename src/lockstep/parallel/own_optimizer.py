@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lockstep import plainfile
 from lockstep.errors import UsageError
 from lockstep.importing import import_object
 from lockstep.own_code import OwnCode
@@ -101,7 +102,7 @@ def _after_steps(make: Make, lr: float, resumed: bool = False) -> Tensor:
             tensors, scalars = optimizer_state(trained, optimizer)
             kept = {name: tensor.clone() for name, tensor in tensors.items()}
             optimizer = make(trained)
-            load_optimizer_state(trained, optimizer, kept, json.loads(json.dumps(scalars)))
+            load_optimizer_state(trained, optimizer, kept, plainfile.parsed(json.dumps(scalars)))
         for group in optimizer.param_groups:
             group["lr"] = lr / (number + 1)
         parameter.grad = torch.randn(5, 3, generator=generator)

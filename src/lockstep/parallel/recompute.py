@@ -6,7 +6,9 @@ found the generators, so it is the same forward, to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,5 +24,10 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
         # On the instance: whatever is called around a forward stays.
-        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+        unit.forward = partial(_recomputed, unit.forward)
     return model
+
+
+def _recomputed(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
+    """Call a block's forward by way of checkpoint, whose own keywords a block may have too: `debug`, `function`."""
+    return checkpoint(partial(forward, **named), *inputs, use_reentrant=False)

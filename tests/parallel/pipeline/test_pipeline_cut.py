@@ -1,6 +1,7 @@
 """Where models are cut, what a stage is, and why a model cannot be cut: it is told, never guessed."""
 
 import random as python_random
+import warnings
 from collections.abc import Callable
 
 import pipeline_models
@@ -190,6 +191,16 @@ def test_code_that_no_trace_can_follow_is_run(between: Callable[[nn.Module, Tens
     assert cut.watched
     assert cut.begins == ("second", "third")
     assert set(owners(model, cut).values()) == {0, 1, 2}
+
+
+def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:
+    """The old weight_norm keeps a weight that is computed, and so has no copy."""
+    model = Straight(by_shape)
+    inner = nn.TransformerEncoderLayer(16, 2, 16)  # stays whole
+    with warnings.catch_warnings(action="ignore"):
+        nn.utils.weight_norm(inner.linear1)  # type: ignore[no-untyped-call]
+    model.second = inner
+    assert find_cut(model, 3, SAMPLE).begins == ("second", "third")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import compiled_units
 from lockstep.parallel.pipeline.partition import balanced
 from lockstep.parallel.pipeline.replay import Part
-from lockstep.parallel.pipeline.trace import Line, TracedLine, UntraceableError, place_of, tensors_of
+from lockstep.parallel.pipeline.trace import Line, TracedLine, UntraceableError, computed_in, place_of, tensors_of
 from lockstep.parallel.pipeline.watch import WatchedLine
 from lockstep.parallel.tensor.plan import region_names
 
@@ -331,7 +331,8 @@ def _blocks(model: nn.Module) -> frozenset[str]:
 
 def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     """Return a copy on the meta device, and whether the example runs there; the model where it has no copy."""
-    memo = {id(tensor): _on_meta(tensor) for _, tensor in tensors_of(model)}
+    tensors = [*(tensor for _, tensor in tensors_of(model)), *computed_in(model)]
+    memo = {id(tensor): _on_meta(tensor) for tensor in tensors}
     try:
         blank = copy.deepcopy(model, memo)
     except Exception:  # a stranger's model may hold what has no copy

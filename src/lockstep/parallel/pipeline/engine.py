@@ -151,6 +151,7 @@ class PipelineEngine:
                 self._together,
                 pipe.recompute,
                 [loan.tensor for loan in self._loans.of_borrower(number)],
+                numerics.guarded,
             )
             for number in numbers
         }

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lockstep.core.batch import mapped
-from lockstep.parallel.pipeline.trace import tensors_of
+from lockstep.parallel.pipeline.trace import computed_in, tensors_of
 
 Forward = Callable[..., Any]
 
@@ -31,6 +31,7 @@ class Ghost:
         self._device = device
         self.tensors = {name: self._emptied(tensor) for name, tensor in _distinct(model)}
         by_identity = {id(tensor): self.tensors[name] for name, tensor in _distinct(model)}
+        by_identity |= {id(tensor): self._emptied(tensor) for tensor in computed_in(model)}
         self.model: nn.Module = copy.deepcopy(model, by_identity)
         self._modules = dict(self.model.named_modules())
         self._known: dict[Any, Any] = {}

@@ -25,6 +25,7 @@ from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.gradients import summed_dtype, wide_gradient
+from lockstep.parallel.still import Still
 from lockstep.parallel.together import Together
 
 Gradients = list[Tensor | None]
@@ -88,9 +89,15 @@ class Stage:
     """
 
     def __init__(
-        self, part: nn.Module, together: Together, recompute: bool = False, borrowed: Sequence[Tensor] = ()
+        self,
+        part: nn.Module,
+        together: Together,
+        recompute: bool = False,
+        borrowed: Sequence[Tensor] = (),
+        guarded: bool = True,
     ) -> None:
         self.running = RunningStatistics(part)
+        self._still = Still(part, self.running.buffers) if guarded else None
         self._buffers = tuple(part.buffers())
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observed = torch.empty(0)  # by the last step, for each sample
@@ -112,12 +119,16 @@ class Stage:
         # Backward never reads running statistics after a training forward, yet autograd keeps them and their version.
         with _unsafe_preserve_version_counter(self._buffers):
             self.running.before_forward()
+        if self._still is not None:
+            self._still.note()
         if self._recompute:
             _, outputs = self._started([_forgetting(each) for each in forwards], module)
             self._in_flight[number] = lambda: self._started(forwards, module)[0]
         else:
             in_flight, outputs = self._started(forwards, module)
             self._in_flight[number] = lambda: in_flight
+        if self._still is not None:
+            self._still.check()
         if self.running.size:
             self._statistics.push(number, self.running.observed(samples))
         return [[_cut_off(output) for output in of_leaf] for of_leaf in outputs]

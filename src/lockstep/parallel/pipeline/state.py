@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lockstep import plainfile
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import UsageError
@@ -67,7 +68,7 @@ class OptimizerNames:
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
-        heard = [json.loads(text) for text in exchanged(world, json.dumps(told if primary else {}))]
+        heard = [plainfile.parsed(text) for text in exchanged(world, json.dumps(told if primary else {}))]
         owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
         forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
         numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}

@@ -198,6 +198,12 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
+def computed_in(module: nn.Module) -> list[Tensor]:
+    """Return what modules keep of a computation in their attributes, as the old weight_norm does: it has no copy."""
+    kept = (value for each in module.modules() for value in vars(each).values())
+    return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
+
+
 @final
 class _FlatInputs(nn.Module):
     """A model called with its inputs alone, so that no default of its forward becomes one more input.
