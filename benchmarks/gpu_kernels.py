@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_uses import EXACT, REFUSED, Work
+from benchmarks.gpu_uses import EXACT, REFUSED, Make, Work
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.device import kernels
 from lockstep.device.precision import attention, fix_kernels, fix_workspace
@@ -36,7 +36,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     method: Literal["fork", "spawn"] = "spawn" if card else "fork"
     answers, missing = take_turns(starts, 12 if card else 1, _STARTED * limit_s, limit_s, method)
     ours = answers.get(RUN, [])
-    lines = {name: _line(name, answers) for name in EXACT} if ours else {}
+    lines = {name: _line(name, answers) for name in here()} if ours else {}
     failures = [*(f"{name}: {why}" for name, why in missing.items()), *_failures(lines)]
     refusals = ours[0]["refused"] if ours else {}
     failures += [f"{name}: torch did not refuse it: {found}" for name, found in refusals.items() if found]
@@ -49,6 +49,11 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
         "turns": len(ours),
         "lines": lines,
     }
+
+
+def here() -> dict[str, Make]:
+    """Return the exact paths that this torch has."""
+    return {each.name: EXACT[each.name] for each in kernels.EXACT if torch.__version__ >= each.since}
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -86,7 +91,7 @@ def contestant(settings: str, device: str, repeats: int | None = None) -> Turn:
     torch.utils.deterministic.fill_uninitialized_memory = settings == FILLED  # type: ignore[attr-defined]
     where = torch.device(device)
     card = where.type == "cuda"
-    work = {name: make(where, 32 if card else 1) for name, make in EXACT.items()}
+    work = {name: make(where, 32 if card else 1) for name, make in here().items()}
     first: dict[str, Sequence[Tensor]] = {}
 
     def turn() -> Answer:

@@ -244,7 +244,7 @@ EXACT: dict[str, Make] = {
     "interpolate bicubic": partial(_of_images, interpolated("bicubic")),
     "cumsum": partial(_of_images, lambda inputs: inputs.flatten().cumsum(0)),
     "max pooling": partial(_of_images, lambda inputs: F.max_pool2d(inputs, 3, 2, 1)),
-    "max pooling of volumes": partial(_of_volumes, lambda inputs: F.max_pool3d(inputs, 3, 2)),
+    "max pooling of volumes": partial(_of_volumes, lambda inputs: F.max_pool3d(inputs, 3, 2, return_indices=True)[0]),
     "average pooling": partial(_of_images, lambda inputs: F.avg_pool2d(inputs, 3, 2)),
     "global average pooling": partial(_of_images, lambda inputs: F.adaptive_avg_pool2d(inputs, 1)),
     "padding by reflection": partial(_of_images, lambda inputs: F.pad(inputs, (1,) * 4, mode="reflect")),

@@ -1,0 +1,48 @@
+"""The table of scripts/mutants: each of its lines stands in the source, and each change is one that Python takes."""
+
+import shlex
+from collections import Counter
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def mutants() -> ModuleType:
+    loader = SourceFileLoader("mutants", str(ROOT / "scripts/mutants"))
+    spec = spec_from_loader("mutants", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_each_line_is_there_once_and_what_it_becomes_is_code(mutants: ModuleType) -> None:
+    changes = mutants.changes()
+    assert len(changes) >= 60
+    assert not [each for each, count in Counter((each.file, each.line) for each in changes).items() if count > 1]
+    for each in changes:
+        source = (ROOT / "src/lockstep" / each.file).read_text(encoding="utf-8")
+        assert compile(mutants.changed(source, each), each.file, "exec"), each
+        assert each.becomes != each.line, each
+
+
+def test_the_tests_are_there(mutants: ModuleType) -> None:
+    for tests in {each.tests for each in mutants.changes()}:
+        words = shlex.split(tests)
+        files = words[: words.index("-k")] if "-k" in words else words
+        assert files
+        assert all((ROOT / file).exists() for file in files), tests
+
+
+def test_a_line_that_is_not_there_or_twice_is_an_error(mutants: ModuleType) -> None:
+    change = mutants.Change("a.py", "x = 1", "x = 2", "")
+    assert mutants.changed("if y:\n    x = 1\n", change) == "if y:\n    x = 2\n"
+    for source in ("x = 2\n", "x = 1\nx = 1\n"):
+        with pytest.raises(ValueError, match=r"lines are 'x = 1'; mend scripts/mutants\.yaml"):
+            mutants.changed(source, change)
