@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tutorial/**/*.md")])
@@ -23,6 +27,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 # A snippet to run, and what it prints in the block that follows it.
 _SNIPPET = re.compile(r"^```python run\n(.*?)^```\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = "```python run"
+_BLOCKS = re.MULTILINE | re.DOTALL
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
@@ -116,11 +121,76 @@ def test_the_tree_of_the_design_is_that_of_the_code() -> None:
     assert rooms == {each.name for each in package.iterdir() if each.is_dir() and each.name != "__pycache__"}
 
 
-@pytest.mark.parametrize("name", ["benchmark-table", "configuration-table"])
+@pytest.mark.parametrize("name", ["benchmark-table", "configuration-table", "prove-versions"])
 def test_tables_are_those_of_the_code_and_the_results(name: str) -> None:
     script = ROOT / "scripts" / name
     checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# What pages say in prose, with the place of each figure: result, row, and which figure of it.
+CITED = [
+    ("docs/context.md", "took {:.2f} times as long for a step", "context", "-time-", "2 chunks, context on 2", "ratio"),
+    ("docs/context.md", "both chunks took {:.2f} times as long", "context", "-time-", "2 chunks, 1 process", "ratio"),
+    ("docs/context.md", "and had {:.0f} MiB in use", "context", "-memory-", "2 chunks, context on 2", "median"),
+    ("docs/context.md", "in place of {:.0f}, of which", "context", "-memory-", "whole sequences, 1 process", "median"),
+    ("docs/context.md", "and had {:.0f} MiB (2 cores", "context", "-memory-", "2 chunks, 1 process", "median"),
+    ("docs/tensor-slicing.md", "had {:.0f} MiB in", "context", "-memory-", "2 x 2 chunks, sequence-parallel", "median"),
+    ("docs/tensor-slicing.md", "place of {:.0f} under", "context", "-memory-", "2 x 2 chunks, tensor on 2", "median"),
+    ("docs/tensor-slicing.md", "in {:.3f} and", "context", "-time-", "2 x 2 chunks, sequence-parallel", "median"),
+    ("docs/tensor-slicing.md", "and {:.3f} s of", "context", "-time-", "2 x 2 chunks, tensor on 2", "median"),
+    (
+        "docs/tensor-slicing.md",
+        "took {:.2f} times as long as with",
+        "tensor-rows",
+        "-time-",
+        "table and head in",
+        "ratio",
+    ),
+    ("docs/tensor-slicing.md", "and {:.2f} times the", "tensor-rows", "-memory-", "table and head in", "ratio"),
+    ("docs/tensor-slicing.md", "{:.2f} times as long at width 768", "tensor", "-whole-step-768", "8 chunks", "ratio"),
+    ("docs/tensor-slicing.md", "{:.2f} times at 384", "tensor", "-whole-step-384", "8 chunks", "ratio"),
+    ("docs/tensor-slicing.md", "{:.2f} times at 128", "tensor", "-whole-step-128", "8 chunks", "ratio"),
+    ("docs/strategies.md", "takes {:.2f} to", "mesh", "-time-384", "lockstep mesh", "ratio"),
+    ("docs/strategies.md", "to {:.2f} times as long as torch's", "mesh", "-time-768", "lockstep mesh", "ratio"),
+    ("docs/strategies.md", "and {:.2f} to", "mesh", "-memory-384", "lockstep mesh", "ratio"),
+    ("docs/strategies.md", "to {:.2f} times the memory", "mesh", "-memory-768", "lockstep mesh", "ratio"),
+]
+
+
+@pytest.mark.parametrize(("page", "text", "file", "result", "row", "figure"), CITED)
+def test_figures_in_prose_are_those_of_the_results(
+    page: str, text: str, file: str, result: str, row: str, figure: str
+) -> None:
+    prose = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    results = json.loads((ROOT / f"benchmarks/results/{file}.json").read_text(encoding="utf-8"))["results"]
+    [found] = [each for each in results if result in each["name"]]
+    [measured] = [each[figure] for each in found["rows"] if each["name"].startswith(row)]
+    assert text.format(measured) in prose
+
+
+def test_the_runs_that_prove_the_bits_are_counted_with_their_date_and_commit() -> None:
+    proof = json.loads((ROOT / "benchmarks/results/bits.json").read_text(encoding="utf-8"))
+    runs = sum(len(row["placements"]) for row in proof["rows"])
+    assert not any(row["departs"] for row in proof["rows"])
+    factors = [{each for row in proof["rows"] for each in row["recipe"][number : number + 1]} for number in range(3)]
+    counts = [str(len(each)) for each in (*factors, {name for row in proof["rows"] for name in row["placements"]})]
+    for name in ("README.md", "README.zh.md"):
+        page = (ROOT / name).read_text(encoding="utf-8")
+        assert f"{runs:,}" in page[: page.index("(benchmarks/results/bits.json)")].rpartition("[")[2]
+        sentence = page.partition("(benchmarks/results/bits.json)")[2][:300]
+        for said in (str(len(proof["rows"])), proof["date"], proof["commit"], *counts):
+            assert re.search(rf"(?<!\w){said}(?!\w)", sentence), said
+
+
+def test_a_refused_configuration_is_told_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").partition("\n## Errors\n")[2]
+    recipe, command, told = re.findall(
+        r"^```yaml\n(.*?)^```\n+```console\n\$ lockstep (.*?)\n(.*?)^```$", page, _BLOCKS
+    )[0]
+    (tmp_path / "bad.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main, command.split()).stderr == told
 
 
 @pytest.mark.parametrize(

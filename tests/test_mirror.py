@@ -69,10 +69,10 @@ TOGETHER: Final[dict[str, str]] = {
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
     "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: distribuuuu pycls pycls_networks sgd "
     "translation yacs",
-    "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\n"
-    "parallel/layouts: base replicated sharded",
+    "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\nparallel/layouts: base replicated",
     "parallel/test_deepspeed_engine.py": "comm: deepspeed\nparallel: deepspeed_places",
     "parallel/test_operations_used.py": "device: kernels",
+    "parallel/test_same_bits.py": "comm: older_fsdp",
     "parallel/tensor/test_dispatch.py": "parallel/layouts: dispatched\nstrategies: expert",
     "ranks/test_external.py": "ranks: member",
     "ranks/test_stall.py": "ranks: status",

@@ -1,6 +1,7 @@
-"""Files that have an end are read; links, pipes and devices are refused, and so is what is too large."""
+"""Files that have an end are read; links, pipes, devices, what is too large and what is no JSON are refused."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,29 @@ def test_a_refusal_leaves_no_file_open(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="regular"):
         plainfile.descriptor(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_json_that_is_nested_too_deeply_is_none() -> None:
+    assert plainfile.parsed(b'{"a": [1]}') == {"a": [1]}
+    for text in ("[" * 100_000, "{", b"\xff", "9" * 5000):
+        with pytest.raises(ValueError, match=r"nested|Expecting|decode|limit"):
+            plainfile.parsed(text)
+
+
+def test_a_folder_for_a_library_has_plain_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below/file").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("below/file")
+    (tmp_path / "dangling").symlink_to("nowhere")  # a library says that itself
+    plainfile.check_folder(tmp_path)
+    os.mkfifo(tmp_path / "below/pipe")
+    with pytest.raises(OSError, match="below/pipe is not a regular file"):
+        plainfile.check_folder(tmp_path)
+
+
+def test_a_header_of_tensors_has_a_length_that_can_be(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for length, refused in ((plainfile.LARGEST_HEADER, False), (plainfile.LARGEST_HEADER + 1, True)):
+        file.write_bytes(length.to_bytes(8, "little"))
+        with pytest.raises(OSError, match="its header says it has") if refused else nullcontext():
+            plainfile.check_safetensors(file)

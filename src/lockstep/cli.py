@@ -19,7 +19,7 @@ from click.shell_completion import BashComplete, add_completion_class
 
 from lockstep import __version__
 from lockstep.core.text import printable
-from lockstep.errors import EXIT_INTERRUPTED, LockstepError
+from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 from lockstep.own_code import own_error
 from lockstep.platforms import need_posix
 
@@ -92,11 +92,15 @@ class Shell(click.Group):
         """Run the command; an error meant for the user ends with its text and its exit code."""
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from lockstep.commands._overrides import as_override
+
+            raise as_override(error) from None
         except LockstepError as error:
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
-            own = own_error(error)
+            own = own_error(error) or _of_a_file(error)
             if own is None:
                 raise
             click.echo(printable(own.told), err=True)
@@ -114,6 +118,13 @@ def main() -> None:
     """Train PyTorch models on any number of processes with the same numbers, bit for bit."""
     # Where a store or a peer has gone torch warns with a page of C++ frames, beside the error that we tell.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _of_a_file(error: BaseException) -> UsageError | None:
+    """Return what to say of a file or folder that the user named and nobody has checked; None of other errors."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    return UsageError(f"{error.filename}: {error.strerror}; choose another file or folder")
 
 
 def _module(name: str) -> str:

@@ -35,6 +35,10 @@ class LockstepError(Exception):
         """What the user reads on the terminal."""
         return f"error: {self}"
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows in place of a traceback (IPython asks for it)."""
+        return [self.told]
+
 
 class UsageError(LockstepError):
     """The user's mistake, found before a process group or a device exists; in code and data also while training."""

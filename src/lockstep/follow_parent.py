@@ -31,6 +31,7 @@ from typing import Final
 
 from lockstep.core.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TrainingError
+from lockstep.hashing import FIXED, VARIABLE
 
 KNOWS: Final = "--knows"  # a host whose name must have an address where the command is to run
 READS_SECRET: Final = "--secret"
@@ -212,4 +213,5 @@ if __name__ == "__main__":
             sys.stderr.write(f"error: {problem}\n")
             sys.exit(EXIT_USAGE)
         words = words[2:]
+    os.environ.setdefault(VARIABLE, FIXED)  # ssh passes no environment on
     sys.exit(run_until_stdin_closes(words, sys.stdin.fileno()))

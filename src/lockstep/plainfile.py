@@ -1,12 +1,17 @@
-"""Opens plain files only, which have an end; in folders that others may have written to, never through a link."""
+"""Reads what others may have written: plain files only, which have an end, never through a link; and JSON."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
+from typing import Any, Final
+
+LARGEST_HEADER: Final = 1 << 24  # bytes of a safetensors header: about 150,000 tensors, read in some seconds
 
 
 def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
@@ -39,3 +44,36 @@ def content(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     return data
+
+
+def check_folder(folder: Path) -> None:
+    """Raise OSError where something below `folder`, links followed, is neither a regular file nor a folder.
+
+    For libraries that open a folder's files themselves, and would wait for a pipe.
+    """
+    for above, _, names in os.walk(folder):
+        for path in (Path(above, name) for name in names):
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, f"{path} is not a regular file")
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise OSError where a file's header of safetensors is larger than any model's.
+
+    The library takes 100 MB of it, which may name a million tensors: a minute and a gigabyte before anything is known.
+    """
+    with reader(path, links=True) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > LARGEST_HEADER:
+        raise OSError(errno.EFBIG, f"its header says it has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
+
+
+def parsed(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return what JSON holds, each of its objects as `pairs` makes it; ValueError for all that cannot be read.
+
+    json.loads lets RecursionError through where lists are nested so deeply that Python gives up: nothing else calls it.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -131,7 +131,7 @@ class Server:
         self._socket, theirs = socket.socketpair()
         descriptor = theirs.fileno()
         # Threads that a fork leaves behind would hold locks for ever: the server has none.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # as the command itself begins
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(descriptor)], pass_fds=[descriptor], env=environment
         )

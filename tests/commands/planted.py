@@ -1,5 +1,6 @@
 """Models, losses and data sets with a fault each, such as users bring along: what `lockstep verify` has to find."""
 
+import functools
 import itertools
 import os
 import random
@@ -20,6 +21,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 _COUNTED = [0]
 _NUMBERS = itertools.count()
+
+
+def instance_norm(num_classes: int) -> nn.Module:
+    """Keep running statistics as torch's InstanceNorm does, which an engine moves once a step."""
+    norm = nn.InstanceNorm2d(1, track_running_stats=True)
+    return nn.Sequential(norm, nn.Flatten(), nn.Linear(64, num_classes))
 
 
 def linear(num_classes: int) -> nn.Module:
@@ -124,6 +131,8 @@ class _Noise(nn.Module):
                 return inputs * (1 + 0.1 * random.random())
             case "numpy":
                 return inputs * (1 + 0.1 * float(np.random.rand()))
+            case "idle clock":
+                return inputs + 0 * time.perf_counter()
             case "clock":
                 return inputs * (1 + 0.1 * (time.perf_counter() % 1))
             case "global":
@@ -372,4 +381,77 @@ class Dropping(nn.Module):
         else:
             flat = functional.dropout(flat, 0.1)
         outputs: Tensor = self.linear(flat)
+        return outputs
+
+
+class Unordered(nn.Module):
+    """Adds up its layers in the order of a set of their names."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer{number}": nn.Linear(64, num_classes) for number in range(9)})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = sum(self.layers[name](inputs.flatten(1)) for name in set(self.layers))  # type: ignore[assignment]
+        return outputs
+
+
+class Renorm(nn.BatchNorm1d):
+    """A BatchNorm that keeps its statistics itself, and normalises by them."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and self.running_mean is not None and not inputs.is_meta:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * inputs.detach().mean(0)
+            return inputs - self.running_mean
+        return super().forward(inputs)
+
+
+def renormed(num_classes: int) -> nn.Module:
+    """A model with one of its own."""
+    make = lambda features: Renorm(features)  # noqa: E731
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), make(16), nn.Linear(16, num_classes))
+
+
+@functools.lru_cache
+def _noise_of(size: int, number: int) -> float:
+    return size * random.random() + number
+
+
+class Cached(nn.Module):
+    """Takes its noise from a cache, which the first forward of a process fills."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs.flatten(1) * (1 + 0.1 * _noise_of(len(inputs), 0)))
+        return outputs
+
+
+class Edited(Jittering):
+    """Map-style data that is changed in place when it is fetched."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples, 0.0)
+        self.inputs = torch.ones(samples, 64)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index].mul_(0.9), self.targets[index]
+
+
+def edited() -> tuple[Edited, Edited]:
+    """Both parts of such a data set."""
+    return Edited(40), Edited(12)
+
+
+class Rarely(nn.Module):
+    """Draws from Python's generator in a forward of a thousand only, as a layer that is dropped now and then."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs.flatten(1) * (2 if random.random() < 0.001 else 1))
         return outputs

@@ -28,7 +28,7 @@ def test_three_ranks_that_it_starts(run: Start) -> None:
     levels = {each["check"]: each["level"] for each in found["findings"]}
     assert levels["collectives"] == levels["ranks alike"] == "ok"
     [exchanged] = [each["found"] for each in found["findings"] if each["check"] == "collectives"]
-    assert exchanged.startswith("all 184 cases are right: ")
+    assert exchanged.startswith("all 198 cases are right: ")
 
 
 def test_a_problem_ends_with_its_exit_code_and_what_to_do(run: Start) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from component import require_package
 from forked import steps
 
 QUICK = ("recipe.epochs=1", "recipe.model.name=held:linear", "recipe.model.source=auto", "recipe.model.options={}")
@@ -22,7 +21,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_placements_side_by_side_and_again(run):
-    require_package("plotly")
     asked = ("compare", "digits", *QUICK, "--placements", "ddp,zero3", "--processes", "1,3", "--dir", "a")
     first = run(*asked)
     folder = first.folder / "a"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from component import require_package
 from event_examples import done, evaluated, saved, started, stepped
 
 from lockstep.cli import main
@@ -55,7 +54,6 @@ def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def test_a_page_of_two_runs() -> None:
-    require_package("plotly")
     run_folder("a", started(), stepped(), evaluated(), saved(), done())
     run_folder("b", started(), stepped(30, 0.5), overrides=("recipe.optimizer.lr=0.3", "placement.processes=2"))
     assert report().stdout == "written report.html\n"
@@ -123,7 +121,6 @@ def test_one_run_differs_from_none() -> None:
 
 def test_runs_of_strangers(folder: Path) -> None:
     """What cannot be read is listed as such; a link is not followed, and a failure is text."""
-    require_package("plotly")
     run_folder("a", started(), stepped(), done())
     damaged = folder / "runs" / "damaged"
     damaged.mkdir()
@@ -157,7 +154,6 @@ def test_runs_of_strangers(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_reported_is_refused(words: tuple[str, ...], said: str) -> None:
-    require_package("plotly")
     assert said in report(*words, code=2).stderr
     assert not Path("report.html").exists()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from component import require_package
 from conftest import DIGITS, Start
 from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
 
@@ -56,7 +55,6 @@ def files(run: Path) -> dict[str, tuple[int, int]]:
 
 def test_a_run_that_begins_is_killed_resumes_and_ends(start: Start, killed: Start) -> None:
     """The page is asked while the run stands still, and what is left of its log is shown as it is resumed."""
-    require_package("plotly")
     seen = start("watch", "run", "--wait", "--port", "0")
     seen.until(lambda: "waiting for a run to begin" in seen.out)
     training = (*DIGITS, "placement.processes=1", "run.save_every={steps: 5}")
@@ -121,14 +119,12 @@ def test_how_runs_ended_and_with_which_code(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], problem: str) -> None:
-    require_package("plotly")
     monkeypatch.chdir(tmp_path)
     run_folder(Path("old/a"), started(), done())
     assert re.fullmatch(problem, watch(*words, code=2).stderr, re.DOTALL)
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    require_package("plotly")
     run = run_folder(tmp_path / "run", started())
     with PageServer("127.0.0.1", 0) as server:
         port = server.url.rstrip("/").rpartition(":")[2]
@@ -164,7 +160,7 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
     followed = Followed(run)
     parsed: list[Any] = []
     loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
     followed.refresh()
     assert (len(parsed), followed.watched(None).run.status.step) == (500, 499)
     with (run / "events.jsonl").open("a") as log:

@@ -109,10 +109,10 @@ def test_an_exception_of_one_worker_is_shown_once_and_ends_all(run, words, told)
     assert failed.left() == []
 
 
-def test_a_buffer_that_each_rank_moves_by_its_own_micro_batches_is_named_at_the_save(run):
-    failed = run(*TRAIN, 'recipe.model={name: "planted:Centered"}', "placement.processes=2", code=1)
-    assert "error: after step 23 a buffer differs between ranks: center: two ranks disagree" in failed.err
-    assert "the forward pass changes them" in failed.err
+def test_a_buffer_that_each_rank_moves_by_its_own_micro_batches_is_refused(run):
+    failed = run(*TRAIN, 'recipe.model={name: "planted:Centered"}', "placement.processes=2", code=2)
+    assert "error: the forward moves buffer center of Centered, which each process would move by its own" in failed.err
+    assert events(failed.folder / "run", "step") == []
     assert failed.left() == []
 
 

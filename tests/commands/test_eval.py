@@ -5,6 +5,7 @@ from pathlib import Path
 
 import forging
 import pytest
+from conftest import DIGITS
 
 EVIL = """
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_the_config_of_the_folder_names_no_code_either(run, latest, tmp_path):
     (tmp_path / "evil.py").write_text(EVIL)
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("held:cross_entropy", "evil:anything"))
-    run("eval", "run", "recipe.loss.name=held:cross_entropy")
+    refused = run("eval", "run", "recipe.loss.name=held:cross_entropy", code=2).err
+    assert "is not of the run that run/config.yaml is of" in refused
     assert not (tmp_path / "ran").exists()
 
 
@@ -85,3 +87,22 @@ def test_an_evaluation_needs_no_optimizer(run, latest):
     before = run("eval", "run", "--trust").out
     forging.write(latest, "optimizer.safetensors", (8).to_bytes(8, "little") + b"{}      ")
     assert run("eval", "run", "--trust").out == before
+
+
+def test_weights_are_evaluated_without_a_run(run, latest, tmp_path):
+    trained = run("eval", "run", "--trust").out.splitlines()
+    told = run("eval", *DIGITS, "recipe.model.weights=run", "placement.processes=1").out.splitlines()
+    assert told == ["run", *trained[1:]]
+    (tmp_path / "seed.pth.tar").touch()
+    for words, said in (
+        (("digits",), "the recipe names no weights to evaluate"),
+        (("seed.pth.tar",), "for weights their recipe: lockstep eval RECIPE recipe.model.weights=seed.pth.tar"),
+    ):
+        assert said in run("eval", *words, code=2).err
+
+
+def test_a_checkpoint_of_another_run_in_the_folder_is_refused(run, latest):
+    forging.change(latest, lambda state: state["recipe"].update(seed=8))
+    refused = run("eval", "run", "--trust", code=2).err
+    assert "is not of the run that run/config.yaml is of" in refused
+    assert "seed: 0 there, 8" in refused

@@ -113,6 +113,9 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
     with pytest.raises(TrainingError, match=r"differ from those of the run's model by .* and may by 0; nothing was"):
         export(saved, "safetensors")
     monkeypatch.setattr(to_safetensors, "write", lambda subject, place: place.write_text("no"))
+    for place in ("a" * 300, "/proc/net.pt2", "run/config.yaml/net"):
+        with pytest.raises(TrainingError, match=r"cannot be written: .*; choose another --out"):
+            export(saved, "torch", Path(place))
     with pytest.raises(TrainingError, match="cannot be loaded back, so nothing was written"):
         export(saved, "safetensors")
     assert left(trained) == []

@@ -48,12 +48,23 @@ def launch(*words: str):
 
 def test_a_dry_run_prints_the_line_and_nothing_else(folder):
     put(folder, "srun", STANDS_IN)
-    found = launch("--on", "slurm", "--nodes", "2", "--dry-run", "--python", "py", "--", "train", "digits", "a={b: c}")
+    words = ("--nodes", "2", "--dry-run", "--python", "py", "--", "train", "digits", "recipe.loss={label_smoothing: 0}")
+    found = launch("--on", "slurm", *words)
     assert found.stdout == (
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 py -m lockstep train digits 'a={b: c}'\n"
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 py -m lockstep train digits "
+        "'recipe.loss={label_smoothing: 0}'\n"
     )
     assert (found.exit_code, found.stderr) == (0, "")
     assert not (folder / "calls").exists()
+
+
+def test_more_ranks_than_have_work_are_refused_before_they_start(folder):
+    asked = ("--on", "slurm", "--nodes", "4", "--processes-per-node", "8", "--dry-run", "--", "train")
+    found = launch(*asked, "imagenet-resnet18")
+    assert (found.exit_code, found.stdout) == (2, "")
+    said = "32 processes but only 8 micro-batches; use at most 8 processes, or set recipe.microbatches=32"
+    assert said in found.stderr
+    assert launch(*asked, "imagenet-resnet18", "recipe.microbatches=32").exit_code == 0
 
 
 def test_the_process_becomes_the_launcher(folder, monkeypatch):

@@ -99,6 +99,11 @@ def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):
     table = run("predict", "run", "moved/val/cat", "moved/val/dog/0.jpg").out.splitlines()
     assert table[0].split() == ["input", "class", "probability"]
     assert len(table) == 1 + 3 * 2  # both classes of three pictures
+    (tmp_path / "moved/val/cat/0.jpg").write_bytes(b"no picture")
+    assert "cannot be read as an image" in run("predict", "run", "moved/val", code=2).err
+    found = run("predict", "run", "moved/val", "recipe.data.on_error=skip", "--json")
+    assert [row["input"] for row in rows(found)] == [f"moved/val/{each}.jpg" for each in ("cat/1", "dog/0", "dog/1")]
+    assert "skipped, as in training: moved/val/cat/0.jpg: cannot be read as an image" in found.err
 
 
 def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
@@ -121,9 +126,12 @@ def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
         (("one.png", "--out", "masks"), "--out does not fit it"),
         (("none.png",), "none.png: not found; give pictures, or folders of them"),
         (("empty",), "empty: a folder without pictures"),
-        (("run/config.yaml",), "config.yaml: cannot be read as an image: no kind of image is known that begins so"),
+        (("run/config.yaml",), "config.yaml: cannot be read as an image: it has no image format that is known"),
         (("one.png", "--top", "0"), "--top"),
         (("one.png", "recipe.model.options.width=7"), "not a checkpoint of this run"),
+        (("one.png", "recipe.seed=5"), "recipe.seed: lockstep predict does not use it; leave it out"),
+        (("one.png", "recipe.optimizer.lr=5"), "recipe.optimizer.lr.value: lockstep predict does not use it"),
+        (("one.png", "placement.processes=2"), "placement.processes: lockstep predict does not use it"),
     ],
 )
 def test_what_does_not_fit_is_refused(run, trained, tmp_path, words, told):
@@ -158,6 +166,8 @@ def test_a_table_gets_a_column(run, tmp_path):
     assert (
         "lacks 1 of the columns that were learned from: town" in run("predict", "run", "less.csv", *words, code=2).err
     )
+    (tmp_path / "holes.csv").write_text("size,town\n,A\n")
+    assert "'size' has 1 missing or infinite values" in run("predict", "run", "holes.csv", *words[:1], code=2).err
     assert "this run takes one table" in run("predict", "run", "new.csv", "new.csv", *words[:1], code=2).err
 
 
@@ -175,6 +185,7 @@ def test_a_prompt_goes_on(run, tmp_path):
     refused += ((("--prompt", "a", "--top", "3"), "--top does not fit it, the options that do: --prompt, --tokens"),)
     refused += ((("--prompt", "a", "--temperature", "-1"), "use 0, the likeliest token, or more"),)
     refused += ((("--prompt", "a", "--tokenizer", "x"), "this run's tokens are by character, and no file's"),)
+    refused += ((("--prompt", "a\udcff"), "--prompt: character 2 is no UTF-8"),)
     for words, told in refused:
         assert told in run("predict", "run", *words, code=2).err
 

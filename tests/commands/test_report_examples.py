@@ -12,7 +12,6 @@ import forging
 import pytest
 import stored
 import torch
-from component import require_package
 from conftest import FOLDER
 from looked import pixels
 from test_predict import SEGMENTS, plain
@@ -37,11 +36,6 @@ class Wrong:
         return {"wrong": sums["wrong"] / sums["samples"]}
 """
 TRUST = "recipe.loss.name=held:cross_entropy"
-
-
-@pytest.fixture(autouse=True)
-def plotly() -> None:
-    require_package("plotly")
 
 
 class Page:

@@ -127,9 +127,10 @@ def test_a_folder_with_a_run_is_not_trained_over(start, run):
     log = (folder / "events.jsonl").read_bytes()
     refused = run(*TRAIN, "run.resume=never", code=2)
     assert "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto" in refused.err
+    (folder / "config.yaml").write_text("{")
+    assert "run: holds a run whose configuration cannot be read" in run(*TRAIN, code=2).err
     (folder / "config.yaml").unlink()
-    refused = run(*TRAIN, code=2)
-    assert "run: holds a run whose configuration cannot be read" in refused.err
+    assert "run: holds a run without config.yaml" in run(*TRAIN, code=2).err
     assert (folder / "events.jsonl").read_bytes() == log
 
 

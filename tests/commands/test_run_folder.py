@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.config.load import Loaded, load, load_text, to_yaml
+from lockstep.errors import UsageError
 from lockstep.run import folder as run_folder
 from lockstep.run.finished import finished
+from lockstep.training.checkpoint import store
 
 DONE = {"event": "done", "step": 23, "weights_sha256": "0f" * 32}
 
@@ -73,3 +76,33 @@ def test_another_recipe_and_another_wish_are_not_done(tmp_path: Path) -> None:
     assert not finished(load("digits", [f"run.dir={tmp_path}", "run.resume=never"]))
     (tmp_path / "config.yaml").write_text("recipe: 1", encoding="utf-8")
     assert not finished(load("digits", [f"run.dir={tmp_path}"]))
+
+
+def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (1, 2):
+        snapshot = store.Snapshot({"w": torch.ones(1)}, {}, None, {"step": step})
+        store.save(folder / "checkpoints", step, snapshot, keep=9, best=False)
+    manifest = folder / "checkpoints/step-00000002/manifest.json"
+    manifest.unlink()
+    manifest.symlink_to("manifest.json")
+    claim = run_folder.claim_own(folder, None)
+    claim.lock.release()
+    assert claim.checkpoint == folder / "checkpoints/step-00000001"
+    assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, where a file is expected"]
+    manifest.unlink()
+    manifest.symlink_to("/etc/hostname")
+    with pytest.raises(UsageError, match="a link that leads out of the run folder, to /etc/hostname"):
+        run_folder.claim_own(folder, None)
+
+
+def test_a_run_of_another_kind_in_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(
+        UsageError, match=r"holds a run without config\.yaml, such as a loop of your own; choose another"
+    ):
+        run_folder.claim(load("digits", [f"run.dir={tmp_path}"]))
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UsageError, match="holds a run of a recipe, which its loop did not make; choose another dir"):
+        run_folder.claim_own(tmp_path, None)

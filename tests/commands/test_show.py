@@ -34,6 +34,13 @@ def test_it_says_what_carries_tensors(overrides, words):
     assert result.output.splitlines()[-1].split(maxsplit=1) == ["exchange", words]
 
 
+def test_a_model_that_nobody_has_is_refused():
+    result = CliRunner().invoke(main, ["show", "digits", "recipe.model=resnet19"])
+    assert result.exit_code != 0
+    assert "model resnet19" in result.stderr
+    assert "did you mean 'resnet18'" in result.stderr
+
+
 def test_it_says_what_another_name_drops():
     result = CliRunner().invoke(main, ["show", "digits", "recipe.loss=mine:loss"])
     assert result.stderr == (

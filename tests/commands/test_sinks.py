@@ -3,14 +3,19 @@
 import csv
 import json
 import signal
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 from conftest import DIGITS
 from test_resume import TRAIN, undisturbed
 
-from lockstep.config.load import load
+from lockstep.config.load import load, load_text, to_yaml
+from lockstep.config.run import Run
 from lockstep.errors import UsageError
+from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 
 SINK = """
@@ -87,7 +92,7 @@ def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fa
         ("[cvs]", "run.sinks.0.name: no such sink; did you mean 'csv'?"),
         ("[csv, csv]", "run.sinks: csv is given twice"),
         ("[{name: csv, folder: x}]", "run.sinks.0.folder: sink csv has no such option"),
-        ("[{name: mlflow, uri: 'http://me:secret@host'}]", "run.sinks.0.uri: it has a password"),
+        ("[{name: mlflow, uri: 'http://me:pw@host'}]", "run.sinks.0.uri: a secret, which config.yaml and environment"),
         ("[{name: wandb, api_key: secret}]", "run.sinks.0.api_key: sink wandb has no such option"),
         ("[{name: wandb, tags: a}]", "run.sinks.0.tags: expected a list of texts; got 'a'"),
     ],
@@ -117,3 +122,52 @@ def test_one_that_is_not_installed_says_how_to_get_it(name: str, monkeypatch: py
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=rf"{name} is not installed; pip install 'lockstep-train\[{name}\]'"):
         sinks.check_sinks(load("digits", [f"run.sinks=[{name}]"]).config.run)
+
+
+def _options(text: str) -> Run:
+    return load("digits", [f"run.sinks=[{{name: 'sinks_of_mine:Sink', {text}}}]"]).config.run
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("sinks_of_mine")
+    module.Sink = Mock(return_value=Mock(spec=Sink))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sinks_of_mine", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("password: x", "api_key: x", "hf_token: x", "to: {client_secret: x}", "to: [{passwd: x}]", "PASSWORD: x"),
+        *("uri: 'postgresql://me:x@host/db'", "uri: 'http://host/?token=x'", "uri: 'http://${USER}:x@host'"),
+    ],
+)
+def test_a_secret_that_is_written_out_is_refused(mine: ModuleType, text: str) -> None:
+    with pytest.raises(UsageError, match=r"run\.sinks\.0\.\S+: a secret, .* and its name here: \$\{NAME\}"):
+        sinks.check_sinks(_options(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("tokenizer: x", "tokens: '5'", "keys: x", "key: loss", "password: '${PW}'", "uri: 'http://[', to: [1]"),
+        *("uri: 'http://${USER}:${PW}@host/?token=${PW}'", "uri: 'http://me@host:80/a:b@c'", "passwords: 3"),
+    ],
+)
+def test_what_is_none_is_taken(mine: ModuleType, text: str) -> None:
+    sinks.check_sinks(_options(text))
+
+
+def test_a_secret_is_read_where_the_sink_opens_and_kept_nowhere(
+    mine: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load("digits", ["run.sinks=[{name: 'sinks_of_mine:Sink', uri: 'http://me:${PW}@host', to: ['${PW}', 1]}]"])
+    with pytest.raises(UsageError, match="sink sinks_of_mine:Sink: the environment variable PW is not set"):
+        sinks._opened(loaded.config.run.sinks[0], {}, tmp_path)
+    monkeypatch.setenv("PW", "hidden")
+    sinks._opened(loaded.config.run.sinks[0], {}, tmp_path)
+    mine.Sink.assert_called_once_with(tmp_path, uri="http://me:hidden@host", to=["hidden", 1])
+    kept = to_yaml(loaded)
+    assert "hidden" not in kept
+    assert load_text(kept, "config.yaml", "config").config.run == loaded.config.run  # so that a resume asks again

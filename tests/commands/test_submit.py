@@ -75,6 +75,9 @@ def test_what_slurm_is_asked_for_stands_in_the_script(folder: Path) -> None:
     assert [line for line in text.splitlines() if line.removeprefix("#SBATCH ") in asked] == [
         f"#SBATCH {word}" for word in asked
     ]
+    assert "#SBATCH --ntasks-per-node=4\n" in text  # a rank for each card, unless another number is asked for
+    text = submit(*asked, "--processes-per-node=2", "--dry-run", "--", "train", "digits", "run.dir=runs/a").stdout
+    assert "#SBATCH --ntasks-per-node=2\n" in text
 
 
 def test_a_run_without_a_folder_gets_one_for_all_its_starts(folder: Path) -> None:

@@ -89,6 +89,14 @@ def test_a_buffer_outside_batchnorm_departs_by_name_with_both_values(run):
     assert 0 < shared["largest"] < 10
 
 
+def test_the_order_of_a_set_departs_in_a_second_run_with_another_hash_seed(run):
+    command = run("verify", *PLAIN, 'recipe.model.name="planted:Unordered"', code=3)
+    single, shared = found(command)["rows"]
+    assert (single["verdict"], shared["verdict"]) == ("differs", "identical")  # ranks are forked, and share a seed
+    assert single["departure"]["cause"].startswith("the order of a set of strings, or hash(), in code (")
+    assert "planted.py:" in single["departure"]["cause"]
+
+
 def test_a_placement_that_fails_is_told_with_what_failed(run):
     command = run("verify", *PLAIN, 'recipe.model.name="held:failing_on_rank_1"', code=3)
     single, shared = found(command)["rows"]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,14 @@ def faults(probed: ProbeResult) -> dict[str, str]:
     return {finding.culprit: finding.text for finding in findings(probed) if finding.fault}
 
 
-@pytest.mark.parametrize("model", ["{name: digits_convnet, options: {dropout: 0.1}}", '{name: "planted:linear"}'])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "{name: digits_convnet, options: {dropout: 0.1}}",
+        '{name: "planted:linear"}',
+        '{name: "planted:instance_norm"}',
+    ],
+)
 def test_code_without_a_fault_has_no_findings(model):
     probed = look(f"recipe.model={model}")
     assert findings(probed) == []
@@ -88,6 +96,12 @@ def test_a_custom_batchnorm():
     assert f"MyNorm ({placed('self.running_mean.lerp_')})" in faults(probed)[causes.CUSTOM_BATCHNORM]
 
 
+def test_a_batchnorm_that_moves_its_statistics_itself_is_named_with_the_line_that_does():
+    found = faults(look('recipe.model={name: "planted:renormed"}'))
+    assert list(found) == [causes.CUSTOM_BATCHNORM]
+    assert f"Renorm ({placed('self.running_mean = 0.9')}) moves running" in found[causes.CUSTOM_BATCHNORM]
+
+
 def test_unused_parameters_are_named_in_a_note():
     (finding,) = findings(look('recipe.model={name: "planted:TwoHeads"}'))
     assert (finding.culprit, finding.fault) == (causes.UNUSED, False)
@@ -105,7 +119,7 @@ def test_randomness_outside_torchs_generators(source, stream):
 
 @pytest.mark.parametrize(
     ("source", "reads", "line"),
-    [("clock", "the clock", "time.perf_counter"), ("system", "the system's randomness", "os.urandom")],
+    [("clock", "the clock", "time.perf_counter() %"), ("system", "the system's randomness", "os.urandom")],
 )
 def test_a_forward_pass_that_cannot_be_repeated(source, reads, line):
     probed = look(f'recipe.model={{name: "planted:noisy", options: {{source: {source}}}}}')
@@ -145,6 +159,18 @@ def test_a_forward_pass_that_depends_on_the_rank(source, line):
     assert list(faults(probed)) == [causes.RANKED]
     assert f"reads the rank or the number of ranks ({placed(line)})" in faults(probed)[causes.RANKED]
     assert dict(os.environ) == before
+
+
+def test_a_clock_that_moved_on_as_another_rank_is_not_taken_for_the_rank(monkeypatch):
+    as_another = probe._as_another_rank
+
+    def moved_on(compute, otherwise):
+        return {"": "later"} if "" in otherwise else as_another(compute, otherwise)
+
+    monkeypatch.setattr(probe, "_as_another_rank", moved_on)
+    found = faults(look('recipe.model={name: "planted:noisy", options: {source: idle clock}}'))
+    assert list(found) == [causes.UNREPEATABLE]
+    assert f"the code reads the clock ({placed('0 * time.perf_counter()')})" in found[causes.UNREPEATABLE]
 
 
 def test_what_fails_for_want_of_other_ranks_is_no_finding():
@@ -219,10 +245,15 @@ def test_a_data_set_that_is_random_for_each_call(model, data, what):
     assert probed.random_samples[0].part == "training"
     assert {sample.what for sample in probed.random_samples} == {what}
     assert list(faults(probed)) == [causes.RANDOM_DATA]
-    assert (
-        f"sample {probed.random_samples[0].number}, fetched twice, has other {what}"
-        in faults(probed)[causes.RANDOM_DATA]
-    )
+    assert f"changes when it is fetched again: it has other {what}" in faults(probed)[causes.RANDOM_DATA]
+
+
+def test_a_data_set_that_is_changed_in_place():
+    found = faults(look(LINEAR, 'recipe.data={name: "planted:edited"}'))
+    assert list(found) == [causes.RANDOM_DATA]
+    place = placed("return self.inputs[index].mul_", -1)
+    words = rf"item \d+ of the training data set \({re.escape(place)}\) changes when it is fetched again: it has"
+    assert re.match(words, found[causes.RANDOM_DATA])
 
 
 def test_a_data_set_that_each_rank_has_its_own_part_of():
@@ -240,3 +271,10 @@ def test_facts_survive_being_written(tmp_path):
     probed = replace(probed, random_samples=[causes.RandomSample("training", 3, "inputs")])
     probing.write(tmp_path, probed)
     assert probing.read(tmp_path) == probed
+
+
+def test_noise_in_a_cache_is_named_with_the_function_that_is_cached():
+    planted._noise_of.cache_clear()
+    found = {each.culprit: each.text for each in findings(look('recipe.model={name: "planted:Cached"}'))}
+    assert re.search(r"draws from Python's random generator \([^ ]*planted.py:\d+\)", found[causes.FOREIGN_RANDOMNESS])
+    assert "planted._noise_of (cache of " in found[causes.GLOBALS]

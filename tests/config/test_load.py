@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from lockstep.config import across
 from lockstep.config.load import differences, load, split, to_yaml
-from lockstep.config.run import Run
 from lockstep.config.schema import Config
 from lockstep.config.shipped import shipped
 from lockstep.config.wording import section_at
@@ -195,6 +194,9 @@ recipe:
     ("override", "text"),
     [
         ("recipe.batch=two", "recipe.batch: expected a whole number; got 'two'"),
+        ("recipe.batch='64'", "recipe.batch: expected a whole number; got '64'; remove the quotes"),
+        ("recipe.clip_norm='1.5e0'", "recipe.clip_norm: expected a number; got '1.5e0'; remove the quotes"),
+        ("run.save_async='false'", "run.save_async: expected true or false; got 'false'; remove the quotes"),
         ("recipe.batch=true", "recipe.batch: expected a whole number; got true"),
         ("recipe.batch=", "recipe.batch: missing; it has no default"),
         ("recipe=", "recipe: missing; it has no default"),
@@ -261,7 +263,7 @@ recipe:
         ("run.save_every={}", "run.save_every: give either steps or epochs, one of the two"),
         (
             "run.kep=2",
-            f"run.kep: unknown key; did you mean 'keep'? Valid: {', '.join(Run.model_fields)}",
+            "run.kep: unknown key; did you mean 'keep'?",
         ),
         (
             "run.save_every.hours=2",
@@ -277,8 +279,7 @@ recipe:
         ),
         (
             "recipe.model.dropout=0.1",
-            "recipe.model.dropout: unknown key; did you mean 'recipe.model.options.dropout'? "
-            "Valid: name, source, pretrained, weights, lora, freeze, chunks, plan, sequence_chunks, options",
+            "recipe.model.dropout: unknown key; did you mean 'recipe.model.options.dropout'?",
         ),
         (
             "recipe.microbatches=65",

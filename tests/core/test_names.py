@@ -26,5 +26,8 @@ def test_nearest_keeps_the_spelling_of_the_valid_name():
 
 
 def test_choices_always_list_what_is_valid():
+    many = [f"key{number}" for number in range(9)]
+    assert choices("keey1", many).count("key") == 3  # none but the nearest
+    assert choices("x", many) == f"; valid: {', '.join(many)}"
     assert choices("dpp", ["auto", "ddp"]) == "; did you mean 'ddp'? Valid: auto, ddp"
     assert choices("xyz", ["auto", "ddp"]) == "; valid: auto, ddp"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.work import check_work
+from lockstep.core.work import check_divides, check_work
 from lockstep.errors import UsageError
 
 
@@ -14,3 +14,9 @@ def test_as_many_processes_as_micro_batches_have_work(processes: int) -> None:
 def test_one_more_is_refused_with_both_ways_out() -> None:
     with pytest.raises(UsageError, match=r"5 processes but only 4 .*at most 4 processes, or set recipe.microbatches=5"):
         check_work(5, 4)
+
+
+def test_what_does_not_divide_is_refused_though_it_is_smaller() -> None:
+    check_divides("replicate=2", 2, 4)
+    with pytest.raises(UsageError, match="replicate=3 does not divide 4 processes; use 1, 2, 4"):
+        check_divides("replicate=3", 3, 4)

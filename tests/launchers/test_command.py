@@ -211,6 +211,8 @@ def test_a_script_is_started_by_python_itself() -> None:
     job = Job(words=words, python="py", processes_per_node=2)
     assert torchrun.command(job)[-3:] == ["loop.py", "--lr", "1"]
     assert openmpi.command(job)[-4:] == ["py", "loop.py", "--lr", "1"]
+    there = openmpi.command(replace(job, nodes=2, hosts=("a", "b")))
+    assert there[-6:] == ["-x", "PYTHONHASHSEED", "py", "loop.py", "--lr", "1"]
     assert local.command(job) == ["py", "-m", "lockstep", "launch", "--processes-per-node=2", "--", *words]
 
 

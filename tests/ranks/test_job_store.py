@@ -188,3 +188,13 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
     patterns = {key: re.compile(re.sub(r"\b[NR]\b", r"\\d+", key)) for key in keys}
     assert [key for key in written if not any(each.fullmatch(key) for each in patterns.values())] == []
     assert [key for key, each in patterns.items() if not any(each.fullmatch(one) for one in written)] == []
+
+
+@pytest.mark.parametrize("digit", [0, 8, 63])
+def test_a_signature_that_is_wrong_in_one_digit_is_refused(raw: Any, digit: int) -> None:
+    store = JobStore(raw, SECRET)
+    store.set("key", "go")
+    sealed = bytearray(raw.get("key"))
+    sealed[digit] = ord("0" if sealed[digit] != ord("0") else "1")
+    raw.set("key", bytes(sealed))
+    assert "is not signed with the secret of this job" in refused(store)

@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-from component import require_package
 
 from lockstep.reporting.charts import Chart, bars, curves, dots, lines, matrix
 from lockstep.reporting.thinning import Point
@@ -80,7 +79,6 @@ def test_lines_over_many_places_have_no_tick_for_each_and_need_not_begin_at_zero
     ],
 )
 def test_plotly_knows_all_that_is_said(chart: Chart) -> None:
-    require_package("plotly")
     from plotly.graph_objects import Figure
 
     Figure(chart.figure)  # it refuses what it does not know

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from component import require_package
 from event_examples import SHA, done, evaluated, started, stepped
 from rich.console import Console
 
@@ -168,7 +167,6 @@ def test_what_is_shown_on_a_terminal_while_runs_go_on(monkeypatch: pytest.Monkey
 
 
 def test_the_files(tmp_path: Path) -> None:
-    require_package("plotly")
     stream = StringIO()
     paths = write(COMPARISON, tmp_path, stream, with_page=True, with_png=False)
     assert [path.name for path in paths] == ["comparison.json", "comparison.html"]

@@ -124,3 +124,12 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_started_says_where_it_goes_on() -> None:
     assert jsonl.figures(started(46, "runs/x"), 0.0)["resumed_from"] == "runs/x"
+
+
+def test_a_log_that_was_removed_is_not_written_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = JsonLines(path)
+    path.unlink()
+    with pytest.raises(TrainingError, match=r"events\.jsonl: was removed while the run writes to it"):
+        sink.write(stepped(1), 1.5)
+    sink.close()

@@ -4,12 +4,10 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from component import require_package
 
-from lockstep.errors import UsageError
 from lockstep.reporting import page as pages
 from lockstep.reporting.charts import curves
-from lockstep.reporting.page import Passage, Passages, Section, Table, Tile, Tiles, Words, check_plotly, page
+from lockstep.reporting.page import Passage, Passages, Section, Table, Tile, Tiles, Words, page
 from lockstep.reporting.thinning import Point
 
 EVIL = '</script><script>alert(1)</script><img src="http://example.org/x.png" onerror=alert(2)>\x1b[2J'
@@ -39,7 +37,6 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    require_package("plotly")
     return page(EVIL, SECTIONS)
 
 
@@ -66,13 +63,11 @@ def test_the_policy_allows_its_own_two_scripts_alone(html: str) -> None:
 
 
 def test_a_tile_that_would_be_loaded_is_none() -> None:
-    require_package("plotly")
     with pytest.raises(ValueError, match=r"a tile of https://example\.org/x\.png"):
         page("t", [Tiles("t", [Tile("https://example.org/x.png", ["x"])])])
 
 
 def test_a_passage_keeps_its_lines() -> None:
-    require_package("plotly")
     made = page("t", [Passages("t", [Passage("name", "\ngiven\n", "follows\n")])])
     assert "<pre>\n<span>\ngiven\n</span>follows\n</pre>" in made  # the first line end is HTML's own
 
@@ -82,12 +77,5 @@ def test_the_same_runs_give_the_same_page(html: str) -> None:
 
 
 def test_without_curves_there_is_no_switch() -> None:
-    require_package("plotly")
     assert 'id="axis"' not in page("t", SECTIONS[:2])
     assert 'id="axis"' in page("t", SECTIONS)
-
-
-def test_plotly_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"pip install 'lockstep-train\[report\]'"):
-        check_plotly()

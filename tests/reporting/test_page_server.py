@@ -6,10 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
-from component import require_package
 from event_examples import stepped
 from watched_examples import GOING, watched
 
@@ -20,7 +20,6 @@ from lockstep.reporting.page_server import PageServer, is_own
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
-    require_package("plotly")
     with PageServer("127.0.0.1", 0) as server:
         yield server
 
@@ -82,7 +81,6 @@ def test_addresses_and_names_of_this_machine_are_answered(host: str) -> None:
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_not_here() -> None:
-    require_package("plotly")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -98,7 +96,6 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_here() -> None:
 
 
 def test_it_leaves_no_thread_and_no_port_though_a_connection_says_nothing() -> None:
-    require_package("plotly")
     before = threading.active_count()
     with PageServer("127.0.0.1", 0) as server:
         where = urlsplit(server.url)
@@ -114,7 +111,6 @@ def test_it_leaves_no_thread_and_no_port_though_a_connection_says_nothing() -> N
 
 
 def test_an_open_page_learns_of_the_end_and_without_one_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_package("plotly")
     monkeypatch.setattr(page_server, "_LINGER_S", 10.0)
     learned: list[bool] = []
     began = time.monotonic()
@@ -129,3 +125,35 @@ def test_an_open_page_learns_of_the_end_and_without_one_nobody_waits(monkeypatch
     later.join()
     assert learned == [True]
     assert time.monotonic() - began < 9
+
+
+def test_many_silent_connections_keep_nobody_waiting_and_the_oldest_are_given_up() -> None:
+    with PageServer("127.0.0.1", 0) as server, ExitStack() as held:
+        where = urlsplit(server.url)
+        address = (str(where.hostname), where.port or 0)
+        silent = [held.enter_context(closing(socket.create_connection(address, timeout=5))) for _ in range(120)]
+        began = time.monotonic()
+        assert ask(server, "/data").status == 200
+        assert time.monotonic() - began < 2
+        assert silent[0].recv(1) == b""  # it has ended, long before it would have been silent for too long
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "_LONGEST_S", 0.3)
+    with PageServer("127.0.0.1", 0) as server:
+        where = urlsplit(server.url)
+        with socket.create_connection((str(where.hostname), where.port or 0)) as slow:
+            slow.settimeout(0.05)
+            began = time.monotonic()
+            while not _is_over(slow):
+                assert time.monotonic() - began < 5
+
+
+def _is_over(slow: socket.socket) -> bool:
+    try:
+        slow.sendall(b"G")
+        return slow.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True

@@ -52,8 +52,8 @@ def visit(
 
     async def visit(tab: Tab) -> None:
         await tab.width(width)
-        await tab.colours(scheme)
         await tab.until("document.querySelectorAll('.chart .main-svg').length >= 3")
+        await tab.colours(scheme)
         await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
         for step in steps:
             if step.startswith("click "):

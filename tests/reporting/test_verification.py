@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lockstep.reporting.verification import Finding, Mismatch, Row, Verification, draw, placed, to_json
+from lockstep.reporting.verification import (
+    Finding,
+    Mismatch,
+    Row,
+    Verification,
+    against,
+    draw,
+    explained,
+    placed,
+    to_json,
+)
 
 DEPARTURE = Mismatch(2, "gradient of", "conv.weight", None, (1,), (3, 0), "0.5", "0.25", "an order of its own")
 SAME = Row("ddp", 2, "identical", seconds=0.125, peak_bytes=(1 << 29, 3 << 28), resumed_on="single on 1")
@@ -104,3 +114,24 @@ def test_places_in_words():
     assert placed(Mismatch(4, "loss of a micro-batch", "", 0, (0, 2), None, "", "", "")) == (
         "step 4, loss of a micro-batch, micro-batch 0, ranks 0, 2"
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "faults", "last"),
+    [
+        ((SAME, NEAR), 1, "the placements agree, but 1 fault was found in the recipe's own code"),
+        ((SAME,), 2, "the placements agree, but 2 faults were found in the recipe's own code"),
+        ((GONE,), 1, "nothing was compared: 1 fault was found in the recipe's own code"),
+        ((SAME, OTHER), 1, "not the same: 1 of 2 placements agree; 1 fault in the recipe's own code"),
+    ],
+)
+def test_faults_where_placements_agree_are_no_disagreement(rows, faults, last):
+    assert drawn(verification(*rows, findings=(FAULT,) * faults))[-1] == last
+
+
+def test_what_speaks_against_the_placements_has_cause_and_line():
+    assert against(verification(SAME, OTHER, findings=(FAULT, NOTE))).splitlines() == [
+        f"fault: {FAULT.text}",
+        *explained(OTHER, (FAULT,)),
+        "not the same: 1 of 2 placements agree; 1 fault in the recipe's own code",
+    ]

@@ -62,8 +62,8 @@ def visit(live: Live, look: Callable[[Tab], Awaitable[None]], scheme: str = "lig
 
     async def opened(tab: Tab) -> None:
         await tab.width(width)
-        await tab.colours(scheme)
         await tab.until(f"{TRACE}?.querySelector('.main-svg') !== null && {TRACE} !== null")
+        await tab.colours(scheme)
         await look(tab)
         assert set(tab.requests) <= {live.server.url, f"{live.server.url}data", "data:,"}
         assert tab.requests.count(live.server.url) == 1  # it is never loaded again

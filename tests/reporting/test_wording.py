@@ -86,7 +86,10 @@ def test_summary_counts_what_this_start_did() -> None:
 
 
 def test_a_run_of_no_time_has_no_speed() -> None:
+    audited = dataclasses.replace(done(), audited=7)
+    assert dict(wording.summary(audited, started(), "runs/x"))["audited steps"] == "7"
     rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, figures={}), started(), "runs/x"))
+    assert "audited steps" not in rows
     assert "samples/s" not in rows
 
 
@@ -99,3 +102,13 @@ def test_aligned() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert wording.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("seed", "lines"), [("random", 1), ("0", 0), ("7", 0), ("", 0)])
+def test_a_random_hash_seed_is_named(seed: str, lines: int) -> None:
+    named = [
+        line
+        for line in wording.started(dataclasses.replace(started(), hash_seed=seed), "")
+        if "PYTHONHASHSEED=0" in line
+    ]
+    assert len(named) == lines

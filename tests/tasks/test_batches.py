@@ -27,7 +27,10 @@ def test_labels_come_before_other_names() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"images": X}, "a batch has images; call the targets one of labels, targets, target, label"),
+        (
+            {"images": X},
+            "a batch has images; call the targets one of labels, targets, target, label, or give the task a method",
+        ),
         (X, r"a batch is of type Tensor; expected \(inputs, targets\)"),
         ((X,), "a batch is of type tuple of 1"),
         ((X, {"boxes": Y}), "the targets of a batch are a mapping of boxes; expected one tensor"),

@@ -40,6 +40,7 @@ def compared(world: World, layout: str, wrong: list[tuple[int, str]]) -> Disagre
         (3, "whole", [(0, "weight")], ("weight",), (0,)),
         (3, "whole", [(2, "weight"), (2, "buffer")], ("buffer", "weight"), (2,)),
         (3, "whole", [(1, "weight"), (2, "weight")], ("weight",), None),
+        (3, "whole", [(1, "buffer"), (2, "buffer"), (0, "weight")], ("buffer", "weight"), None),
         (2, "whole", [(1, "buffer")], ("buffer",), None),
         (3, "rows", [], (), ()),
         (3, "rows", [(0, "buffer")], ("buffer",), (0,)),

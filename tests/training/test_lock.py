@@ -131,3 +131,17 @@ def test_somebody_who_only_looks_keeps_no_run_from_beginning(tmp_path: Path, mon
         # Who looks lets go while the lock waits for another try.
         monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
         lock(tmp_path).release()
+
+
+def test_a_folder_that_a_refused_start_removed_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = fcntl.flock
+
+    def removed_meanwhile(descriptor: int, how: int) -> None:
+        (tmp_path / "lock").unlink()
+        take(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with pytest.raises(UsageError, match="was removed by another start that was refused; start again"):
+        lock(tmp_path)

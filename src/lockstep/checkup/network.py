@@ -161,7 +161,7 @@ def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding
         for text in golden.wrong:
             wrong.setdefault(text.partition(" ")[0].rstrip(":"), []).append(rank)
     for collective, ranks in wrong.items():
-        texts = [text for text in found[ranks[0]].wrong if text.startswith(collective)]
+        texts = [text for text in found[ranks[0]].wrong if text.partition(" ")[0].rstrip(":") == collective]
         who_has = sorted(set(ranks))
         yield Finding(
             "collectives",

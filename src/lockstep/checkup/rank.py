@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from lockstep import plainfile
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merged
@@ -215,7 +216,7 @@ class _Soon:
 
 def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each rank gives, on every rank."""
-    return list(json.loads(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
+    return list(plainfile.parsed(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
 
 
 def _exchanged(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:

@@ -26,6 +26,11 @@ def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
     return [CompletionItem(incomplete, type="file")]
 
 
+def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer files and folders, and after the first of them keys and values."""
+    return (overrides if ctx.params.get(param.name or "") else files)(ctx, param, incomplete)
+
+
 def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete [RECIPE] [KEY=VALUE]..."""
     found = overrides(ctx, param, incomplete)

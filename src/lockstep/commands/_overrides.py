@@ -6,6 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+import click
+
+from lockstep.config.wording import key_named
+
 _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
@@ -13,3 +17,15 @@ def apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return the overrides, such as `placement.device=cpu`, and the other words, each in their order."""
     overrides = tuple(each for each in words if _OVERRIDE.match(each))
     return overrides, [each for each in words if each not in overrides]
+
+
+def as_override(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error for an option that is an override with dashes, or the name of a key; else the same."""
+    command = error.ctx.command if error.ctx is not None else None
+    if command is None or not any("KEY=VALUE" in (each.metavar or "") for each in command.params):
+        return error
+    name = error.option_name.lstrip("-")
+    key = name if "." in name else key_named(name.replace("-", "_"))
+    if not key:
+        return error
+    return click.UsageError(f"no option '{error.option_name}'; write it as {key}=VALUE", error.ctx)

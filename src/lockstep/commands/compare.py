@@ -24,7 +24,7 @@ from lockstep.launchers import detect
 @click.option("--also", multiple=True, metavar="KEY=VALUE", help="The recipe with this override too; may be repeated.")
 @click.option("--usual", is_flag=True, help="The usual script beside it, whose batch grows with the processes.")
 @click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where the runs and pages go.")
-@click.option("--no-page", is_flag=True, help="Write no page, which needs plotly.")
+@click.option("--no-page", is_flag=True, help="Write no page.")
 @click.option("--png", is_flag=True, help="Write each chart as a PNG file, too, which needs Chromium.")
 def command(
     words: tuple[str, ...],
@@ -44,7 +44,6 @@ def command(
     from lockstep.config.load import split
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.comparison_output import Shown, write
-    from lockstep.reporting.page import check_plotly
     from lockstep.reporting.png import check_png
     from lockstep.run.comparing import Asked, folder_for, placements_in, planned, processes_in, run_all
 
@@ -53,8 +52,6 @@ def command(
     source, overrides = split(words)
     folder = folder or folder_for(source)
     asked = Asked(source, tuple(overrides), placements_in(placements), processes_in(processes), also, folder, usual)
-    if not no_page:
-        check_plotly()
     if png:
         check_png()
     plans = planned(asked)

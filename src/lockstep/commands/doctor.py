@@ -31,7 +31,7 @@ _WIDTH = 120  # of what is printed where that is no terminal
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="As placement.device.")
 @click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=30.0, show_default=True, help="Seconds to wait for another rank."
+    "--timeout", type=click.IntRange(1), default=30, show_default=True, help="Seconds to wait for another rank."
 )
 @click.pass_context
 def command(
@@ -41,7 +41,7 @@ def command(
     folder: Path,
     device: Literal["auto", "cpu", "cuda"],
     rendezvous: str,
-    timeout: float,
+    timeout: int,
 ) -> None:
     """Check up this machine and, under a launcher, the ranks and what lies between them, in at most a minute.
 

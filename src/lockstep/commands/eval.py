@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,33 +12,58 @@ from lockstep.core.text import printable_line
 from lockstep.run.launched import launched
 
 if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
     from lockstep.run.evaluation import Found
 
 
 @click.command("eval")
-@click.argument("checkpoint", shell_complete=_completion.files)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
+@click.argument("words", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.file_first)
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
-def command(checkpoint: str, overrides: tuple[str, ...], trust: bool) -> None:
+@click.option("--cfg", metavar="FILE", help="A configuration of another framework that names weights; no CHECKPOINT.")
+def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
 
-    The recipe is the one it was trained by. Overrides are dotted: placement.processes=4 recipe.data.root=/data.
-    Code that it names, such as recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
+    The recipe is the one it was trained by. With RECIPE, a .yaml file or a shipped one, the weights that it begins
+    from: recipe.model.weights=FILE, or recipe.model.pretrained=true.
+
+    Overrides are dotted: placement.processes=4 recipe.data.root=/data. Code that a checkpoint's recipe names, such as
+    recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
     info = launched()  # before the imports below, which take seconds
 
-    from lockstep.run.evaluation import Asked, evaluate_here, opened_as_rank
+    from lockstep.run.evaluation import Asked, evaluate_here, evaluate_weights, opened_as_rank, weights_as_rank
     from lockstep.run.start import as_launched
 
-    asked = Asked(checkpoint, overrides, trust)
+    if not words and cfg is None:
+        raise click.UsageError("Missing argument 'CHECKPOINT'.")
+    if cfg is not None or _is_recipe(words[0]):
+        loaded = _loaded(words, cfg, None if info is None else info.size)
+        if info is None:
+            raise SystemExit(evaluate_weights(loaded, _tell))
+        raise SystemExit(as_launched(info, words, lambda: weights_as_rank(loaded, _tell)))
+    asked = Asked(words[0], words[1:], trust)
     if info is None:
         raise SystemExit(evaluate_here(asked, _tell))
-    raise SystemExit(as_launched(info, overrides, lambda: opened_as_rank(asked, info, _tell)))
+    raise SystemExit(as_launched(info, words[1:], lambda: opened_as_rank(asked, info, _tell)))
+
+
+def _is_recipe(word: str) -> bool:
+    from lockstep.config.shipped import shipped
+
+    return word.endswith((".yaml", ".yml")) or (word in shipped() and not Path(word).exists())
+
+
+def _loaded(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:
+    from lockstep.config.load import load
+    from lockstep.run.imported import imported
+
+    return load(words[0], words[1:]) if cfg is None else imported(cfg, words, None, world_size).loaded()
 
 
 def _tell(found: Found) -> None:
     from lockstep.reporting import wording
 
-    click.echo(f"{printable_line(str(found.path))}, after step {found.event.step}")
+    after = f", after step {found.event.step}" if found.event.step else ""
+    click.echo(f"{printable_line(str(found.path))}{after}")
     click.echo(wording.evaluated(found.event))
     click.echo(f"weights sha256 {found.weights_sha256}")

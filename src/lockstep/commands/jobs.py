@@ -6,11 +6,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 import click
 
 from lockstep.commands import _completion
 from lockstep.core.text import printable_line
+
+_RUNS: Final = "runs"
 
 
 @click.command("jobs")
@@ -25,12 +28,15 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     from lockstep.reporting.overview import for_json, overview
     from lockstep.run.listing import listed
 
-    runs, warnings = listed(map(Path, folders or ("runs",)))
+    if not folders and not Path(_RUNS).exists():
+        click.echo("[]" if as_json else f"no runs yet: there is no folder {_RUNS}, where they go; name another, if so")
+        return
+    runs, warnings = listed(map(Path, folders or (_RUNS,)))
     if as_json:
         click.echo(json.dumps(for_json(runs), indent=1))
     elif runs:
         overview(runs, time.time(), sys.stdout)
     else:
-        click.echo(f"no runs in {', '.join(folders) or 'runs'}")
+        click.echo(f"no runs in {', '.join(folders) or _RUNS}")
     for line in warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)

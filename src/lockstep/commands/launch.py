@@ -27,7 +27,11 @@ RESTARTS: Final = 10
     metavar="NUMBER | MIN:MAX",
     help="Number of hosts; left out, 1 or as many as --hosts names. MIN:MAX: hosts may go and come (torchrun, ssh).",
 )
-@click.option("--processes-per-node", type=click.IntRange(1), default=1, show_default=True, help="On each host.")
+@click.option(
+    "--processes-per-node",
+    type=click.IntRange(1),
+    help="On each host; left out, one for each of --gpus-per-node, or 1.",
+)
 @click.option("--hosts", type=click.Path(path_type=Path), help="A file with the name of one host on each line.")
 @click.option("--node-rank", type=click.IntRange(0), help="Number of this host, for torchrun on several.")
 @click.option(
@@ -57,7 +61,7 @@ RESTARTS: Final = 10
 def command(
     on: str,
     nodes: str | None,
-    processes_per_node: int,
+    processes_per_node: int | None,
     hosts: Path | None,
     node_rank: int | None,
     port: int | None,
@@ -80,11 +84,12 @@ def command(
     """
     named = named_hosts(hosts) if hosts else ()
     fewest, count = number_of_hosts(nodes) if nodes else (None, len(named) or 1)
+    resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
         words,
         python,
         count,
-        processes_per_node,
+        resources.processes_per_node(processes_per_node),
         named,
         port or PORT,
         options,
@@ -94,7 +99,7 @@ def command(
         rendezvous=rendezvous or "",
         endpoint=endpoint,
         id=name,
-        resources=Resources(partition, account, gpus_per_node, cpus_per_task or 0),
+        resources=resources,
         folder=str(Path.cwd()),
     )
     raise SystemExit(start(on, job, port, node_rank, dry_run))

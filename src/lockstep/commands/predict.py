@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
 from lockstep.commands import _completion, _overrides
 from lockstep.core.text import printable, printable_line
+from lockstep.errors import UsageError
 
 
 @click.command("predict")
@@ -65,6 +68,7 @@ def command(
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
     found = predict(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
+    found = _without_skipped(found)
     if as_json:
         for row in found:
             click.echo(json.dumps(row))
@@ -73,3 +77,18 @@ def command(
             click.echo(printable(row["prompt"] + row["text"]))
     else:
         Console(highlight=False, markup=False, emoji=False).print(table_of(list(found)))
+
+
+def _without_skipped(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of what could be read, and name the rest; UsageError where that is all."""
+    left = False
+    skipped = 0
+    for row in rows:
+        if "skipped" in row:
+            skipped += 1
+            click.echo(f"warning: skipped, as in training: {printable_line(row['skipped'])}", err=True)
+        else:
+            left = True
+            yield row
+    if skipped and not left:
+        raise UsageError(f"none of {skipped} pictures can be read; give some that can")

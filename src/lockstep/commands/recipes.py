@@ -38,9 +38,10 @@ def command() -> None:
 
 def row(shipped: Shipped) -> Row:
     from lockstep.config.load import load
+    from lockstep.core.epochs import in_words
 
     recipe = load(shipped.name).config.recipe
-    length = f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps} steps"
+    length = in_words(recipe.epochs) if recipe.epochs else f"{recipe.steps} steps"
     return Row(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
 
 

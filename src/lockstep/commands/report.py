@@ -44,7 +44,7 @@ def command(
     recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
     from lockstep.reporting.charts import Chart
-    from lockstep.reporting.page import check_plotly, page
+    from lockstep.reporting.page import page
     from lockstep.reporting.png import check_png, write_png
     from lockstep.reporting.run_page import sections
     from lockstep.run.reported import reported
@@ -54,7 +54,6 @@ def command(
         raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
-    check_plotly()
     if png:
         check_png()
     found, warnings = reported([Path(each) for each in places or ("runs",)])

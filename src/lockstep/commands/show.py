@@ -20,10 +20,17 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     """
     from lockstep.config.load import load, to_yaml
     from lockstep.config.placement import FOREIGN
+    from lockstep.config.shipped import shipped
     from lockstep.core.devices import in_words
     from lockstep.run.consequences import consequences
 
     loaded = load(recipe, overrides)
+    if recipe not in shipped() or loaded.origins["recipe.model.name"] == "override":
+        from lockstep.config.blame import with_places
+        from lockstep.models.find import origin_of  # it imports torch
+
+        with with_places(loaded):
+            origin_of(loaded.config.recipe.model.name, loaded.config.recipe.model.source)
     for note in loaded.notes:
         click.echo(printable(f"note: {note}"), err=True)
     click.echo(to_yaml(loaded))

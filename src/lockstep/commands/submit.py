@@ -11,7 +11,11 @@ from lockstep.launchers.job import Job, Resources
 
 @click.command("submit")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of hosts.")
-@click.option("--processes-per-node", type=click.IntRange(1), default=1, show_default=True, help="On each host.")
+@click.option(
+    "--processes-per-node",
+    type=click.IntRange(1),
+    help="On each host; left out, one for each of --gpus-per-node, or 1.",
+)
 @click.option("--time", "limit", default="", help="Such as 04:00:00, or 1-12 (days-hours); left out, the partition's.")
 @click.option(
     "--warn-before", type=int, default=120, show_default=True, help="Seconds before that, to save in; at most 65535."
@@ -27,7 +31,7 @@ from lockstep.launchers.job import Job, Resources
 @click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]...")
 def command(
     nodes: int,
-    processes_per_node: int,
+    processes_per_node: int | None,
     limit: str,
     warn_before: int,
     gpus_per_node: str,
@@ -48,7 +52,8 @@ def command(
     from lockstep.run.submitting import batch_script, submit
 
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
-    job = Job(words, python, nodes, processes_per_node, options=options, resources=resources)
+    each = resources.processes_per_node(processes_per_node)
+    job = Job(words, python, nodes, each, options=options, resources=resources)
     run, script = batch_script(job, name, limit, warn_before)
     if dry_run:
         click.echo(script, nl=False)

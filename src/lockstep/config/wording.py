@@ -13,7 +13,7 @@ from lockstep.config.base import Section
 from lockstep.config.document import UNREADABLE, Path, Place, Problem, dotted, locate
 from lockstep.config.schema import Config
 from lockstep.config.write import shown
-from lockstep.core.names import choices, nearest, suggestion
+from lockstep.core.names import choices, listed, nearest, suggestion
 
 _EXPECTED: Final = {
     "int_type": "a whole number",
@@ -34,6 +34,8 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
+# Texts that are another type without quotes.
+_PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
 def problems(error: ValidationError, places: dict[Path, Place]) -> Iterator[Problem]:
@@ -99,8 +101,22 @@ def _text(found: ErrorDetails) -> str:
             return _choice(found)
         case known if known in _EXPECTED:
             expected = _description(found["loc"]) or _EXPECTED[known].format(**_limits(found))
-            return f"expected {expected}; got {shown(found['input'])}"
+            return f"expected {expected}; got {shown(found['input'])}{_unquoted(found)}"
     return f"{found['msg']}; got {shown(found['input'])}"
+
+
+def _unquoted(found: ErrorDetails) -> str:
+    """Return what to do where a text would be right without its quotes."""
+    text, kind = found["input"], found["type"].partition("_")[0]
+    if not isinstance(text, str) or kind not in _PLAIN:
+        return ""
+    return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
+
+
+def key_named(name: str) -> str:
+    """Return the key of the configuration of this name that stands highest, dotted; "" where there is none."""
+    keys = [key for key in _keys() if key[-1] == name]
+    return dotted(min(keys, key=len)) if keys else ""
 
 
 def _limits(found: ErrorDetails) -> dict[str, Any]:
@@ -114,10 +130,9 @@ def _unknown(path: Path) -> str:
     # A model's own options, such as dropout, rather than what some section below it has of that name.
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
-        place = dotted(min(elsewhere, key=len))
-        return f"unknown key; did you mean '{place}'? Valid: {', '.join(valid)}"
+        return f"unknown key; did you mean '{dotted(min(elsewhere, key=len))}'?{listed(valid)}"
     if "options" in valid and not nearest(name, valid):
-        return f"unknown key; did you mean '{dotted(path[:-1])}.options.{name}'? Valid: {', '.join(valid)}"
+        return f"unknown key; did you mean '{dotted(path[:-1])}.options.{name}'?{listed(valid)}"
     return f"unknown key{choices(name, valid)}"
 
 

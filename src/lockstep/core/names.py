@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+_FEW: Final = 8  # names that are listed though one is near
 _LONGEST: Final = 100  # characters of a name that may be a mistyped one; looking takes long
 
 
@@ -22,12 +23,17 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     near = [f"'{each}'" for each in nearest(name, names)]
     if not near:
         return ""
-    listed = near[0] if len(near) == 1 else f"{', '.join(near[:-1])} or {near[-1]}"
-    return f"; did you mean {listed}?"
+    one_of = near[0] if len(near) == 1 else f"{', '.join(near[:-1])} or {near[-1]}"
+    return f"; did you mean {one_of}?"
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return the suggestion for a mistyped name, if any, and all that are valid."""
+    """Return the suggestion for a mistyped name, if any, and all that are valid, unless there are many beside it."""
     valid = list(names)
     near = suggestion(name, valid)
-    return f"{near} Valid: {', '.join(valid)}" if near else f"; valid: {', '.join(valid)}"
+    return f"{near}{listed(valid)}" if near else f"; valid: {', '.join(valid)}"
+
+
+def listed(valid: Sequence[str]) -> str:
+    """Return ` Valid: x, y` for behind a suggestion, or nothing where there are many."""
+    return f" Valid: {', '.join(valid)}" if len(valid) <= _FEW else ""

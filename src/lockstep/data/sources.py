@@ -64,4 +64,4 @@ def open_data(asked: Asked) -> DataSet:
 
 def _refuse(name: str, found: list[str]) -> None:
     if found:
-        raise UsageError("\n".join(f"data set {name}: {each}" for each in found))
+        raise UsageError("\n".join(f"data set {name}: recipe.data.{each}" for each in found))

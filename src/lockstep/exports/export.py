@@ -66,6 +66,8 @@ def export(saved: Saved, to: str, out: Path | None = None) -> Exported:
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch(exist_ok=False)  # what writes it may raise errors of another kind
+        aside.unlink()
         sizes = chosen.write(subject, aside)
         found = compared(to, aside, model, sample.inputs, outputs, _job(subject), exact)
         os.rename(aside, place)

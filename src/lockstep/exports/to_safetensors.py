@@ -9,6 +9,7 @@ from typing import Any, Final
 import safetensors.torch
 from torch import nn
 
+from lockstep import plainfile
 from lockstep.exports.base import Subject
 from lockstep.inference.saved import Saved
 from lockstep.models.find import construction
@@ -35,7 +36,7 @@ def write(subject: Subject, place: Path) -> str:
 def built_by(saved: Saved, model: nn.Module) -> dict[str, Any]:
     """Return which function builds a run's model and by which arguments, for transformers its config, as JSON."""
     if is_of_transformers(model):
-        return {"class": type(model).__name__, "config": json.loads(model.config.to_json_string(use_diff=False))}  # type: ignore[union-attr, operator]
+        return {"class": type(model).__name__, "config": plainfile.parsed(model.config.to_json_string(use_diff=False))}  # type: ignore[union-attr, operator]
     asked = saved.recipe.model
     made = construction(name=asked.name, source=asked.source, options=asked.options, facts=saved.known)
     return {"function": made.function, "arguments": made.arguments, "options": made.options}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -30,11 +30,23 @@ _MOST_MASKED: Final = 256  # classes, each a value of a byte
 Row = dict[str, Any]  # ready for JSON
 
 
+class UndecodableError(UsageError):
+    """A file that is no picture, or a damaged one."""
+
+
 class Ranked(NamedTuple):
     """The classes that are the likeliest, and how likely each is."""
 
     numbers: list[int]
     probabilities: list[float]
+
+
+class Seen(NamedTuple):
+    """A picture: its file, the sample that it becomes, and its own height and width."""
+
+    file: Path
+    sample: Tensor
+    size: tuple[int, int]
 
 
 @final
@@ -58,7 +70,9 @@ class View:
         except MemoryError:
             raise
         except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
-            raise UsageError(f"{file}: cannot be read as an image: {said(error)}; leave it out") from error
+            raise UndecodableError(
+                f"{file}: cannot be read as an image: {said(error, content)}; leave it out"
+            ) from error
         size = (pixels.shape[1], pixels.shape[2])
         return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size
 
@@ -98,16 +112,18 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
 def classified(saved: Saved, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
     """Yield for each picture its `top` likeliest classes, the likeliest first."""
     names = saved.facts.classes or []
-    for file, outputs, _ in _outputs(saved, computing, inputs):
+
+    def row(outputs: Tensor, seen: Seen) -> Row:
         found = ranked(outputs, min(top, len(names)))
         pairs = zip(found.numbers, found.probabilities, strict=True)
-        yield {"input": str(file), "classes": [{"class": names[number], "probability": p} for number, p in pairs]}
+        return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
+
+    return _rows(saved, computing, inputs, row)
 
 
 def measured(saved: Saved, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
     """Yield for each picture the numbers that a regression gives."""
-    for file, outputs, _ in _outputs(saved, computing, inputs):
-        yield {"input": str(file), "values": outputs.double().flatten().tolist()}
+    return _rows(saved, computing, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
 
 
 def masked(saved: Saved, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
@@ -126,14 +142,18 @@ def masked(saved: Saved, computing: Computing, inputs: Sequence[str], folder: Pa
     if taken is not None:
         raise UsageError(f"{taken}: is there already; choose another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
-    for file, outputs, (height, width) in _outputs(saved, computing, inputs):
+
+    def row(outputs: Tensor, seen: Seen) -> Row:
         numbers = outputs.argmax(0)
+        height, width = seen.size
         mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
-        mask.save(targets[file])
+        mask.save(targets[seen.file])
         shares = torch.bincount(numbers.flatten(), minlength=len(names)).double() / numbers.numel()
         order = shares.argsort(descending=True, stable=True).tolist()
         found = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
-        yield {"input": str(file), "mask": str(targets[file]), "classes": found}
+        return {"mask": str(targets[seen.file]), "classes": found}
+
+    return _rows(saved, computing, inputs, row)
 
 
 def ranked(outputs: Tensor, top: int) -> Ranked:
@@ -143,16 +163,31 @@ def ranked(outputs: Tensor, top: int) -> Ranked:
     return Ranked(order.tolist(), probabilities[order].tolist())
 
 
-def _outputs(
-    saved: Saved, computing: Computing, inputs: Sequence[str]
-) -> Iterator[tuple[Path, Tensor, tuple[int, int]]]:
-    """Yield each picture, what the model gives for it, on the CPU, and the picture's height and width."""
+def _rows(
+    saved: Saved, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
+) -> Iterator[Row]:
+    """Yield for each picture what `row` makes of the model's outputs, on the CPU; what cannot be decoded is `skipped`,
+    with the reason, if that was so in training.
+    """
     view, files = view_of(saved), files_of(inputs)
+    skips = saved.recipe.data.on_error == "skip"
     change = device_transforms(values(saved.recipe), saved.known, computing.device)
     assert change is not None
     for first in range(0, len(files), computing.batch):
-        part_of = files[first : first + computing.batch]
-        samples, sizes = zip(*(view.sample(file) for file in part_of), strict=True)
-        fetched = torch.stack(samples).to(computing.device), torch.zeros(len(samples), device=computing.device)
-        outputs = predictions(computing((change.for_evaluation(fetched)[0],)), saved.name).cpu()
-        yield from zip(part_of, outputs, sizes, strict=True)
+        seen: list[Seen] = []
+        skipped: dict[Path, str] = {}
+        for file in files[first : first + computing.batch]:
+            try:
+                seen.append(Seen(file, *view.sample(file)))
+            except UndecodableError as error:
+                if not skips:
+                    raise
+                skipped[file] = str(error)
+        found = {}
+        if seen:
+            samples = torch.stack([each.sample for each in seen]).to(computing.device)
+            fetched = samples, torch.zeros(len(samples), device=computing.device)
+            outputs = predictions(computing((change.for_evaluation(fetched)[0],)), saved.name).cpu()
+            found = {each.file: row(own, each) for each, own in zip(seen, outputs, strict=True)}
+        for file in files[first : first + computing.batch]:
+            yield {"input": str(file), **(found[file] if file in found else {"skipped": skipped[file]})}

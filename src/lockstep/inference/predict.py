@@ -73,7 +73,7 @@ def predict(saved: Saved, inputs: Sequence[str], options: Options | None = None)
     """Yield what a saved run predicts, a mapping ready for JSON for each picture, row or prompt, in their order.
 
     All that can be wrong with what is asked raises UsageError before the first one; a picture that cannot be read does
-    in its turn.
+    in its turn, or is `skipped` where it would have been in training.
     """
     options = options or Options()
     kind = kind_of(saved)
@@ -122,6 +122,10 @@ def _check(saved: Saved, kind: Kind, inputs: Sequence[str], options: Options) ->
             raise UsageError(f"{wanted}; give --prompt TEXT")
         if options.temperature is not None and not 0 <= options.temperature < math.inf:
             raise UsageError(f"--temperature {options.temperature}: use 0, the likeliest token, or more")
+        try:
+            options.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"--prompt: character {error.start + 1:,} is no UTF-8; use the terminal's UTF-8") from None
         tokenizer_for(saved, options.tokenizer).encode(options.prompt)
         return
     if not inputs:

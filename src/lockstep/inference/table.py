@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.data.tables.columns import Number, check_input, known_column
+from lockstep.data.tables.columns import Number, check_numbers, known_column
 from lockstep.data.tables.files import read
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
@@ -50,7 +50,7 @@ def _rows(saved: Saved, table: Any) -> Rows:
         raise UsageError(f"the table lacks {len(missing)} of the columns that were learned from: {', '.join(missing)}")
     for each in columns:
         if isinstance(each, Number):
-            check_input(each.name, table[each.name], each.means)
+            check_numbers(each.name, table[each.name], each.means)
     unknown = torch.zeros(len(table), dtype=torch.int64)
     return Rows(columns, [table[each.name] for each in columns], unknown, bool(options.get("codes")))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from lockstep.core.batch import Batch, length, mapped
+from lockstep.comm.named_sums import NamedSums
+from lockstep.comm.world import World
+from lockstep.core.batch import Batch, mapped
+from lockstep.core.rank import ALONE
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved
@@ -20,7 +21,7 @@ from lockstep.run.build import open_recipe_data
 from lockstep.run.examples import examples, transforms_of
 from lockstep.run.facts import check_facts
 from lockstep.tasks.base import Task
-from lockstep.training.evaluate import LOSS, SAMPLES, WEIGHT
+from lockstep.training.evaluate import batch_sums, figures_of
 
 
 class Visited(NamedTuple):
@@ -63,25 +64,19 @@ class Totals:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._parts: dict[str, list[Tensor]] = {}
+        self._added = NamedSums()
+        self._count = 0
 
     def add(self, visited: Visited) -> None:
         """Take the sums of a batch."""
-        outputs, batch = visited.outputs, visited.batch
-        counts = {WEIGHT: torch.tensor(self._task.weight(batch)), SAMPLES: torch.tensor(length(batch))}
-        for name, value in {LOSS: self._task.loss(outputs, batch), **counts, **self._task.sums(outputs, batch)}.items():
-            self._parts.setdefault(name, []).append(value.detach().cpu())
-
-    def sums(self) -> Mapping[str, Tensor]:
-        """Return the sums, on the CPU."""
-        return {name: _added(parts) for name, parts in self._parts.items()}
+        weight = self._task.weight(visited.batch)
+        self._added.add(self._count, batch_sums(self._task, visited.outputs, visited.batch, weight))
+        self._count += 1
 
     def figures(self) -> dict[str, float]:
         """Return the loss and the task's figures, by the names that an evaluation writes."""
-        sums = self.sums()
-        figures = self._task.figures(sums)
-        loss = figures.pop(LOSS, float(sums[LOSS]) / max(int(sums[WEIGHT]), 1))
-        return {LOSS: loss, **figures}
+        alone = World(ALONE, torch.device("cpu"))
+        return figures_of(self._task, self._added.total(alone, self._count))
 
 
 def validation_of(saved: Saved, most: int) -> Validation:
@@ -106,11 +101,3 @@ def validation_of(saved: Saved, most: int) -> Validation:
         computing,
         transforms_of(recipe, data, computing.device),
     )
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    table = torch.stack(list(parts))
-    if not table.is_floating_point():
-        return table.sum(0)
-    columns = table.double().reshape(len(parts), -1).T.tolist()
-    return torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(table.shape[1:])

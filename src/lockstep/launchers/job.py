@@ -23,6 +23,11 @@ class Resources:
     gpus_per_node: str = ""  # a number, or TYPE:NUMBER
     cpus_per_task: int = 0
 
+    def processes_per_node(self, asked: int | None) -> int:
+        """Return how many processes a host has: what is asked for, else one for each of its GPUs, or one."""
+        number = self.gpus_per_node.rpartition(":")[2]
+        return asked or (int(number) if number.isdecimal() else 0) or 1
+
     @property
     def named(self) -> dict[str, str]:
         """What is asked for, by the name of its option, which is Slurm's and ours."""

@@ -7,6 +7,7 @@ from typing import Final
 from zlib import crc32
 
 from lockstep.core.rank import SECRET, RankInfo
+from lockstep.hashing import VARIABLE
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 from lockstep.launchers.variables import Names, place, port_of
@@ -41,8 +42,10 @@ def command(job: Job) -> list[str]:
     named = ["--host", ",".join(f"{host}:{count}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
     secret = ["-x", SECRET] if job.signed else []  # its value is that of the environment, and in no command line
+    # To other hosts mpirun passes nothing on. What is no script sees to it itself.
+    hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []
     layout = ["--map-by", f"ppr:{count}:node", "--bind-to", "none"]  # it would bind to one core and its threads too
-    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *secret, *job.options, *job.program]
+    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *hashes, *secret, *job.options, *job.program]
 
 
 def unused_port(job: Job) -> str:

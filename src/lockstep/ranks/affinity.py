@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from lockstep import plainfile
 from lockstep.comm.world import World
 from lockstep.device.cores import Cores, Seat, bound, listed, parse
 
@@ -75,7 +76,7 @@ def _written(seat: Seat) -> str:
 
 
 def _read(text: str) -> Seat:
-    host, near, usable, limited = json.loads(text)
+    host, near, usable, limited = plainfile.parsed(text)
     return Seat(host, parse(near), parse(usable), limited)
 
 

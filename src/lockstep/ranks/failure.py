@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final, final
 
+from lockstep import plainfile
 from lockstep.comm.peer_errors import PeerLostError, lost_peer
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable, printable_line
@@ -66,7 +67,7 @@ class Failure:
 
 def from_json(text: str | bytes) -> Failure:
     """Return the failure that `to_json` wrote; raise ValueError for any other text."""
-    return parsed(json.loads(text))
+    return parsed(plainfile.parsed(text))
 
 
 def parsed(value: Any) -> Failure:

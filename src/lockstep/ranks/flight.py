@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from lockstep import plainfile
+
 
 def write(path: Path, nccl: bool) -> bool:
     """Write the record of this rank's last exchanges, by NCCL or else by gloo, as JSON. Return whether there is one.
@@ -15,7 +17,7 @@ def write(path: Path, nccl: bool) -> bool:
         from torch._C import _distributed_c10d as c10d
 
         text = c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        record = json.loads(text)
+        record = plainfile.parsed(text)
     except (ImportError, AttributeError, ValueError):  # another torch, or one without a record
         return False
     if not record.get("entries"):

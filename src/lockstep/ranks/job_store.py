@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch.distributed as dist
 
+from lockstep import plainfile
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -132,8 +133,8 @@ class JobStore:
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
             raise UntrustedError(key, f"is not signed with the secret of this job; {_SAME_SECRET}")
         try:
-            return parse(json.loads(text))
-        except (ValueError, RecursionError) as error:
+            return parse(plainfile.parsed(text))
+        except ValueError as error:
             raise UntrustedError(key, "has not the form in which ranks of this version write it") from error
 
     def _signature(self, key: str, text: bytes) -> str:

@@ -15,8 +15,9 @@ class Timing:
     first_poll_s: float = 0.005
     longest_poll_s: float = 0.2
     # Until those that are missing are named, and then after twice as long each time. Ranks that one command starts are
-    # there within a second of each other. Rank 0, once it has come, may open a data set in the meantime.
-    name_missing_s: float = 1.5
+    # there within a second of each other, or some on a busy machine. Rank 0, once it has come, may open a data set in
+    # the meantime.
+    name_missing_s: float = 5.0
     name_rank_0_s: float = 10.0
     # What an earlier start left at a store may be believed only after the new rank 0 had this long to come: hosts start
     # their ranks seconds apart. Also for somebody who listens at the port and does not answer.

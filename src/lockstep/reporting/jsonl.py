@@ -42,6 +42,8 @@ class JsonLines:
 
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
+        if not os.fstat(self._descriptor).st_nlink:
+            raise TrainingError(f"{self._path}: was removed while the run writes to it; start again")
         try:
             self._append(text.encode(errors="backslashreplace"))  # the name of a file may hold what is no UTF-8
         except OSError as error:
@@ -188,8 +190,8 @@ def _known(event: Mapping[str, Any], path: Path, number: int) -> dict[str, Any]:
 def _json(line: bytes) -> Any:
     """Return what a line holds, None where it is not JSON, or nested so deeply that Python gives up."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return plainfile.parsed(line)
+    except ValueError:
         return None
 
 

@@ -13,11 +13,9 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.util import find_spec
 from typing import Any, Final
 
 from lockstep.core.text import printable
-from lockstep.errors import UsageError
 from lockstep.reporting.charts import Chart
 
 
@@ -85,12 +83,6 @@ class Progress:
 
 
 Section = Table | Chart | Words | Tiles | Passages | Progress
-
-
-def check_plotly() -> None:
-    """Raise UsageError where plotly, which draws the charts, is not installed."""
-    if find_spec("plotly") is None:
-        raise UsageError("a page of charts needs plotly, which is not installed; pip install 'lockstep-train[report]'")
 
 
 def page(title: str, sections: Sequence[Section]) -> str:

@@ -11,20 +11,24 @@ import hashlib
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final, final
+from typing import Any, Final, final
 
 from lockstep.errors import UsageError
 from lockstep.reporting.live_page import live_data
-from lockstep.reporting.page import check_plotly, live_page
+from lockstep.reporting.page import live_page
 from lockstep.reporting.watched import Watched
 
 _EVERY_MS: Final = 2_000  # between two questions of a page
 _LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # after the end, for pages that are open to learn of it
 _SILENT_S: Final = 10.0  # of a connection that asks nothing
+_LONGEST_S: Final = 60.0  # of a connection in all: a page is some MB, and has one question for each
+_MOST: Final = 64  # connections; of more the oldest are given up
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -47,12 +51,11 @@ class Answer:
 class PageServer:
     """Listens at `host` and `port` while it is entered; `publish` changes what it shows.
 
-    Raises UsageError where it cannot listen there, or where plotly is not installed. Port 0 is any free one, and `url`
-    has it. On leaving, threads and connections end; an open page has had some seconds to get what was published last.
+    Raises UsageError where it cannot listen there. Port 0 is any free one, and `url` has it. On leaving, threads and
+    connections end; an open page has had some seconds to get what was published last.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        check_plotly()
         page = live_page("Runs", _EVERY_MS).encode()
         self._page = Answer(HTTPStatus.OK, "text/html; charset=utf-8", page, _tag(page))
         self._watched: Sequence[Watched] = ()
@@ -154,11 +157,29 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
     except socket.gaierror as error:
         raise UsageError(f"--host {host}: no address of this machine: {error.strerror}") from error
 
+    opened: dict[socket.socket, float] = {}  # since when
+
     class Listener(ThreadingHTTPServer):
-        """One thread for each request, of which none keeps the program from ending."""
+        """One thread for each request, of which none keeps the program from ending, nor others from being answered."""
 
         address_family = family
         daemon_threads = True
+        request_queue_size = 2 * _MOST  # of a full queue the kernel drops calls, which are repeated after seconds
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            opened[request] = time.monotonic()
+            for old in list(opened)[:-_MOST]:
+                _hang_up(old)
+            super().process_request(request, client_address)
+
+        def service_actions(self) -> None:
+            for old, since in list(opened.items()):
+                if time.monotonic() - since > _LONGEST_S:
+                    _hang_up(old)
+
+        def shutdown_request(self, request: Any) -> None:
+            opened.pop(request, None)
+            super().shutdown_request(request)
 
         def handle_error(self, *_: object) -> None:
             """Say nothing of a browser that went away."""
@@ -169,6 +190,12 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
         where = f"--port {port}" if error.errno in (errno.EADDRINUSE, errno.EACCES) else f"--host {host}"
         hint = "; choose another, or 0 for any free one" if where.startswith("--port") else ""
         raise UsageError(f"{where}: cannot listen there: {error.strerror}{hint}") from error
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection under the thread that reads from it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _headers(found: Answer) -> Mapping[str, str]:

@@ -19,9 +19,8 @@ _SCALE: Final = 2
 
 def check_png() -> None:
     """Raise UsageError where kaleido or a browser is missing, which draw them."""
-    missing = [each for each in ("plotly", "kaleido") if find_spec(each) is None]
-    if missing:
-        raise UsageError(f"--png needs {' and '.join(missing)}, not installed; pip install 'lockstep-train[png]'")
+    if find_spec("kaleido") is None:
+        raise UsageError("--png needs kaleido, not installed; pip install 'lockstep-train[png]'")
     if not _browser():
         raise UsageError("--png needs Chromium or Chrome, which is not found; on Debian: apt-get install chromium")
 

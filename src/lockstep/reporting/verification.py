@@ -107,7 +107,14 @@ def draw(verification: Verification, console: Console) -> None:
     for row in verification.rows:
         if not row.good:
             console.print(Text("\n".join(explained(row, verification.findings))), soft_wrap=True)
-    console.print(Text(_conclusion(verification), style="bold"), soft_wrap=True)
+    console.print(Text(conclusion(verification), style="bold"), soft_wrap=True)
+
+
+def against(verification: Verification) -> str:
+    """Return what speaks against the placements, as `draw` prints it: the faults, who disagrees, and the end."""
+    lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
+    lines += [line for row in verification.rows if not row.good for line in explained(row, verification.findings)]
+    return "\n".join([*lines, conclusion(verification)])
 
 
 def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
@@ -173,7 +180,8 @@ def _result(row: Row) -> str:
     return f"differs by {row.largest:.1e}" + ("" if row.tolerance is None else f", not {row.tolerance:.1e}")
 
 
-def _conclusion(verification: Verification) -> str:
+def conclusion(verification: Verification) -> str:
+    """Return whether all agree, in a line."""
     possible = [row for row in verification.rows if row.verdict != "not possible"]
     good = sum(row.good for row in possible)
     if verification.agree:
@@ -182,7 +190,11 @@ def _conclusion(verification: Verification) -> str:
             f"{_counted(good, 'placement')}"
         )
     faults = sum(finding.fault for finding in verification.findings)
-    found = f"; {_counted(faults, 'fault')} in the recipe's own code" if faults else ""
+    where = "in the recipe's own code"
+    if good == len(possible):
+        found = f"{_counted(faults, 'fault')} {'was' if faults == 1 else 'were'} found {where}"
+        return f"the placements agree, but {found}" if possible else f"nothing was compared: {found}"
+    found = f"; {_counted(faults, 'fault')} {where}" if faults else ""
     return f"not the same: {good} of {len(possible)} placements agree{found}"
 
 

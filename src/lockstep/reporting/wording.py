@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Final
 
+from lockstep.core import epochs
 from lockstep.core.devices import SLOWLY
 from lockstep.core.text import printable_line
+from lockstep.hashing import RANDOM, VARIABLE
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
+_RANDOM: Final = (
+    f"hash seed random: a set of strings has another order at each start; if that may matter here, set {VARIABLE}=0"
+)
 
 
 def started(event: Started, rate_rule: str) -> list[str]:
@@ -19,12 +25,13 @@ def started(event: Started, rate_rule: str) -> list[str]:
         *([event.task] if event.task else []),
         f"{_counted(event.parameters, 'parameter')}, {_counted(event.train_samples, 'training sample')}, "
         f"{_counted(event.validation_samples, 'validation sample')}",
-        f"{_counted(event.steps, 'step')} in {event.epochs:g} epochs of {event.steps_per_epoch:,}, "
+        f"{_counted(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {_counted(event.microbatches, 'micro-batch')}",
         f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device; {SLOWLY}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
         rate_rule,
+        *([_RANDOM] if event.hash_seed == RANDOM else []),
     ]
     if event.resumed_from is not None:
         lines.append(f"resuming after step {event.step:,} from {printable_line(event.resumed_from)}")
@@ -116,6 +123,7 @@ def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
     rows += [
         ("skipped steps", f"{event.skipped_steps:,}"),
         ("skipped samples", f"{event.skipped_samples:,}"),
+        *([("audited steps", f"{event.audited:,}")] if event.audited else []),
         ("run folder", printable_line(run_dir)),
     ]
     return rows

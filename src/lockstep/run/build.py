@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -80,6 +80,7 @@ class Setup:
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe cuts into chunks
     first: First | None = None  # the first weights, where the seed does not give them
     taken: Fit | None = None  # what of the model these are
+    guarded: bool = True  # whether what would make numbers depend on the placement is refused
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
         """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
@@ -92,7 +93,7 @@ class Setup:
 
     def numerics(self, offload_activations: bool = False, recompute: int = 0) -> Numerics:
         """Return what an engine computes by; see `numerics_of`."""
-        return numerics_of(self.recipe, offload_activations, recompute)
+        return replace(numerics_of(self.recipe, offload_activations, recompute), guarded=self.guarded)
 
     @property
     def task(self) -> Task:

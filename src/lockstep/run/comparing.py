@@ -17,6 +17,7 @@ import torch
 from lockstep.config.blame import with_places
 from lockstep.config.document import parse
 from lockstep.config.load import Loaded, load, recorded
+from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import LockstepError, UsageError
 from lockstep.reporting import jsonl
@@ -34,7 +35,7 @@ from lockstep.run.resume import check_first, check_recipe
 from lockstep.run.runs import CONFIG
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
-from lockstep.run.usual import check_usual, train_usual
+from lockstep.run.usual import as_seen, check_usual, train_usual
 from lockstep.training.events import Event, Started, Stepped, Stopped
 
 _SINGLE: Final = "single"
@@ -111,19 +112,23 @@ def planned(asked: Asked) -> list[Planned]:
     ]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans, problems = [], []
+    seen: list[Recipe] = []  # by the usual script
     for variant in ("", *dict.fromkeys(asked.variants)):
         recipe = (*asked.overrides, *([variant] if variant else []))
-        ready = _ready(load(asked.source, [*recipe, *_placed({"name": _SINGLE}, 1)]))
+        loaded = load(asked.source, [*recipe, *_placed({"name": _SINGLE}, 1)])
+        ready = _ready(loaded)
         for strategy, count in unique:
             try:
                 plans.append(_plan(asked, recipe, variant, strategy, count, ready))
             except UsageError as error:
                 problems.append(f"{_named(strategy)} on {count}{f', {variant}' if variant else ''}: {error}")
-        for count in asked.processes if asked.usual else ():
+        script = as_seen(loaded.config.recipe)
+        for count in asked.processes if asked.usual and script not in seen else ():
             try:
                 plans.append(_usual_plan(asked, recipe, variant, count, ready))
             except UsageError as error:
                 problems.append(str(error))
+        seen.append(script)
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
     return plans

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lockstep.config.plan import rate, rule, steps, warm_up_steps
 from lockstep.config.recipe import Recipe
+from lockstep.core.epochs import in_words
 from lockstep.core.order import Steps, cut
 from lockstep.data.sizes import training_samples
 
@@ -31,9 +32,9 @@ def _sizes(parts: list[range]) -> str:
 
 
 def _length(recipe: Recipe, run: Steps) -> Iterator[tuple[str, str]]:
-    epochs = f"{run.total_samples / run.samples_per_epoch:g}"
+    length = in_words(run.total_samples / run.samples_per_epoch)
     dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
-    yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {epochs} epochs"
+    yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
     yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
     last = run[run.per_epoch - 1]
     if last.samples < recipe.batch:

@@ -1,4 +1,4 @@
-"""`lockstep eval` below its options: open a checkpoint and evaluate it on the ranks."""
+"""`lockstep eval` below its options: open a checkpoint, or weights that a recipe names, and evaluate on the ranks."""
 
 from __future__ import annotations
 
@@ -6,43 +6,55 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 
 from lockstep.comm.world import open_world
 from lockstep.config.base import values
-from lockstep.config.load import Loaded, load_text, recorded
+from lockstep.config.blame import with_places
+from lockstep.config.load import Loaded, comparable, differences, load_text, recorded
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.core.rank import RankInfo
 from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.parallel.layouts.base import gathered
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Status
+from lockstep.run import first_weights
 from lockstep.run.build import Setup, evaluation_batch, setup
-from lockstep.run.checks import check_compile, check_cut
+from lockstep.run.checks import check_compile, check_cut, check_placement
 from lockstep.run.compared import started_with
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluated
 from lockstep.run.facts import setup_facts
+from lockstep.run.first_weights import First
 from lockstep.run.rank_training import engine_state
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import evaluated as checked_state
 from lockstep.run.resume import saved_recipe, signing_key
+from lockstep.run.runs import CONFIG
 from lockstep.run.start import Work, on_ranks
 from lockstep.run.strategy import check_strategy
 from lockstep.run.user_code import import_paths
 from lockstep.run.watching import watched
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.events import Evaluated
+from lockstep.training.loop import Progress
+
+# Beginnings of keys that are read where a run is trained, and nowhere else.
+_OF_TRAINING: Final = (
+    *("run.", "recipe.seed", "recipe.epochs", "recipe.steps", "recipe.last_batch", "recipe.order", "recipe.optimizer"),
+    *("recipe.schedule", "recipe.mix", "recipe.clip_norm", "recipe.loss_scale", "recipe.nonfinite", "recipe.start"),
+    "recipe.data.augment",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Asked:
 
 
 class Found(NamedTuple):
-    """What an evaluation gave, of which checkpoint."""
+    """What an evaluation gave, of which checkpoint, or of the weights that which recipe names."""
 
     path: Path
     event: Evaluated
@@ -83,11 +95,30 @@ def evaluate_here(asked: Asked, tell: Tell) -> int:
     check_strategy(resolved.strategy_name, resolved.strategy, count, max(count, resolved.recipe.microbatches))
     check_compile(resolved)
     ready = _setup(loaded)
+    _check_run(found)
     checked_state(found.path, found.snapshot, ready)
     check_cut(resolved, ready)
     for problem in found.problems:
         _say(f"warning: {problem}")
     return on_ranks(partial(_evaluate_as, asked, tell), (found, ready), resolved.placement, count)
+
+
+def evaluate_weights(loaded: Loaded, tell: Tell) -> int:
+    """Evaluate the weights that a recipe begins from: as `evaluate_here`, and without a run."""
+    torch.set_num_threads(1)  # see run/start.py
+    for note in loaded.notes:
+        _say(f"note: {note}")
+    with with_places(loaded):
+        resolved = resolve(loaded)
+        check_placement(resolved)
+        ready = _first_setup(loaded)
+        check_cut(resolved, ready)
+    return on_ranks(partial(_weights_as, loaded, tell), ready, resolved.placement, resolved.processes)
+
+
+def weights_as_rank(loaded: Loaded, tell: Tell) -> tuple[Placement, Work]:
+    """Return what the ranks of a launcher are to do, as `evaluate_weights` does here."""
+    return loaded.config.placement, partial(_weights_as, loaded, tell, None)
 
 
 def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement, Work]:
@@ -100,10 +131,15 @@ def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement,
 
 def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
     """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
+    if asked.command == "eval" and Path(asked.path).is_file():
+        raise UsageError(
+            f"{asked.path}: is a file; give a run folder or a checkpoint, or for weights their recipe: "
+            f"lockstep eval RECIPE recipe.model.weights={shlex.quote(asked.path)}"
+        )
     is_new = found is None
     found = found or store.load(Path(asked.path), asked.prefer)
     recipe = values(saved_recipe(found.path, found.snapshot))
-    run_config = found.path.parent.parent / "config.yaml"
+    run_config = found.path.parent.parent / CONFIG
     if os.path.lexists(run_config):
         data = recorded(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
@@ -127,6 +163,7 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
+    _check_keys(asked, [key for key, origin in loaded.origins.items() if origin == "override" and key not in keys])
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not asked.trust:
         words = " ".join([f"lockstep {asked.command}", *map(shlex.quote, [asked.path, *foreign])])
@@ -136,12 +173,45 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
         )
 
 
+def _check_keys(asked: Asked, overridden: Sequence[str]) -> None:
+    """Raise UsageError for a key that says nothing of a saved run: a training alone reads it."""
+    alone = asked.command != "eval"  # in this process
+    for key in overridden:
+        idle = key.startswith(_OF_TRAINING) or (alone and key.startswith("placement.") and key != "placement.device")
+        if idle and key != "run.key_file":
+            raise UsageError(f"{key}: lockstep {asked.command} does not use it; leave it out")
+
+
+def _check_run(found: store.Found) -> None:
+    """Raise UsageError for a checkpoint in the folder of a run of another recipe: it is of a run that was there."""
+    config = found.path.parent.parent / CONFIG
+    if not os.path.lexists(config):
+        return
+    run, own = recorded(config), saved_recipe(found.path, found.snapshot)
+    if comparable(values(run)) != comparable(values(own)):
+        lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
+        raise UsageError(
+            "\n".join([f"{found.path}: is not of the run that {config} is of; move it to a folder of its own:", *lines])
+        )
+
+
 def _key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
-def _setup(loaded: Loaded) -> Setup:
-    ready = setup(loaded.config.recipe)
+def _first_setup(loaded: Loaded) -> Setup:
+    loaded, first = first_weights.opened(loaded)
+    model = loaded.config.recipe.model
+    if first is None and not model.pretrained:
+        raise UsageError(
+            f"model {model.name}: the recipe names no weights to evaluate; give recipe.model.weights=FILE, "
+            f"recipe.model.pretrained=true, or in the place of the recipe a run folder"
+        )
+    return _setup(loaded, first)
+
+
+def _setup(loaded: Loaded, first: First | None = None) -> Setup:
+    ready = setup(loaded.config.recipe, first)
     if ready.data.validation is None:
         raise UsageError(
             f"data set {loaded.config.recipe.data.name}: it has no validation part, so there is nothing to evaluate; "
@@ -160,35 +230,53 @@ def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, rendezvous: Ren
         made = ready[1] if ready else _setup(loaded)
         state = checked_state(found.path, found.snapshot, made)
         rendezvous.compare(setup_facts(made))
-        event = _evaluate(loaded, found, state, made, rendezvous, device)
-    if event is not None:
-        tell(Found(found.path, event, store.weights_sha256(found.snapshot.model)))
+        came = _evaluate(loaded, found.snapshot, state.progress, made, rendezvous, device)
+    if came is not None:
+        tell(Found(found.path, *came))
+    return EXIT_DONE
+
+
+def _weights_as(loaded: Loaded, tell: Tell, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
+    with watched(rendezvous, placement, device):
+        rendezvous.compare(started_with(loaded, device))
+        made = ready or _first_setup(loaded)
+        rendezvous.compare(setup_facts(made))
+        came = _evaluate(loaded, None, Progress(), made, rendezvous, device)
+    if came is not None:
+        weights = recipe.model.weights
+        tell(Found(Path(loaded.name if weights is None or weights.path is None else weights.path), *came))
     return EXIT_DONE
 
 
 def _evaluate(
     loaded: Loaded,
-    found: store.Found,
-    state: SavedState,
+    snapshot: store.Snapshot | None,
+    progress: Progress,
     ready: Setup,
     rendezvous: Rendezvous,
     device: torch.device,
-) -> Evaluated | None:
-    """Evaluate with the ranks that have met, and return the event on rank 0."""
+) -> tuple[Evaluated, str] | None:
+    """Evaluate with the ranks that have met, and return the event and the SHA-256 of the weights on rank 0.
+
+    Without a snapshot the weights are those that the recipe begins from.
+    """
     resolved = resolve(loaded, rendezvous.info.size)
     check_compile(resolved)
     world = open_world(rendezvous, device, resolved.placement.backend)
     if resolved.placement.affinity == "auto":
         bind(world, resolved.recipe.threads)
     engine, loader = start_engine(ready, resolved, world)
-    # An optimizer is not needed; what the engine has of it is as good as what was saved.
-    engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
-    progress = state.progress
+    if snapshot is not None:
+        # An optimizer is not needed; what the engine has of it is as good as what was saved.
+        engine.load(replace(engine_state(snapshot), optimizer={}, scalars=engine.state().scalars))
+    sha256 = store.weights_sha256(gathered(world, engine.state().model) if snapshot is None else snapshot.model)
     rendezvous.status = lambda: Status("evaluating", progress.step)
     event = evaluated(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
     engine.close()
     world.close()
-    return event if world.rank == 0 else None
+    return (event, sha256) if world.rank == 0 else None
 
 
 def _say(text: str) -> None:

@@ -14,11 +14,12 @@ from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
+from lockstep.hashing import hash_seed
 from lockstep.parallel.engine import Engine
 from lockstep.run.build import Setup
 from lockstep.run.resolved import Resolved
 from lockstep.tasks.base import Report
-from lockstep.training.evaluate import evaluate
+from lockstep.training.evaluate import LOSS, evaluate, figures_of
 from lockstep.training.events import Evaluated, Started
 from lockstep.training.loop import Progress
 
@@ -84,6 +85,7 @@ def loop_started(
         again=max(0, last_step - progress.step),
         backend=world.backend if world.size > 1 else "",
         sharing=world.sharing,
+        hash_seed=hash_seed(),
     )
 
 
@@ -99,15 +101,14 @@ def evaluated(
     """Evaluate exactly and return the event; `keep` gets what the task reports in detail. All ranks call it."""
     task, batches = ready.task, loader.validation(batch)
     sums, seconds = evaluate(engine, world, task, batches, loader.validation_batches(batch), details=keep is not None)
-    figures = task.figures(sums)
+    figures = figures_of(task, sums)
     if keep is not None:
         keep(task.report(sums))
-    loss = figures.pop("loss", float(sums["loss"]) / max(int(sums["weight"]), 1))
     return Evaluated(
         step=progress.step,
         epoch=progress.epoch,
         samples=progress.samples,
-        loss=loss,
+        loss=figures.pop(LOSS),
         figures=figures,
         evaluated=int(sums.get("counted", sums["samples"])),
         of=0 if ready.data.validation is None else len(ready.data.validation),

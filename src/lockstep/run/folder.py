@@ -17,6 +17,7 @@ runs/<recipe>-<model>-<time>/
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,8 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
     """Lock the folder of a run whose loop is the user's own; it goes on from its newest checkpoint."""
 
     def begin() -> tuple[Path | None, list[str]]:
+        if os.path.lexists(folder / CONFIG):
+            raise UsageError(f"{folder}: holds a run of a recipe, which its loop did not make; choose another dir")
         newest = store.newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, _warnings(newest))
 
@@ -251,6 +254,10 @@ def _beginning(
         return other.path, _warnings(other)
     if not holds_run:
         return None, []
+    if not os.path.lexists(folder / CONFIG):
+        raise UsageError(
+            f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
+        )
     check_recipe(folder, _recorded_recipe(folder / CONFIG), loaded.config.recipe)
     newest = store.newest(folder / store.FOLDER, key)
     if newest is None:
@@ -278,13 +285,13 @@ def _refuse_links(folder: Path) -> None:
 
     The folder itself may be a link, which the user named.
     """
-    inside = folder.resolve()
+    inside = Path(os.path.realpath(folder))  # not resolve: of a link to itself that raises RuntimeError
     folders = [folder / name for name in (LOGS, TENSORBOARD, store.FOLDER, "mlflow", "wandb")]
     folders += (folder / store.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]
     paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
     for path in paths:
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             raise UsageError(
                 f"{path}: a link that leads out of the run folder, to {path.readlink()}; put there what it leads to, "
                 f"or let the run folder itself be a link"

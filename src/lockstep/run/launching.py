@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep import plainfile
 from lockstep.core.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.follow_parent import SRUN_PORT, host_problem, listening_socket
@@ -38,6 +38,8 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     job = _with_id(launcher, _checked(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
     _check_restarts(job)
+    if name != "local" or dry_run:  # the ranks here would see it at once
+        _check_work(job)
     secret = _secret(launcher, job)
     lines = _lines(launcher, replace(job, signed=bool(secret)))
     if dry_run:
@@ -135,6 +137,18 @@ def _check_restarts(job: Job) -> None:
         )
 
 
+def _check_work(job: Job) -> None:
+    """Raise UsageError where the ranks of a training would refuse so many of them."""
+    if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
+        return
+    from lockstep.config.load import load, split
+    from lockstep.run.resolved import resolve  # torch takes seconds
+    from lockstep.run.strategy import check_strategy
+
+    resolved = resolve(load(*split(job.words[1:])), job.processes)
+    check_strategy(resolved.strategy_name, resolved.strategy, job.processes, resolved.recipe.microbatches)
+
+
 def _run_folder(words: tuple[str, ...]) -> str | None:
     """Return the run folder that a training names, None where it names none; ConfigError where its words are wrong."""
     from lockstep.config.load import load, split
@@ -191,6 +205,6 @@ def _result(job: Job) -> dict[str, Any]:
         return {}
     with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
         folder = _run_folder(job.words)
-        found = json.loads(Path(folder, RESULT).read_bytes()) if folder else {}
+        found = plainfile.parsed(Path(folder, RESULT).read_bytes()) if folder else {}
         return found if isinstance(found, dict) else {}
     return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +16,8 @@ _LONGEST: Final = 200  # characters
 def machine_of(folder: Path) -> str:
     """Return cores, GPUs and versions in words; empty where the file cannot be read."""
     try:
-        found = json.loads(plainfile.content(folder / _FILE, _LARGEST))
-    except (OSError, ValueError, RecursionError):
+        found = plainfile.parsed(plainfile.content(folder / _FILE, _LARGEST))
+    except (OSError, ValueError):
         return ""
     cpu, packages = _at(found, "cpu"), _at(found, "packages")
     gpus = found.get("gpus") if isinstance(found, dict) else None

@@ -13,6 +13,7 @@ from typing import Final, TextIO
 
 import torch
 
+from lockstep import plainfile
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
@@ -244,7 +245,7 @@ class RankTraining:
         for number, file in enumerate(self.ready.data.files or ()):
             met, reported = self.loader.unreadable[number], self.reported[number]
             of_all = self.world.all_tell(json.dumps(sorted(met - reported)))
-            new = sorted({each for text in of_all for each in json.loads(text)} - reported)
+            new = sorted({each for text in of_all for each in plainfile.parsed(text)} - reported)
             reported.update(new)
             for first in range(0, len(new), _FILES):
                 files = tuple(file(each) for each in new[first : first + _FILES])
@@ -295,7 +296,7 @@ class RankTraining:
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
         spent, peak = self.clock.spent(), Meter(self.world.device).peak_bytes()
-        ranks = [json.loads(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
+        ranks = [plainfile.parsed(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
         return Done(
             step=self.progress.step,
             epoch=self.progress.epoch,

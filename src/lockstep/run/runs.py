@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
     try:
         yield from _below(folder, _DEEPEST)
     except FileNotFoundError:
-        raise UsageError(f"{folder}: no such folder; name a run folder, or a folder of some") from None
+        raise UsageError(f"{folder}: no such folder; name a run folder, or a folder that has some") from None
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
 
@@ -37,8 +36,8 @@ def run_folders(folder: Path) -> Iterator[Path]:
 def failure(folder: Path) -> str:
     """Return why the last start of a run failed, as its result.json says; empty where it does not."""
     try:
-        found = json.loads(plainfile.content(folder / RESULT, _LARGEST))
-    except (OSError, ValueError, RecursionError):
+        found = plainfile.parsed(plainfile.content(folder / RESULT, _LARGEST))
+    except (OSError, ValueError):
         return ""
     reason = found.get("reason") if isinstance(found, dict) and found.get("event") == "failed" else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +11,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TextIO, final
-from urllib.parse import urlsplit
 
 from lockstep.config.run import Run
 from lockstep.config.run import Sink as Named
@@ -28,31 +29,34 @@ from lockstep.reporting.tables import Tables
 from lockstep.run import folder as run_folder
 from lockstep.training.events import Event
 
+_VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+_SECRETS: Final = r"(?:password|passwd|passphrase|secret|token|credentials?|api_?key|(?:access|private|secret)_key)"
+_SECRET: Final = re.compile(rf"(?:^|[_.]){_SECRETS}$", re.IGNORECASE)
+_IN_URL: Final = re.compile(rf"//[^/@\s]*:(?!\$\{{)[^/@\s]+@|[?&;]{_SECRETS}=(?!\$\{{)\S", re.IGNORECASE)
 _CONTRACT: Final = "see docs/bring-your-own.md"
 
 
 def check_sinks(run: Run) -> None:
     """Raise UsageError for a sink that is not installed, is none, or has options that it does not take."""
     for number, sink in enumerate(run.sinks):
-        options = sink.model_extra or {}
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
                 raise UsageError(f"sink {sink.name}: it is not callable; name a class or a function ({_CONTRACT})")
-            continue
-        if sink.name == "csv":
+        elif sink.name == "csv":
             _check_options(number, sink, ())
-            continue
-        spec = find_spec(sink.name)
-        if spec is None or spec.origin is None:  # a folder of that name
-            raise UsageError(
-                f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
-            )
-        _check_options(number, sink, import_module(f"lockstep.reporting.{sink.name}_sink").OPTIONS)
-        if urlsplit(str(options.get("uri", ""))).password:
-            raise UsageError(
-                f"run.sinks.{number}.uri: it has a password, which config.yaml would keep; set "
-                f"MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
-            )
+        else:
+            spec = find_spec(sink.name)
+            if spec is None or spec.origin is None:  # a folder of that name
+                raise UsageError(
+                    f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
+                )
+            _check_options(number, sink, import_module(f"lockstep.reporting.{sink.name}_sink").OPTIONS)
+        for key, text in _texts(sink.model_extra or {}):
+            if _is_secret(key, text):
+                raise UsageError(
+                    f"run.sinks.{number}.{key}: a secret, which config.yaml and environment.json would keep; put it in "
+                    f"an environment variable, and its name here: ${{NAME}}"
+                )
 
 
 def own_paths(run: Run) -> list[str]:
@@ -95,7 +99,7 @@ def opened(
 
 
 def _opened(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
-    options = named.model_extra or {}
+    options = _filled_in(f"sink {named.name}", named.model_extra or {})
     if ":" in named.name:
         return _own(named.name, folder, options)
     if named.name == "csv":
@@ -125,6 +129,36 @@ def _own(path: str, folder: Path, options: Mapping[str, Any]) -> _Own:
     if missing := [name for name in ("write", "close") if name not in found]:
         raise UsageError(f"sink {path}: it has no {' and no '.join(missing)}; add it ({_CONTRACT})")
     return _Own(made)
+
+
+def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each text among options, with its key; those of a list or a mapping below it, too."""
+    for key, value in options.items():
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{key}.{below}", text) for below, text in _texts(value))
+        elif isinstance(value, list):
+            yield from _texts({f"{key}.{number}": each for number, each in enumerate(value)})
+
+
+def _is_secret(key: str, text: str) -> bool:
+    """Whether an option is one by its name, or a URL has one in it, and is written out."""
+    named = _SECRET.search(key) and not _VARIABLE.fullmatch(text)
+    return bool(named or _IN_URL.search(text))
+
+
+def _filled_in(label: str, value: Any) -> Any:
+    """Return options with the values of the environment variables that they name."""
+    if isinstance(value, Mapping):
+        return {key: _filled_in(label, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled_in(label, each) for each in value]
+    if not isinstance(value, str):
+        return value
+    if missing := [name for name in _VARIABLE.findall(value) if name not in os.environ]:
+        raise UsageError(f"{label}: the environment variable {missing[0]} is not set, and an option asks for it")
+    return _VARIABLE.sub(lambda found: os.environ[found[1]], value)
 
 
 def _check_options(number: int, sink: Named, valid: tuple[str, ...]) -> None:

@@ -35,11 +35,11 @@ def record(folder: Path, submitted: Submitted) -> None:
 def recorded(folder: Path) -> Submitted | None:
     """Return the last job of a run folder, None where it was never submitted; UsageError where it cannot be read."""
     try:
-        match json.loads(plainfile.content(folder / RECORD, _LARGEST)):
+        match plainfile.parsed(plainfile.content(folder / RECORD, _LARGEST)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return Submitted(job, float(submitted))
         raise ValueError("not a job's record")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{folder / RECORD}: cannot be read ({error!r}); it holds the number of the job") from error

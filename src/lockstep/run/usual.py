@@ -22,10 +22,11 @@ from typing import Any, cast, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
+from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World, open_world
 from lockstep.config import plan as planning
 from lockstep.config.blame import with_places
@@ -33,6 +34,7 @@ from lockstep.config.load import Loaded, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.core import random
 from lockstep.core.batch import Batch, call, length, mapped
+from lockstep.core.rank import ALONE
 from lockstep.data.base import Request, Split
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, UsageError
@@ -54,13 +56,23 @@ from lockstep.run.schedule import find_rate
 from lockstep.run.training import on_ranks_of
 from lockstep.run.watching import watched
 from lockstep.training.checkpoint.store import weights_sha256
+from lockstep.training.evaluate import batch_sums, figures_of
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
+
+
+def as_seen(recipe: Recipe) -> Recipe:
+    """Return a recipe without what the script passes over: two that are alike then have one row."""
+    passed_over = {"microbatches": 1, "ema": None, "memory_format": "contiguous", "compile": False, "nonfinite": "stop"}
+    batchnorm = "local" if recipe.batchnorm == "sync" else recipe.batchnorm
+    return recipe.model_copy(update={**passed_over, "batchnorm": batchnorm})
 
 
 def check_usual(recipe: Recipe, ready: Setup, processes: int) -> None:
     """Raise UsageError where a recipe asks for what the usual script does not do."""
     if recipe.precision not in ("fp32", "tf32"):
         raise UsageError(f"{USUAL}: it trains in fp32, and recipe.precision is {recipe.precision}; leave it out")
+    if recipe.batchnorm == "sync":
+        raise UsageError(f"{USUAL}: its BatchNorm is that of a process, and recipe.batchnorm is sync; leave it out")
     if ready.data.validation is None:
         raise UsageError(f"{USUAL}: data set {recipe.data.name} has no validation samples, by which to compare")
     share = len(ready.data.train) // processes
@@ -212,21 +224,16 @@ class UsualScript:
         """Return the figures of these validation samples by this rank's model, `loss` among them."""
         task, split = self._ready.task, self._ready.data.validation
         assert split is not None
-        sums: dict[str, Tensor] = {}
+        added = NamedSums()
+        batches = list(_batches(indices, evaluation_batch(self._ready.recipe)))
         self._model.eval()
         with torch.no_grad():
-            for part in _batches(indices, evaluation_batch(self._ready.recipe)):
+            for number, part in enumerate(batches):
                 fetched = split.fetch(np.array(part), None)
                 weight = length(fetched) if task.counts_samples else task.weight(fetched)
                 batch = self._change.for_evaluation(self._arrived(fetched))
-                outputs = call(self._model, task.inputs(batch))
-                counts = {"weight": torch.tensor(weight), "samples": torch.tensor(length(batch))}
-                for name, value in {"loss": task.loss(outputs, batch), **counts, **task.sums(outputs, batch)}.items():
-                    wide = value.cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
-                    sums[name] = sums[name] + wide if name in sums else wide
-        figures = task.figures(sums)
-        figures.setdefault("loss", float(sums["loss"]) / max(int(sums["weight"]), 1))
-        return figures
+                added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
+        return figures_of(task, added.total(World(ALONE, self._world.device), len(batches)))
 
     def _arrived(self, batch: Batch) -> Batch:
         return mapped(lambda each: each.to(self._world.device), batch)

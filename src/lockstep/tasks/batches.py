@@ -26,7 +26,10 @@ def parts(batch: Batch) -> Parts:
     if isinstance(batch, Mapping):
         name = next((each for each in TARGETS if each in batch), None)
         if name is None:
-            raise UsageError(f"a batch has {', '.join(map(str, batch))}; call the targets one of {', '.join(TARGETS)}")
+            raise UsageError(
+                f"a batch has {', '.join(map(str, batch))}; call the targets one of {', '.join(TARGETS)}, or give the "
+                f"task a method inputs(batch)"
+            )
         return Parts({key: value for key, value in batch.items() if key != name}, batch[name])
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return Parts(tuple(batch[:-1]), batch[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ class Totals(NamedTuple):
 
     sums: Mapping[str, Tensor]
     seconds: float
+
+
+def batch_sums(task: Task, outputs: Any, batch: Batch, weight: int) -> dict[str, Tensor]:
+    """Return what a batch adds to an evaluation: its loss, weight and samples, and the task's own sums."""
+    counts = {WEIGHT: torch.tensor(weight), SAMPLES: torch.tensor(length(batch))}
+    return {LOSS: task.loss(outputs, batch), **counts, **task.sums(outputs, batch)}
+
+
+def figures_of(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the loss and the task's figures, by the names that an evaluation writes."""
+    figures = task.figures(sums)
+    loss = figures.pop(LOSS, float(sums[LOSS]) / max(int(sums[WEIGHT]), 1))
+    return {LOSS: loss, **figures}
 
 
 def evaluate(
@@ -48,8 +61,6 @@ def evaluate(
             outputs = predict(task.inputs(batch))
             if number is None:
                 continue
-            loss = task.loss(outputs, batch)
-            counts = {WEIGHT: torch.tensor(weight), SAMPLES: torch.tensor(length(batch))}
-            own = task.sums(outputs, batch) | (task.details(outputs, batch) if details else {})
-            added.add(number, {LOSS: loss, **counts, **own})
+            own = task.details(outputs, batch) if details else {}
+            added.add(number, {**batch_sums(task, outputs, batch, weight), **own})
     return Totals(added.total(world, number_of_batches), time.perf_counter() - began)

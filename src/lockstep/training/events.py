@@ -58,6 +58,7 @@ class Started:
     peak_flops_per_s: float | None = None  # of the devices that it runs on, where it is known
     backend: str = ""  # what carries tensors between several ranks
     sharing: list[list[int]] = field(default_factory=list)  # ranks that have one device between them
+    hash_seed: str = ""  # of Python's hashes: PYTHONHASHSEED, or random
     name: Literal["started"] = "started"
 
 

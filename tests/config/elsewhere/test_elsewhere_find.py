@@ -209,3 +209,30 @@ def test_a_recipe_of_ours_is_none_of_theirs(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2")
     with pytest.raises(ConfigError):
         import_file(str(tmp_path / "list.yaml"), [], 1)
+
+
+def test_steps_take_the_place_of_the_epochs_of_the_file(tmp_path: Path) -> None:
+    loaded = imported(tmp_path, OF_PYCLS, "recipe.steps=3").loaded()
+    assert (loaded.config.recipe.steps, loaded.config.recipe.epochs) == (3, None)
+    assert any(note.startswith("recipe.steps instead of recipe.epochs=") for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("framework", "key", "wrong", "told"),
+    [
+        (distribuuuu, "MODEL.ARCH", None, "MODEL.ARCH: expected text"),
+        (distribuuuu, "OPTIM.BASE_LR", 10**400, "OPTIM.BASE_LR: expected a number"),
+        (distribuuuu, "OPTIM.MAX_EPOCH", None, "OPTIM.MAX_EPOCH: expected a whole number"),
+        (distribuuuu, "OPTIM.MAX_EPOCH", 0, "a MAX_EPOCH from 1 to 10,000"),
+        (distribuuuu, "OPTIM.MAX_EPOCH", 10**12, "a MAX_EPOCH from 1 to 10,000"),
+        (pycls, "VIT.HIDDEN_DIM", 0, "VIT.HIDDEN_DIM: 0; expected at least 1"),
+        (pycls, "VIT.MLP_DIM", None, "VIT.MLP_DIM: expected a whole number"),
+    ],
+)
+def test_values_that_no_arithmetic_takes_are_refused(
+    tmp_path: Path, framework: ModuleType, key: str, wrong: Any, told: str
+) -> None:
+    settings = {"OPTIM.LR_POLICY": "exp", "OPTIM.MIN_LR": 0.1, key: wrong}
+    settings |= {"MODEL.TYPE": "vit"} if framework is pycls else {}
+    with pytest.raises(UsageError, match=told):
+        imported(tmp_path, _nested(settings))

@@ -1,6 +1,8 @@
 """Configurations of Accelerate, and the Trainer's arguments, as what they have of a recipe."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,58 @@ def test_every_argument_of_the_trainer_is_mapped_or_named(tmp_path: Path) -> Non
 def test_what_has_no_counterpart_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         imported(tmp_path, settings)
+
+
+TRAINER = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3,
+    "max_steps": -1,
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "torch_compile": False,
+    "label_smoothing_factor": 0.0,
+    "seed": 1,
+    "optim": "sgd",
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "warmup_ratio": 0.0,
+    "fsdp": "",
+    "use_cpu": True,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "output_dir": "out",
+    "logging_steps": 5,
+    "save_total_limit": 3,
+}
+ACCELERATE = {
+    "distributed_type": "FSDP",
+    "num_processes": 4,
+    "num_machines": 1,
+    "use_cpu": True,
+    "mixed_precision": "no",
+    "fsdp_config": {"fsdp_sharding_strategy": "1", "fsdp_offload_params": False},
+}
+DEEPSPEED = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}}
+WRONG = (None, True, -1, 0.5, 10**400, float("nan"), float("inf"), "y", [], [[1]], {"a": 1})
+
+
+@pytest.mark.parametrize("settings", [TRAINER, ACCELERATE, DEEPSPEED])
+def test_a_value_of_any_kind_is_taken_or_refused_in_words(tmp_path: Path, settings: dict[str, Any]) -> None:
+    for changed in _each_changed(settings):
+        with suppress(UsageError):
+            imported(tmp_path, changed).to_yaml()
+    for key, wrong in (("learning_rate", "y"), ("num_train_epochs", 10**400), ("seed", 0.5)):
+        with pytest.raises(UsageError, match=rf"{key}: expected a (whole )?number, got "):
+            imported(tmp_path, {**TRAINER, key: wrong})
+
+
+def _each_changed(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for key, value in settings.items():
+        yield from ({**settings, key: wrong} for wrong in WRONG)
+        if isinstance(value, dict):
+            yield from ({**settings, key: below} for below in _each_changed(value))

@@ -130,6 +130,8 @@ def test_a_broken_file_is_named(root: Path, kind: str) -> None:
     assert said.startswith(f"{file}: cannot be read as an image: ")
     assert said.endswith("; remove it, or set recipe.data.on_error=skip")
     assert "\n" not in said
+    assert ".cpp" not in said  # where a decoder was built
+    assert (": it is empty;" in said) == (kind == "empty")
 
 
 @pytest.mark.parametrize("kind", _broken())

@@ -140,6 +140,19 @@ def test_a_share_of_train_is_validation_s_and_stays_it_when_files_are_added(tmp_
     assert training_samples("folder", root, {"validation": 0.2}) is None
 
 
+def test_a_share_may_be_of_folders_of_classes_without_train(tmp_path: Path) -> None:
+    files = [f"{kind}/{number}.jpg" for kind in "ab" for number in range(20)]
+    bare, root = _touch(tmp_path / "bare", *files), _touch(tmp_path / "root", *(f"train/{each}" for each in files))
+    (found, expected) = scan(bare, 0.2), scan(root, 0.2)
+    assert found.classes == expected.classes
+    for part, other in ((found.train, expected.train), (found.validation, expected.validation)):
+        assert [(file.removeprefix(f"{bare}/"), n) for file, n in part] == [
+            (file.removeprefix(f"{root}/train/"), n) for file, n in other
+        ]
+    with pytest.raises(UsageError, match=r"no folder .*train; .*or <class>/ alone with options\.validation=0\.1"):
+        scan(bare)
+
+
 def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> None:
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
     with pytest.raises(UsageError, match=r"keep a share of train/ for validation with options.validation=0.1"):

@@ -23,6 +23,9 @@ from torchvision import datasets
 from lockstep.data.images.torchvision_sets import torchvision_set
 from lockstep.errors import UsageError
 
+# torchvision 0.26 unpacks without a filter, as Python up to 3.13 does by itself; 3.12 and 3.13 announce that.
+pytestmark = pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter:DeprecationWarning")
+
 
 def _md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()

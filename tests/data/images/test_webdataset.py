@@ -4,6 +4,7 @@ import io
 import json
 import os
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -171,3 +172,21 @@ def test_an_archive_that_was_cut_off_is_none_that_has_less_pictures(root: Path, 
     with pytest.raises(UsageError, match=r"train-1\.tar (is cut off, or damaged, at byte|cannot be read as a tar)"):
         _open(root)
     assert not (root / ".train-1.tar.cls.npz").exists()
+
+
+@pytest.mark.parametrize("field", [slice(100, 108), slice(124, 136), slice(136, 148), slice(257, 265)])
+@pytest.mark.parametrize("number", [b"\x80\x01" + bytes(10), b"\xff" * 12, b"\x80" + b"\xff" * 11, b"7" * 12])
+def test_numbers_that_no_archive_can_have_are_refused(root: Path, field: slice, number: bytes) -> None:
+    """Such as a size of 2^88 bytes: base 256 has room for it."""
+    header = bytearray((root / "train-0.tar").read_bytes())
+    header[field] = number[: field.stop - field.start]
+    header[148:156] = b"%06o\0 " % sum(header[:148] + b" " * 8 + header[156:512])
+    (root / "train-0.tar").write_bytes(header)
+    with pytest.raises(UsageError, match=r"train-0\.tar") if field.start == 124 else nullcontext():
+        _open(root)
+
+
+def test_a_label_that_is_nested_too_deeply_is_named(root: Path) -> None:
+    _write(root / "train-0.tar", {"0.png": _png(1), "0.json": b"[" * 100_000})
+    with pytest.raises(UsageError, match=r"0\.json of .*has no number 'cls'"):
+        _open(root)

@@ -1,5 +1,6 @@
 """What the library datasets has saved: rows as samples, its parts and its classes."""
 
+import os
 from pathlib import Path
 
 import datasets
@@ -78,3 +79,11 @@ def test_what_does_not_fit_is_named(root: Path, tmp_path: Path) -> None:
         _open(root, held_out="test")
     with pytest.raises(UsageError, match=r"there is no column 'lable'; did you mean 'label'"):
         _open(root, target="lable")
+
+
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(root: Path) -> None:
+    [file] = (root / "train").glob("*.arrow")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UsageError, match=r"cannot be opened: .*\.arrow is not a regular file"):
+        _open(root)

@@ -144,6 +144,12 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         ("x,y\n1,2\n3,4\nn/k,2\n", {"target": "y"}, r"column 'x' has numbers, but 'n/k' in row 2; leave such rows"),
         ("x,y\n1,2\n3,4\n5,?\n", {"target": "y"}, r"column 'y' has numbers, but '\?' in row 2; .*kind=classification"),
         ("x,x,y\n1,2,3\n", {"target": "y"}, r"has several columns 'x'; rename them"),
+        ("x,y\n,2\n,3\n", {"target": "y"}, r"column 'x' has 2 missing or infinite values, the first in row 0; leave"),
+        (
+            "x,y\n" + "".join(f"{n},{90_000 + n % 40}\n" for n in range(200)),
+            {"target": "y"},
+            r"target: 'y' has 40 different whole numbers in 200 rows; set options\.kind=regression, or classification",
+        ),
         ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in row 0"),
     ],
 )

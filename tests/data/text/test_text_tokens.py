@@ -61,7 +61,9 @@ def test_a_pickle_is_not_opened(root: Path) -> None:
     assert len(_open(root, vocabulary=100, context=9).train) == 11
 
 
-@pytest.mark.parametrize("text", ["[1]", '{"vocab_size": "many"}', '{"vocab_size": 65, "dtype": "float32"}', "{"])
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"vocab_size": "many"}', '{"vocab_size": 65, "dtype": "float32"}', "{", "[" * 100_000]
+)
 def test_a_strange_meta_json_is_named(root: Path, text: str) -> None:
     (root / "meta.json").write_text(text)
     with pytest.raises(UsageError, match=r"meta\.json"):

@@ -48,3 +48,16 @@ def test_point_makes_a_relative_link_and_moves_it(tmp_path: Path) -> None:
         durable.point(tmp_path / "latest", target)
         assert os.readlink(tmp_path / "latest") == target
     assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_what_replaces_a_file_has_its_name_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    durable.replace(tmp_path / "a", b"new")
+    assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]

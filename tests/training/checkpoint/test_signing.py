@@ -1,5 +1,6 @@
 """A checkpoint that is signed can be written only by who has the key."""
 
+import hmac
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.signing import read_key
+from lockstep.training.checkpoint.signing import is_signed, read_key, signature
 from lockstep.training.checkpoint.store import Snapshot
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -50,7 +51,7 @@ def test_one_that_is_not_signed_is_refused_and_no_older_one_taken(tmp_path: Path
             read()
 
 
-@pytest.mark.parametrize("changed", ["key", "weights", "signature", "file"])
+@pytest.mark.parametrize("changed", ["key", "weights", "signature", "its last digit", "file"])
 def test_one_that_another_signed_or_changed_is_refused(tmp_path: Path, changed: str) -> None:
     path = saved(tmp_path, OTHER if changed == "key" else KEY)
     manifest = json.loads((path / "manifest.json").read_bytes())
@@ -58,11 +59,21 @@ def test_one_that_another_signed_or_changed_is_refused(tmp_path: Path, changed: 
         manifest["weights_sha256"] = "0" * 64
     elif changed == "signature":
         manifest["hmac_sha256"] = "\u00e9" * 64
+    elif changed == "its last digit":
+        last = manifest["hmac_sha256"][-1]
+        manifest["hmac_sha256"] = manifest["hmac_sha256"][:-1] + ("0" if last != "0" else "1")
     elif changed == "file":
         manifest["files"]["state.json"]["bytes"] += 1
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UsageError, match=r"signed with another key than that of run\.key_file, or changed since"):
         store.read(path, KEY)
+
+
+def test_what_the_key_signs_for_another_purpose_is_no_manifest() -> None:
+    text = b"{}\n"
+    assert signature(KEY, text) == hmac.new(KEY, b"lockstep checkpoint manifest\n" + text, "sha256").hexdigest()
+    assert is_signed(KEY, text, signature(KEY, text))
+    assert not is_signed(KEY, text, hmac.new(KEY, text, "sha256").hexdigest())
 
 
 def test_a_key_is_what_its_file_holds(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lockstep.errors import TrainingError, UsageError
-from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint import durable, store
 from lockstep.training.checkpoint.store import Snapshot
 
 FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "feedback.safetensors", "state.json"]
@@ -401,3 +401,76 @@ def test_weights_sha256_tells_zeros_apart() -> None:
     """Equal in value, not in bits: what is promised is bits."""
     zero, negative = torch.tensor([0.0]), torch.tensor([-0.0])
     assert store.weights_sha256({"w": zero}) != store.weights_sha256({"w": negative})
+
+
+# --- what somebody else has put there ---------------------------------------------------------------
+
+
+def _leads_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("put", [_leads_to_itself, Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", [*FILES, "manifest.json", ""])
+def test_what_is_no_file_is_named_and_the_previous_checkpoint_used(tmp_path: Path, name: str, put: Any) -> None:
+    save(tmp_path, 1, 2)
+    doomed = tmp_path / "step-00000002" / name
+    shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
+    put(doomed)
+    found = store.newest(tmp_path)
+    assert step_of(found) == 1
+    assert found is not None
+    [problem] = found.problems
+    assert problem.startswith(str(tmp_path / "step-00000002"))
+
+
+def test_more_tensors_than_could_be_read_again_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.training.checkpoint.tensorfile.LARGEST_HEADER", 100)
+    with pytest.raises(TrainingError, match="a file of 2 tensors: what it says of them is too long"):
+        save(tmp_path, 1)
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoints"
+    with pytest.raises(TrainingError, match=f"{tmp_path}/run: the run folder was removed while the run trained"):
+        save(folder, 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_are_on_the_disk_before_the_next_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is synced in a folder which is not may be gone after a power cut."""
+    save(tmp_path, 1)
+    moves: list[str] = []
+    sync, rename, replace = durable.sync_folder, os.rename, os.replace
+
+    def shown(path: Any) -> str:
+        return Path(path).name.partition(".tmp-")[0] if Path(path) != tmp_path else "checkpoints"
+
+    monkeypatch.setattr(durable, "sync_folder", lambda path: (moves.append(f"sync {shown(path)}"), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (moves.append(f"name {shown(new)}"), rename(old, new)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (moves.append(f"name {shown(new)}"), replace(old, new)))
+    save(tmp_path, 2)
+    assert moves == [
+        *("sync .step-00000002", "name step-00000002", "sync checkpoints", "name latest", "sync checkpoints"),
+    ]
+
+
+def test_a_key_that_a_manifest_has_twice_is_damage(tmp_path: Path) -> None:
+    """Of two values readers may take the one or the other."""
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001/manifest.json"
+    path.write_text('{"format": 1,' + path.read_text().lstrip("{"))
+    with pytest.raises(TrainingError, match="a key stands there twice"):
+        store.read(path.parent)
+
+
+def test_a_manifest_that_lists_another_file_is_damage(tmp_path: Path) -> None:
+    """Whose name may lead anywhere."""
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001/manifest.json"
+    content = json.loads(path.read_bytes())
+    content["files"]["../stranger.safetensors"] = content["files"]["model.safetensors"]
+    path.write_text(json.dumps(content))
+    shutil.copy(path.parent / "model.safetensors", tmp_path / "stranger.safetensors")
+    with pytest.raises(TrainingError, match=r"lists \.\./stranger\.safetensors, .*; the checkpoint is damaged"):
+        store.read(path.parent)

@@ -12,6 +12,7 @@ from lockstep.config.document import Document, Place, dotted
 from lockstep.config.elsewhere import distribuuuu, hugging_face, pycls, yacs
 from lockstep.config.elsewhere.translation import Translated
 from lockstep.config.load import Loaded, load_text, read
+from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import apply
 from lockstep.errors import ConfigError, UsageError
 
@@ -75,10 +76,11 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> Imported:
 
 def _overridden(translated: Translated, overrides: Sequence[str]) -> Translated:
     """Return it with our overrides set, where a recipe is written out."""
-    document = apply(Document(translated.values, {(): Place("")}, []), overrides)
+    places = {path: Place(translated.origins[dotted(path)]) for path, _ in write.leaves(translated.values)}
+    before = Document(translated.values, {(): Place(""), **places}, [])
+    document = apply(before, overrides)
     if document.problems:
         raise ConfigError([str(each) for each in document.problems])
-    set_here = {dotted(path) for path in document.places if path}
-    paths = [dotted(path) for path, _ in write.leaves(document.values)]
-    origins = {path: "override" if path in set_here else translated.origins[path] for path in paths}
-    return replace(translated, values=document.values, origins=origins)
+    dropped = drop_foreign(before, document)
+    origins = {dotted(path): str(document.places[path]) for path, _ in write.leaves(document.values)}
+    return replace(translated, values=document.values, origins=origins, notes=(*translated.notes, *dropped))

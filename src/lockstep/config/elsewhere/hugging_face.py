@@ -77,9 +77,10 @@ def accelerate(settings: Mapping[str, Any]) -> Translated:
 
 def _fsdp(keys: Translation) -> None:
     version, reshard = keys.get("fsdp_config.fsdp_version", 1), "fsdp_config.fsdp_reshard_after_forward"
-    sharding = str(keys.get("fsdp_config.fsdp_sharding_strategy", keys.get(reshard, "FULL_SHARD")))
+    given = (keys.get("fsdp_config.fsdp_sharding_strategy"), keys.get(reshard))
+    sharding = next((str(each) for each in given if each is not None), "FULL_SHARD")
     if version == 2 or sharding in ("True", "False"):
-        strategy = "zero3" if keys.get(reshard, True) in (True, "true") else "zero2"
+        strategy = "zero3" if keys.get(reshard) in (None, True, "true") else "zero2"
         origin = reshard
     elif sharding in _SHARDING:
         strategy, origin = _SHARDING[sharding], "fsdp_config.fsdp_sharding_strategy"
@@ -109,7 +110,8 @@ def _deepspeed(keys: Translation) -> None:
     offload = "cpu" in devices and stage > 0
     origin = "deepspeed_config.zero_stage, offload_*_device" if offload else "deepspeed_config.zero_stage"
     _set_strategy(keys, _STAGES[stage], offload, origin)
-    if (clip := keys.get("deepspeed_config.gradient_clipping", "auto")) != "auto":
+    if keys.get("deepspeed_config.gradient_clipping") not in (None, "auto"):
+        clip = keys.get("deepspeed_config.gradient_clipping", 0.0)
         keys.set("recipe.clip_norm", float(clip), "deepspeed_config.gradient_clipping")
     keys.note("ZeRO is Lockstep's own here, with the bits of one process; strategy deepspeed runs DeepSpeed's engine")
     keys.leave("recipe.microbatches says it for the whole step", "deepspeed_config.gradient_accumulation_steps")
@@ -131,7 +133,7 @@ def trainer(settings: Mapping[str, Any], gpus: int) -> Translated:
         keys.take("max_steps", "recipe.steps")
         keys.leave("max_steps is given", "num_train_epochs")
     else:
-        epochs = keys.get("num_train_epochs", 3)
+        epochs = keys.get("num_train_epochs", 3.0)
         if epochs != int(epochs):
             raise UsageError(f"num_train_epochs: {epochs}; give a whole number, or max_steps")
         keys.set("recipe.epochs", int(epochs), "num_train_epochs")
@@ -163,8 +165,8 @@ def trainer(settings: Mapping[str, Any], gpus: int) -> Translated:
         if keys.get(key) is not None:
             keys.take(key, path)
     for what, path in (("save", "run.save_every"), ("eval", "run.evaluate_every")):
-        if keys.get(f"{what}_strategy", "no") == "steps" and keys.get(f"{what}_steps"):
-            keys.set(path, {"steps": int(keys[f"{what}_steps"])}, f"{what}_steps")
+        if keys.get(f"{what}_strategy", "no") == "steps" and (steps := keys.get(f"{what}_steps", 0)):
+            keys.set(path, {"steps": int(steps)}, f"{what}_steps")
         keys.leave("that is after each epoch", f"{what}_strategy", f"{what}_steps")
     keys.leave("a run is deterministic, always", "full_determinism", "data_seed")
     keys.leave("the same command resumes at the next step", "resume_from_checkpoint", "ignore_data_skip")
@@ -181,7 +183,9 @@ def _sharding(keys: Translation) -> None:
             "deepspeed: a configuration of its own; set placement.strategy, such as zero2, and leave it out"
         )
     given = keys.get("fsdp") or []
-    words = given.split() if isinstance(given, str) else [str(each) for each in given] if given is not True else []
+    if not (given is True or isinstance(given, str | list)):
+        raise UsageError(f"fsdp: expected text or a list, got {given!r}")
+    words = given.split() if isinstance(given, str) else [] if given is True else [str(each) for each in given]
     named = [_SHARDING[word.upper()] for word in words if word.upper() in _SHARDING] or ["zero3"]
     if given:
         _set_strategy(keys, named[0], "offload" in words, "fsdp")
@@ -211,7 +215,7 @@ def _schedule(keys: Translation) -> None:
     if name not in _CURVES:
         raise UsageError(f"lr_scheduler_type: {name!r}; {', '.join(_CURVES)} can be imported")
     keys.set("recipe.schedule.name", _CURVES[name], "lr_scheduler_type")
-    steps, ratio = keys.get("warmup_steps", 0) or 0, keys.get("warmup_ratio", 0.0) or 0.0
+    steps, ratio = keys.get("warmup_steps", 0.0), keys.get("warmup_ratio", 0.0)
     if name == "constant":
         keys.leave("a constant rate has no warm-up there", "warmup_steps", "warmup_ratio")
     elif 0 < steps < 1 or (ratio and not steps):

@@ -98,6 +98,8 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
     """Return timm's vision transformer with these numbers as its options."""
     if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
         return None
+    if keys["VIT.HIDDEN_DIM"] < 1:
+        raise UsageError(f"VIT.HIDDEN_DIM: {keys['VIT.HIDDEN_DIM']}; expected at least 1")
     options: dict[str, tuple[Any, str]] = {
         "img_size": (keys["TRAIN.IM_SIZE"], "TRAIN.IM_SIZE"),
         "patch_size": (keys["VIT.PATCH_SIZE"], "VIT.PATCH_SIZE"),

@@ -8,6 +8,7 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 ALWAYS: Final = "kernels are deterministic, always"
+_MOST_EPOCHS: Final = 10_000  # with a step of the rate after each
 CURVES: Final = {"cos": "cosine", "lin": "linear"}
 
 
@@ -37,14 +38,15 @@ def translate_schedule(keys: Translation) -> None:
         keys.set("recipe.schedule.milestones", [each for each in steps if each], "OPTIM.STEPS")
         keys.set("recipe.schedule.gamma", factor, "OPTIM.LR_MULT")
         keys.leave("the policy steps does not use it", "OPTIM.MIN_LR")
-    elif policy == "exp" and low > 0:
+    elif policy == "exp" and low > 0 and 1 <= epochs <= _MOST_EPOCHS:
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY, a step after each epoch")
         keys.set("recipe.schedule.milestones", list(range(1, epochs)), "OPTIM.MAX_EPOCH")
         keys.set("recipe.schedule.gamma", low ** (1 / epochs), "OPTIM.MIN_LR ** (1 / OPTIM.MAX_EPOCH)")
         keys.leave("of the policy steps, and this is exp", "OPTIM.STEPS", "OPTIM.LR_MULT")
     else:
         raise UsageError(
-            f"OPTIM.LR_POLICY: {policy!r} with OPTIM.MIN_LR {low}; use cos, lin, steps, or exp with a MIN_LR above 0"
+            f"OPTIM.LR_POLICY: {policy!r} with OPTIM.MIN_LR {low}; use cos, lin, steps, or exp with a MIN_LR above 0 "
+            f"and a MAX_EPOCH from 1 to {_MOST_EPOCHS:,}"
         )
     if keys["OPTIM.WARMUP_EPOCHS"]:
         keys.take("OPTIM.WARMUP_EPOCHS", "recipe.schedule.warmup_epochs")

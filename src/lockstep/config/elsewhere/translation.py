@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Final, final
 
 from lockstep.config import write
 from lockstep.config.document import dotted
+from lockstep.errors import UsageError
 
 _WIDTH: Final = 120
 
@@ -37,6 +39,23 @@ class Translated:
             keys = [key for key, own in self.left.items() if own == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"
         yield from self.notes
+
+
+def expected(default: Any, value: Any) -> str:
+    """Return what a value should be, or nothing where it is that; a default of None says nothing about it."""
+    if default is None or (default == "" and value is None):
+        return ""
+    # The comparison is exact for whole numbers of any length, and no NaN passes it.
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        return "" if number and value == int(value) else "a whole number"
+    if isinstance(default, float):
+        return "" if number else "a number"
+    if isinstance(default, list):
+        return "" if isinstance(value, list) else "a list"
+    return "" if isinstance(value, str) else "text"
 
 
 def _comment(text: str) -> list[str]:
@@ -71,8 +90,13 @@ class Translation:
         return key in self._settings
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of theirs that may not be there."""
-        return self[key] if key in self._settings else default
+        """Return the value of a key of theirs that may not be there; UsageError where it is of another type."""
+        value = self[key] if key in self._settings else None
+        if value is None:
+            return default
+        if wanted := expected(default, value):
+            raise UsageError(f"{key}: expected {wanted}, got {write.shown(value)}")
+        return value
 
     def set(self, path: str, value: Any, origin: str) -> None:
         """Set a dotted key of ours; `origin` says what it follows from."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.config import write
 from lockstep.config.document import Document, Place, Problem, dotted, locate, parse
+from lockstep.config.elsewhere.translation import expected
 from lockstep.core.names import suggestion
 from lockstep.errors import ConfigError, UsageError
 
@@ -34,8 +35,8 @@ class Given:
             if key not in defaults:
                 text = f"{framework} has no such key{suggestion(key, defaults)}"
                 problems.append(Problem(self.places[key], path, text))
-            elif expected := _expected(defaults[key], value):
-                problems.append(Problem(self.places[key], path, f"expected {expected}, got {write.shown(value)}"))
+            elif wanted := expected(defaults[key], value):
+                problems.append(Problem(self.places[key], path, f"expected {wanted}, got {write.shown(value)}"))
         if problems:
             raise ConfigError([str(each) for each in problems])
         return {**defaults, **self.values}
@@ -58,19 +59,3 @@ def read(document: Document, words: Sequence[str]) -> Given:
         values[key] = None if text in _NOTHING else read_value.values
         places[key] = Place("override")
     return Given(values, places)
-
-
-def _expected(default: Any, value: Any) -> str:
-    """Return what a value should be, or nothing where it is that; a default of None says nothing about it."""
-    if default is None or value is None:
-        return ""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, bool):
-        return "" if isinstance(value, bool) else "true or false"
-    if isinstance(default, int):
-        return "" if number and value == int(value) else "a whole number"
-    if isinstance(default, float):
-        return "" if number else "a number"
-    if isinstance(default, list):
-        return "" if isinstance(value, list) else "a list"
-    return "" if isinstance(value, str) else "text"

@@ -18,7 +18,7 @@ def images(folder: str) -> Iterator[str]:
     """
     if not os.path.isdir(folder):
         return
-    above = (*Path(os.path.abspath(folder)).parents, *Path(folder).resolve().parents)
+    above = (*Path(os.path.abspath(folder)).parents, *Path(os.path.realpath(folder)).parents)
     seen = {_identity(each) for each in above}
     if not _is_new(folder, seen):
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
@@ -23,6 +24,7 @@ from lockstep.errors import TrainingError
 from lockstep.tasks.classification import SKIPPED, skipped_samples
 from lockstep.tasks.facts import facts
 
+_BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # where torchvision was built, in what its decoders raise
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)
 
@@ -132,7 +134,7 @@ class PictureSplit:
             if self._cut.skips:
                 return None
             raise TrainingError(
-                f"{self._source.name(index)}: cannot be read as an image: {said(error)}; remove it, or set "
+                f"{self._source.name(index)}: cannot be read as an image: {said(error, content)}; remove it, or set "
                 f"recipe.data.on_error=skip"
             ) from error
         return part(pixels, self._cut, draws)
@@ -156,8 +158,10 @@ def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
     return resized[0]
 
 
-def said(error: Exception) -> str:
-    """Say in a line what a decoder raised."""
+def said(error: Exception, content: bytearray) -> str:
+    """Say in a line what a decoder raised for the content of a file."""
+    if not content:
+        return "it is empty"
     if isinstance(error, UnidentifiedImageError):  # which names an object of ours
-        return "no kind of image is known that begins so"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return "it has no image format that is known"
+    return _BUILT_AT.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

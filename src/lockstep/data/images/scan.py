@@ -13,6 +13,7 @@ from lockstep.data.shares import in_share
 from lockstep.errors import UsageError
 
 _SHOWN: Final = 5
+_OR_NO_SPLIT: Final = "; or <class>/ alone with options.validation=0.1, the share that is kept for validation"
 _OR_A_SHARE: Final = "; or keep a share of train/ for validation with options.validation=0.1, or none with 0"
 
 
@@ -28,9 +29,10 @@ class Scan:
 def scan(root: str, share: float | None = None) -> Scan:
     """Find `root/train/<class>/*` and `root/val/<class>/*`, at any depth below a class.
 
-    Where a `share` is given there must be no val/: that much of train/ is validation's, by a hash of each file's path
-    below it. Names are sorted by their code points, so that every machine sees one order. Hidden files and folders,
-    and files that are not named as images, are passed over. Raises UsageError for all that is wrong, a line each.
+    Where a `share` is given there must be no val/: that much of train/, or without one of `root/<class>/*`, is
+    validation's, by a hash of each file's path below it. Names are sorted by their code points, so that every machine
+    sees one order. Hidden files and folders, and files that are not named as images, are passed over. Raises UsageError
+    for all that is wrong, a line each.
     """
     if share is not None:
         return _shared_out(root, share)
@@ -43,10 +45,11 @@ def scan(root: str, share: float | None = None) -> Scan:
 def _shared_out(root: str, share: float) -> Scan:
     if (Path(root) / "val").is_dir():
         raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.validation")
-    found = _classes(root, "train")
-    _refuse(list(_empty(root, {"train": found})))
+    split = "train" if (Path(root) / "train").is_dir() else ""
+    found = _classes(root, split)
+    _refuse(list(_empty(root, {split: found})))
     classes = sorted(found)
-    above = os.path.join(root, "train", "")
+    above = os.path.join(root, split, "")
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
     for file, number in _numbered(found, classes):
@@ -55,7 +58,7 @@ def _shared_out(root: str, share: float) -> Scan:
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
             f"data set folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
-            f"{Path(root) / 'train'} leaves a class, or validation, without any; use another share, or a folder val"
+            f"{Path(root) / split} leaves a class, or validation, without any; use another share, or a folder val"
         )
     return Scan(classes, train, validation)
 
@@ -70,7 +73,7 @@ def _classes(root: str, split: str) -> dict[str, list[str]]:
     if not folder.is_dir():
         raise UsageError(
             f"data set folder: there is no folder {folder}; recipe.data.root must hold train/<class>/ and "
-            f"val/<class>/ with the images of each class{_OR_A_SHARE if split == 'val' else ''}"
+            f"val/<class>/ with the images of each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
         )
     with os.scandir(folder) as entries:
         names = sorted(each.name for each in entries if each.is_dir() and not hidden(each.name))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -51,7 +49,7 @@ def indexed(file: Path, label: str) -> TarIndex:
                 if kept is not None:
                     _keep(kept, index, mark)
             return index
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # of numbers that no file can have
         raise UsageError(f"data set webdataset: {file} cannot be read as a tar archive: {error}") from error
 
 
@@ -62,7 +60,7 @@ def _kept(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
             if not np.array_equal(arrays["mark"], mark):
                 return None
             found = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # of bytes that are no index NumPy and zipfile raise anything; it is found anew
         return None
     return found if len(found.names) == len(found.spans) == len(found.targets) else None
 
@@ -128,7 +126,7 @@ def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarIn
     stream = archive.extractfile(member)
     content = stream.read(_LABEL) if stream is not None else b""
     try:
-        found: Any = json.loads(content)
+        found: Any = plainfile.parsed(content)
         value = found[label] if isinstance(found, dict) else found
     except (ValueError, KeyError) as error:
         raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error

@@ -71,9 +71,15 @@ def kind_of(column: Any) -> Literal["number", "name", "other"]:
 
 def check_input(name: str, column: Any, means: bool) -> None:
     """Raise UsageError where a column of a whole file cannot be used: rows are named by their numbers in the file."""
+    import pyarrow.types as types
+
     refuse_mixed(name, column, "or name it in options.categories")
-    if kind_of(column) != "number":
-        return
+    if kind_of(column) == "number" or types.is_null(column.type):  # of none, where all are missing
+        check_numbers(name, column, means)
+
+
+def check_numbers(name: str, column: Any, means: bool) -> None:
+    """Raise UsageError where a column of a whole file has something else than finite numbers; see `check_input`."""
     values = _floats(name, column)
     wrong = np.isinf(values) if means else ~np.isfinite(values)
     if wrong.any():

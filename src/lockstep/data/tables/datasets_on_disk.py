@@ -10,6 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep import plainfile
 from lockstep.core.names import choices
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
@@ -83,6 +84,7 @@ def _parts(root: str, options: Options) -> tuple[Any, Any]:
             f"data set datasets: there is no folder {root}; set recipe.data.root to what save_to_disk wrote"
         )
     try:
+        plainfile.check_folder(Path(root))
         found = datasets.load_from_disk(root)
     except Exception as error:  # the library raises whatever its readers do
         said = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -25,17 +25,20 @@ from lockstep.tasks.classification import skipped_samples
 if TYPE_CHECKING:
     import pyarrow
 
-_MOST_CLASSES: Final = 1000  # of whole numbers that are not declared to be classes
+# Of whole numbers that are not declared to be classes; and how many there may be with fewer rows than ten for each.
+_MOST_CLASSES: Final = 1000
+_MOST_RARE: Final = 20
 
 
 @dataclass(frozen=True)
 class Options:
     """What of a table is learned from what.
 
-    `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression. Whole numbers
-    in `categories` are names and no amounts, as all text is; `ignore` is left out. `missing` numbers are an error, or
-    the mean of training. `codes` false gives categories as zeros and a one beside the numbers; true as whole numbers,
-    a second input. `validation` is the share of the rows, where there is no file for it.
+    `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression, and of whole
+    numbers that are many it has to be said. Whole numbers in `categories` are names and no amounts, as all text is;
+    `ignore` is left out. `missing` numbers are an error, or the mean of training. `codes` false gives categories as
+    zeros and a one beside the numbers; true as whole numbers, a second input. `validation` is the share of the rows,
+    where there is no file for it.
     """
 
     target: Text | Names
@@ -120,10 +123,11 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
     if len(targets) > 1:
         raise UsageError(f"data set table: target: {len(targets)} columns cannot be classes; use kind: regression")
     found = sorted(each for each in column.unique().to_pylist() if each is not None)
-    if kind is None and types.is_integer(column.type) and len(found) > _MOST_CLASSES:
+    many = len(found) > _MOST_CLASSES or (len(found) > _MOST_RARE and 10 * len(found) > len(table))
+    if kind is None and types.is_integer(column.type) and many:
         raise UsageError(
-            f"data set table: target: '{targets[0]}' has {len(found):,} different whole numbers; say kind: "
-            f"classification, or regression"
+            f"data set table: target: '{targets[0]}' has {len(found):,} different whole numbers in {len(table):,} "
+            f"rows; set options.kind=regression, or classification"
         )
     return found
 

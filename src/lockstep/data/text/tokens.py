@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,7 +128,7 @@ def _meta(file: Path) -> Mapping[str, Any]:
         return {}
     try:
         with plainfile.reader(file, links=True) as stream:
-            found = json.loads(stream.read(_LARGEST))
+            found = plainfile.parsed(stream.read(_LARGEST))
     except OSError as error:
         raise UsageError(f"data set tokens: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:

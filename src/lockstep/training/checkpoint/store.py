@@ -136,7 +136,7 @@ def step_name(step: int) -> str:
 
 def prepare(final: Path) -> Path:
     """Make the folder in which the checkpoint `final` is written before it has its name; leftovers are removed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    final.parent.mkdir(exist_ok=True)  # but not the run folder, which somebody has removed then
     _clear(final.parent)
     temporary = _aside(final, "tmp")
     temporary.mkdir()
@@ -180,6 +180,8 @@ def abandon(final: Path) -> None:
 
 def not_written(final: Path, error: OSError) -> str:
     """Return the message about a checkpoint that failed."""
+    if not final.parent.parent.is_dir():
+        return f"{final.parent.parent}: the run folder was removed while the run trained; what it had saved is lost"
     before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
     intact = f"{before[0]} is intact" if before else "there is no earlier one"
     remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
@@ -238,10 +240,10 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
         _verify(path / name, written)
     try:
         # Mapped, so that whoever wants but some rows reads no more than those.
-        tensors = {name: safetensors.torch.load_file(path / name) for name in expected.files if name != STATE}
+        tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _mapping(path / STATE, _LARGEST_STATE)
         snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK))
-    except (SafetensorError, ValueError, RecursionError) as error:
+    except (SafetensorError, ValueError, OSError) as error:
         raise TrainingError(f"{path}: cannot be read, though its hashes are right: {error}") from error
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
         raise TrainingError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
@@ -266,7 +268,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
                 raise ValueError(f"its keys are {_listed(content)}")
         if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
             raise ValueError("a hash is none")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise TrainingError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
     if set(files) - {EMA, FEEDBACK} != {MODEL, OPTIMIZER, STATE}:
         raise TrainingError(f"{place}: lists {_listed(files)}; the checkpoint is damaged")
@@ -394,6 +396,12 @@ def _written(name: str, file: JSON) -> Written:
     raise ValueError(f"what it says of {name[:40]!r} is not a hash and a size")
 
 
+def _tensors(path: Path) -> dict[str, Tensor]:
+    with _reading(path):
+        plainfile.check_safetensors(path)
+    return safetensors.torch.load_file(path)
+
+
 def _verify(path: Path, expected: Written) -> None:
     with _reading(path), plainfile.reader(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -405,10 +413,10 @@ def _verify(path: Path, expected: Written) -> None:
 
 
 def _mapping(path: Path, limit: int) -> dict[str, JSON]:
-    """Return the JSON object that a file holds; ValueError or RecursionError where it is none."""
+    """Return the JSON object that a file holds; ValueError where it is none."""
     with _reading(path):
         data = plainfile.content(path, limit)
-    content = json.loads(data, object_pairs_hook=_once)
+    content = plainfile.parsed(data, _once)
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     return content

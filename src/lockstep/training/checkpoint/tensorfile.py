@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+from lockstep.errors import TrainingError
+from lockstep.plainfile import LARGEST_HEADER
 
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -67,6 +69,8 @@ def frame(tensors: Mapping[str, MaybeSharded]) -> Frame:
         header[name] = {"dtype": dtype_name(name, tensor), "shape": list(shape), "data_offsets": ends[-2:]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > LARGEST_HEADER:
+        raise TrainingError(f"a file of {len(names):,} tensors: what it says of them is too long to be read again")
     head = len(text).to_bytes(8, "little") + text
     return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
 

@@ -1,0 +1,12 @@
+"""A number of epochs as a person writes it."""
+
+from __future__ import annotations
+
+
+def in_words(epochs: float) -> str:
+    """Return `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""
+    if epochs < 1:
+        return f"{100 * epochs:.2g} % of an epoch"
+    if epochs == 1:
+        return "1 epoch"
+    return f"{int(epochs):,} epochs" if epochs == int(epochs) else f"{epochs:,.3g} epochs"
