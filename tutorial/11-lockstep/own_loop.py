@@ -1,5 +1,5 @@
-# $ python tutorial/11-lockstep/own_loop.py runs/one | tail -1
-# $ torchrun --standalone --nproc-per-node=3 tutorial/11-lockstep/own_loop.py runs/three | tail -1
+# $ python tutorial/11-lockstep/own_loop.py runs/own-1 | tail -1
+# $ torchrun --standalone --nproc-per-node=3 tutorial/11-lockstep/own_loop.py runs/own-3 | tail -1
 """The training of lesson 9 with Lockstep: the same weights, bit for bit, on any number of processes."""
 
 import sys
