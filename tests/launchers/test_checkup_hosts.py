@@ -71,7 +71,8 @@ def test_a_host_with_a_slow_link_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert findings(done, "warning")["links between hosts"].startswith("all 4 links of h2 are slow, the slowest ")
     rates = {(each["source"], each["target"]): each["mb_s"] for each in json.loads(done.stdout)["links"]}
-    assert 0.1 < rates[0, 2] < 0.5 < rates[0, 1]  # 2 Mbit/s are 0.25 MB/s
+    # 2 Mbit/s are 0.25 MB/s, and more by what the link lets through at once; the other link makes hundreds.
+    assert 0.1 < rates[0, 2] < 1 < rates[0, 1] / 4
 
 
 @pytest.mark.timeout(300)
