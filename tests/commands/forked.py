@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -240,12 +241,16 @@ def _import_what_commands_import() -> None:
     import tensorboard.compat.proto.event_pb2
     import tensorboard.summary.writer.record_writer  # noqa: F401
     import torch
+    import tqdm
 
     from lockstep.config.load import load
     from lockstep.run import session  # noqa: F401
     from lockstep.run.build import setup
 
     torch.set_num_threads(1)
+    # Torch's tracer makes a bar that nobody sees, with a lock that Python 3.14 frees when a process ends; a forked
+    # command ends at once.
+    tqdm.tqdm.set_lock(threading.RLock())
     setup(load("digits").config.recipe)
 
 
