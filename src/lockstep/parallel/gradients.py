@@ -56,6 +56,7 @@ class Gradients:
         """Add by `canonical`, or each bucket by what `sum_of` makes for its parameters."""
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
+        self._dtypes = [*map(summed_dtype, self._parameters)]
         self._stream = stream
         self._alone = alone
         self._buckets = [
@@ -103,10 +104,9 @@ class Gradients:
     def finish(self) -> None:
         """See GradientSum."""
         if self._nothing_to_add:
-            for parameter in self._parameters:
-                gradient = wide_gradient(parameter)
-                if gradient is not parameter.grad:
-                    parameter.grad = gradient
+            for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
+                if parameter.grad is None or parameter.grad.dtype is not dtype:
+                    parameter.grad = wide_gradient(parameter)
             return
         if self._alone:
             for bucket in self._buckets:
