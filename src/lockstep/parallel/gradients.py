@@ -56,7 +56,6 @@ class Gradients:
         """Add by `canonical`, or each bucket by what `sum_of` makes for its parameters."""
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
-        self._dtypes = [*map(summed_dtype, self._parameters)]
         self._stream = stream
         self._alone = alone
         self._buckets = [
@@ -104,8 +103,9 @@ class Gradients:
     def finish(self) -> None:
         """See GradientSum."""
         if self._nothing_to_add:
-            for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
-                if parameter.grad is None or parameter.grad.dtype is not dtype:
+            for parameter in self._parameters:
+                # One of fp32 is as it is added, whatever the parameter is in, which takes as long again to find out.
+                if parameter.grad is None or parameter.grad.dtype is not torch.float32:
                     parameter.grad = wide_gradient(parameter)
             return
         if self._alone:
