@@ -22,6 +22,7 @@ MODULES: Final = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted
 INTERNALS: Final[dict[str, tuple[str, str]]] = {
     # Autograd
     "torch._C._autograd._get_sequence_nr": ("the order in which a backward visits nodes", "parallel/test_together.py"),
+    "torch.autograd.graph._engine_run_backward": ("a backward whose seeds fit", "parallel/test_same_bits.py"),
     "_sequence_nr": ("the same of a node", "models/test_operations.py"),
     "_input_metadata": ("shape and dtype of the gradients that a node takes", "models/test_operations.py"),
     "_saved_reduction": ("whether a loss is a mean", "run/test_run_own_loss.py"),
@@ -51,6 +52,8 @@ INTERNALS: Final[dict[str, tuple[str, str]]] = {
     "_buffers": ("what a module holds", "commands/test_verify_probe.py"),
     "_modules": ("what a module holds", "commands/test_verify_probe.py"),
     "_non_persistent_buffers_set": ("buffers that no state has", "parallel/pipeline/test_pipeline_state.py"),
+    "_compiled_call_impl": ("a call of the user's model, around its hooks", "run/test_joined.py"),
+    "_call_impl": ("the same", "run/test_joined.py"),
     "_forward_hooks": ("what of a user's module is no function of its input", "commands/test_first_look.py"),
     "_forward_pre_hooks": ("the same", "commands/test_first_look.py"),
     "_apply": ("a model is moved to fake tensors", "models/test_operations.py"),

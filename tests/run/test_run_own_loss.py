@@ -23,7 +23,7 @@ def check(loss: Loss, samples: int = 4, seen: LossCheck | None = None, step: int
     """Check a loss of what a model returns for a micro-batch of so many samples, which is one of eight."""
     outputs = nn.Linear(3, 5)(torch.ones(samples, 3))
     microbatch = MicroBatch(0, None, samples, samples)
-    (seen or LossCheck()).check(step, loss(outputs), microbatch, OTHERS, {outputs.grad_fn} if known else set())
+    (seen or LossCheck()).check(step, loss(outputs), microbatch, lambda: OTHERS, {outputs.grad_fn} if known else set())
 
 
 def entropy(x: Tensor, smoothing: float = 0.0) -> Tensor:

@@ -16,6 +16,8 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]  # of a model's forward: by positio
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, in its order; what is no tensor is left out."""
+    if isinstance(batch, Tensor):
+        return [batch]
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 

@@ -27,6 +27,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
@@ -351,9 +352,11 @@ class DataParallelEngine:
         return loss
 
     def _backward(self, losses: Sequence[Tensor], step: Step) -> None:
-        seeds = [self._updates.scaled(self._share(step.weight, loss.dtype)) for loss in losses]
+        seeds = tuple(self._updates.scaled(self._share(step.weight, loss.dtype)) for loss in losses)
         with self._model_code:
-            torch.autograd.backward(losses, seeds)
+            # What autograd.backward ends with; before it that looks for 9 us into seeds which fit.
+            how = {"allow_unreachable": True, "accumulate_grad": True}
+            _engine_run_backward(tuple(losses), seeds, False, False, (), **how)
 
     def _share(self, weight: int, dtype: torch.dtype) -> Tensor:
         """Return what the loss counts in a step of such a weight, which is the same in nearly every step of samples."""

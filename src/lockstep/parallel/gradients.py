@@ -104,9 +104,9 @@ class Gradients:
         """See GradientSum."""
         if self._nothing_to_add:
             for parameter in self._parameters:
-                gradient = wide_gradient(parameter)
-                if gradient is not parameter.grad:
-                    parameter.grad = gradient
+                # One of fp32 is as it is added, whatever the parameter is in, which takes as long again to find out.
+                if parameter.grad is None or parameter.grad.dtype is not torch.float32:
+                    parameter.grad = wide_gradient(parameter)
             return
         if self._alone:
             for bucket in self._buckets:

@@ -57,11 +57,11 @@ class Weights:
             if copy.requires_grad:
                 weight.grad, copy.grad = wide_gradient(copy), None
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Bring the weights to the copies."""
         if self._copies:
-            torch._foreach_copy_(list(self._copies), list(self._copies.values()))
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._copies), list(self._copies.values()))
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

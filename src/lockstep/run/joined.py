@@ -179,7 +179,7 @@ class Run:
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)
                     self._gate.open = True
-                    guard.mark()
+                    guard.mark(modes=True)
                     yield each
                     guard.check(modes=True)
         finally:

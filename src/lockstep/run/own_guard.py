@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Final, Protocol, TypeVar, final
 from weakref import ref
 
@@ -40,6 +40,7 @@ _MODE: Final = "in run.each the model is in evaluation, and between a micro-batc
 _FROZEN: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
 _HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
 _PLAIN: Final[Any] = TensorBase.data
+_ASKED: Final = attrgetter("requires_grad", "_backward_hooks")
 
 
 class Guarding(Protocol):
@@ -50,7 +51,7 @@ class Guarding(Protocol):
 
     def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None: ...
 
-    def mark(self, *, moved: bool = False) -> None: ...
+    def mark(self, *, moved: bool = False, modes: bool = False) -> None: ...
 
     def withhold(self) -> None: ...
 
@@ -88,6 +89,8 @@ class Guard:
         ]
         self._trained = [each for each in self._parameters if each.requires_grad]
         self._stand_ins = [Withheld(each, self._written) for each in self._trained]
+        self._nothing = [None] * len(self._trained)
+        self._shown: Sequence[Tensor | None] = self._nothing  # what stands in the places of gradients
         self._withheld: list[Tensor | None] = []  # gradients, while others stand in their places
         self._summing = False  # whether the step has had a backward
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # what a cut model computes with: of what, its version
@@ -98,7 +101,7 @@ class Guard:
             self._watch_forwards(model)
         _Data.installed().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
-        self._states = self._asked()
+        self._states = [*map(_ASKED, self._parameters)]
         self._identities = self._identified()
         self.withhold()
         self.mark(moved=True)
@@ -111,8 +114,8 @@ class Guard:
     def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
         """Raise UsageError where something is not as it was when the last call of ours ended.
 
-        Not the `whole` is what is written or replaced. With `modes` all modules are to be in the mode that they were
-        in; after a `forward` what is kept alike may have been written.
+        Not the `whole` is what is written or replaced. With `modes` all modules are to be in the mode that was marked;
+        after a `forward` what is kept alike may have been written.
         """
         self._running = False
         self._whole = whole
@@ -126,29 +129,33 @@ class Guard:
             mode = "training" if module.training else "evaluation"
             raise self._refused(f"{self._modules[module] or 'the model'} was put into {mode}", _MODE)
         if self._withheld or forward:
-            self._check_gradients()
-        if not forward and [each._version for each in self._kept] != self._kept_versions:
+            found = [each.grad for each in self._trained]
+            if not all(map(is_, found, self._shown)):
+                self._check_gradients(found)
+        if self._kept and not forward and [each._version for each in self._kept] != self._kept_versions:
             raise self._refused("a running statistic of BatchNorm was written")
         self._check_structure()
         if whole:
             self._check_whole()
 
-    def mark(self, *, moved: bool = False) -> None:
+    def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """Note how all is, weights only where they `moved`, and let the user's code run."""
         if moved:
             self._summing = False
             self._versions = [each._version for each in self._tensors]
-        self._kept_versions = [each._version for each in self._kept]
-        self._modes = [each.training for each in self._modules]
+        if modes:
+            self._modes = [each.training for each in self._modules]
+        if self._kept:
+            self._kept_versions = [each._version for each in self._kept]
         if not self._running:  # else nothing was checked since
             self.last = self._line()
             if moved or self._whole:
                 self._whole_at = self.last
-        self._running = True
+            self._running = True
 
     def withhold(self) -> None:
         """Put what may not be written in the places of gradients."""
-        self._withheld = [each.grad for each in self._trained]
+        self._withheld, self._shown = [each.grad for each in self._trained], self._stand_ins
         for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._summing = bool(self.step)
@@ -157,7 +164,7 @@ class Guard:
         """Put gradients in their places again."""
         for parameter, gradient in zip(self._trained, self._withheld, strict=False):
             parameter.grad = gradient
-        self._withheld.clear()
+        self._withheld, self._shown = [], self._nothing
 
     def watches(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the model's, and the user's code is running."""
@@ -171,12 +178,8 @@ class Guard:
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
             raise refused(f"{self._at}{name} was given other memory", _ADVICE)
 
-    def _check_gradients(self) -> None:
-        found = [each.grad for each in self._trained]
-        expected: Sequence[Tensor | None] = self._stand_ins if self._withheld else [None] * len(found)
-        if all(map(is_, found, expected)):
-            return
-        for parameter, one, other in zip(self._trained, found, expected, strict=True):
+    def _check_gradients(self, found: Sequence[Tensor | None]) -> None:
+        for parameter, one, other in zip(self._trained, found, self._shown, strict=True):
             # zero_grad() before the first backward does no harm.
             if one is not other and (self._summing or one is not None):
                 done = "removed" if one is None else "set"
@@ -186,11 +189,11 @@ class Guard:
         if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
             name = self._names[_first(self._plain, addresses, self._addresses)]
             raise self._refused(f"{name} was given other memory", since=self._whole_at)
-        for parameter, now, was in zip(self._parameters, self._asked(), self._states, strict=True):
-            if now != was:
-                what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
-                advice = _HOOK if now[0] == was[0] else _FROZEN
-                raise self._refused(f"{self._names[parameter]} was {what}", advice, self._whole_at)
+        if (found := [*map(_ASKED, self._parameters)]) != self._states:
+            parameter, now, was = _first(zip(self._parameters, found, self._states, strict=True), found, self._states)
+            what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
+            advice = _HOOK if now[0] == was[0] else _FROZEN
+            raise self._refused(f"{self._names[parameter]} was {what}", advice, self._whole_at)
 
     def _written(self, by_backward: bool) -> Exception:
         if by_backward:
@@ -207,9 +210,6 @@ class Guard:
             places += ["a part of the model"] * len(found)
             place = _first(places, [*found, None], [*self._identities, None, None])
             raise self._refused(f"{place} was replaced")
-
-    def _asked(self) -> list[tuple[bool, object]]:
-        return [(each.requires_grad, each._backward_hooks) for each in self._parameters]
 
     def _identified(self) -> list[int]:
         """Return the identities of all parts of the modules; what is gathered counts as what it is gathered of."""
@@ -274,7 +274,7 @@ class Unguarded:
     def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
         """See Guard."""
 
-    def mark(self, *, moved: bool = False) -> None:
+    def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """See Guard."""
 
     def withhold(self) -> None:

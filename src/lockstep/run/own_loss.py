@@ -11,7 +11,7 @@ micro-batch to micro-batch, and any constant that is inverse to the size of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
@@ -57,6 +57,8 @@ class Part(NamedTuple):
 
     def factor(self, below: Node = None) -> float:
         """Return the product of its constants, or of those below a node."""
+        if not self.scales:
+            return 1.0
         nodes = [scale.node for scale in self.scales]
         inner = self.scales[nodes.index(below) + 1 :] if below in nodes else self.scales
         return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
@@ -72,11 +74,16 @@ class LossCheck:
     _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
 
     def check(
-        self, step: int, loss: Any, microbatch: MicroBatch, others: Mapping[int, str], returned: Collection[Node]
+        self,
+        step: int,
+        loss: Any,
+        microbatch: MicroBatch,
+        others: Callable[[], Mapping[int, str]],
+        returned: Collection[Node],
     ) -> None:
         """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or no sum.
 
-        `others` are counts that it must not be divided by, besides those of the micro-batch, and what they count;
+        `others` gives counts that it must not be divided by, besides those of the micro-batch, and what they count;
         `returned` are the nodes of what the model returned for this micro-batch.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
@@ -95,22 +102,27 @@ class LossCheck:
                 f"step {step}: {what}, which micro-batches of other sizes would not add up to",
                 'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
             )
-        others = {self.processes: "the number of processes", **others}
-        for part in parts:
-            for scale in part.scales:
-                if scale.divides and (what := _count(scale, part, parts, microbatch, others)):
-                    raise _divided(step, scale.value, f", {what}")
-        self._compare(step, microbatch, parts)
+        divisors = [(scale, part) for part in parts for scale in part.scales if scale.divides]
+        counts = {self.processes: "the number of processes", **others()} if divisors else {}
+        for scale, part in divisors:
+            if what := _count(scale, part, parts, microbatch, counts):
+                raise _divided(step, scale.value, f", {what}")
+        self._compare(step, [scale.value for scale, _ in divisors])
+        self._relate(step, (microbatch.samples, microbatch.weight), [part.factor() for part in parts])
 
-    def _compare(self, step: int, microbatch: MicroBatch, parts: Sequence[Part]) -> None:
-        """Raise UsageError for a divisor that changes within a step, and a constant that is inverse to the size."""
-        before, now = self._divisors, [scale.value for part in parts for scale in part.scales if scale.divides]
-        self._divisors = step, now
+    def _compare(self, step: int, now: list[float]) -> None:
+        """Raise UsageError for a divisor that changes within a step."""
+        before, self._divisors = self._divisors, (step, now)
         for one, other in zip(before[1], now, strict=False) if before[0] == step and len(before[1]) == len(now) else ():
             if one != other:
                 raise _divided(step, other, f", and in the micro-batch before by {one:.6g}")
-        size, factors = (microbatch.samples, microbatch.weight), [part.factor() for part in parts]
-        if self._factors.setdefault(size, factors) != factors:
+
+    def _relate(self, step: int, size: tuple[int, int], factors: list[float]) -> None:
+        """Raise UsageError for a constant that is inverse to the size."""
+        known = self._factors.setdefault(size, factors)
+        if known is not factors:
+            if known == factors:
+                return  # any two sizes were compared when the second of them came
             self._factors[size] = []  # they follow from something else
         for another, others in self._factors.items():
             for one, other in zip(others, factors, strict=False) if len(others) == len(factors) else ():
@@ -169,14 +181,15 @@ def _added(node: Node) -> Iterable[float]:
 
 def _follows(node: Node, returned: Collection[Node]) -> bool:
     """Return whether a part of the loss follows from what the model returned; True where that is not known."""
-    waiting, seen = [node], {node}
+    waiting, seen = [node], {node, None}
     while waiting and returned:
         node = waiting.pop()
         if node in returned:
             return True
-        inner = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= inner
-        waiting += inner
+        for inner, _ in node.next_functions:
+            if inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
     return not returned
 
 
@@ -185,28 +198,27 @@ def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[Part]:
     found, waiting = [], [Part(root)]
     while waiting:
         part = waiting.pop()
-        mean = _is_mean(part.node, samples)
-        below = [] if mean or part.node in returned else _below(part, returned)
-        waiting += reversed(below)
-        if not below:
-            found.append(part._replace(mean=mean))
+        if _is_mean(part.node, samples):
+            found.append(part._replace(mean=True))
+        elif part.node not in returned and (below := _below(part, returned)):
+            waiting += reversed(below)
+        else:
+            found.append(part)
     return found
 
 
 def _below(part: Part, returned: Collection[Node]) -> list[Part]:
     """Return the parts that an operation is linear in, or none."""
     node, name = part.node, part.node.name()
-    sides = [each for each, _ in node.next_functions]
-    inner = [each for each in sides if each is not None]
     if name.startswith(_SCALING):
-        return _scaled(part, sides, returned)
+        return _scaled(part, [each for each, _ in node.next_functions], returned)
     if not name.startswith(_LINEAR):
         return []
     if name.startswith("SumBackward"):
         part = part._replace(counts=(*part.counts, math.prod(node._saved_self_sym_sizes)))
     elif name.startswith("MeanBackward") and (stacked := _stacked(node)):
         part = part._replace(scales=(*part.scales, Scale(node, stacked, divides=True)))
-    return [part._replace(node=each) for each in inner]
+    return [part._replace(node=each) for each, _ in node.next_functions if each is not None]
 
 
 def _scaled(part: Part, sides: Sequence[Node], returned: Collection[Node]) -> list[Part]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import final
 
 from torch import Tensor
@@ -33,13 +34,14 @@ class OwnStep:
         losses: LossCheck,
     ) -> None:
         self._turn = turn
+        self._microbatches = turn.microbatches
         self._engine = placed.engine
         self._gate = gate
         self._guard = placed.guard
         self._placed = placed
         self._look = look
         self._losses = losses
-        self._counts = _counts(turn, leaves)
+        self._counts = partial(_counts, turn, leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._looking: Look | None = None
@@ -101,12 +103,15 @@ class OwnStep:
             raise refused(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
         self._gate.step = self._guard.step = self.number
         try:
-            for number, microbatch in enumerate(self._turn.microbatches):
+            for number, microbatch in enumerate(self._microbatches):
                 if number:
                     self._guard.check(whole=False, modes=True)
                 self._looking = self._look() if not number else None
-                self._enter(microbatch)
-                self._guard.mark()
+                self._current = microbatch
+                self._forward = self._engine.forward(microbatch, self._turn.step)
+                self._forward.__enter__()
+                self._gate.open = True
+                self._guard.mark(modes=not number)
                 yield microbatch.batch
                 if self._current is not None:
                     raise refused(
@@ -114,9 +119,9 @@ class OwnStep:
                         "call step.backward(loss), not loss.backward(), for each",
                     )
         finally:
-            if self._done < len(self._turn.microbatches):
+            if self._done < self._of:
                 self._where = calling()
-            self.leave(early=True)
+                self.leave(early=True)
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradient to the step's; `loss` is summed over the micro-batch, 0-dim."""
@@ -147,7 +152,7 @@ class OwnStep:
         """
         if self.updated:
             raise refused(f"step {self.number}: a second step.update", "call it once for each step")
-        if self._done < len(self._turn.microbatches):
+        if self._done < self._of:
             raise self.unfinished()
         self._guard.check()
         self._guard.give_back()
@@ -160,7 +165,7 @@ class OwnStep:
 
     def unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""
-        if self._done < len(self._turn.microbatches):
+        if self._done < self._of:
             return refused(
                 f"step {self.number}: left after {self._done} of its {self._of} micro-batches",
                 "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
@@ -184,12 +189,7 @@ class OwnStep:
 
     @property
     def _of(self) -> int:
-        return len(self._turn.microbatches)
-
-    def _enter(self, microbatch: MicroBatch) -> None:
-        self._forward = self._engine.forward(microbatch, self._turn.step)
-        self._forward.__enter__()
-        self._current, self._gate.open = microbatch, True
+        return len(self._microbatches)
 
 
 def _counts(turn: Turn, microbatches: int) -> dict[int, str]:
