@@ -550,6 +550,48 @@ def test_a_loop_gives_one_hash_under_all_strategies(loop: Loop) -> None:
     assert re.fullmatch("[0-9a-f]{64}", *{*found.values()})
 
 
+def called_as_samples_say(run, model, optimizer):
+    """Call the model once more for some micro-batches, which one of two ranks has first."""
+    for step in own(run):
+        for inputs, targets in step:
+            outputs = model(inputs)
+            if inputs[0, 0] > 0:
+                outputs = outputs + model(-inputs)
+            step.backward(F.cross_entropy(outputs, targets, reduction="sum"))
+        step.update()
+
+
+def called_without_gradients_first(run, model, optimizer):
+    for step in own(run):
+        for inputs, targets in step:
+            if inputs[0, 0] > 0:
+                with torch.no_grad():
+                    model(-inputs)
+            step.backward(F.cross_entropy(model(inputs), targets, reduction="sum"))
+        step.update()
+
+
+def evaluated_as_samples_say(run, model, optimizer):
+    whole(run, model)
+    sums = []
+    for inputs, _ in run.each(loops.data(), batch=4):
+        sums.append(model(inputs).sum())
+        if inputs[0, 0] > 0:
+            sums[-1] += model(-inputs).sum()
+    run.sum(sums)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    "loop", [called_as_samples_say, called_without_gradients_first, evaluated_as_samples_say], ids=lambda e: e.__name__
+)
+def test_ranks_that_call_a_model_differently_end_where_calls_exchange_parts_of_it(loop: Loop) -> None:
+    for strategy in ("zero2", "zero3"):
+        for text in worlds.run(2, ended, strategy, loop.__name__):
+            assert "ranks call the placed model differently" in text
+    assert len({*worlds.run(1, ended, "single", loop.__name__), *worlds.run(2, ended, "ddp", loop.__name__)}) == 1
+
+
 def named(text: str, loop: Loop) -> bool:
     """Return whether a message names the marked line of a loop: alone, or between two lines of which it is."""
     lines, first = inspect.getsourcelines(loop)

@@ -30,7 +30,7 @@ from lockstep.run.events import loop_started
 from lockstep.run.membership import Member
 from lockstep.run.own_checkpoints import Checkpoints, refuse_other
 from lockstep.run.own_loss import LossCheck
-from lockstep.run.own_model import Gate, Look, modes_kept
+from lockstep.run.own_model import AlikeCalls, Gate, Look, modes_kept
 from lockstep.run.own_placed import Chunks, Placed, spread
 from lockstep.run.own_plan import OwnPlan, planned
 from lockstep.run.own_settings import settings
@@ -129,6 +129,8 @@ class Run:
                     self._progress, self._resumed = self._checkpoints.resume(self._member.checkpoint)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
+        if placed.exchanges_in_calls:
+            self._gate.alike = AlikeCalls(self._world)
         placed.guard.mark(moved=True)
         return model, optimizer
 
@@ -182,6 +184,7 @@ class Run:
                     guard.mark(modes=True)
                     yield each
                     guard.check(modes=True)
+                    self._gate.over()
         finally:
             self._gate.open = False
         guard.mark(moved=True)

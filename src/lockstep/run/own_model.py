@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lockstep.comm.world import World
 from lockstep.core.batch import tensors_of
 from lockstep.own_code import Place, located, refused
 from lockstep.parallel.numerics import Numerics
@@ -26,7 +28,18 @@ class Gate:
     open: bool = False
     step: int = 0  # whose micro-batches are under way, as many on each rank as it has
     returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
+    alike: AlikeCalls | None = None  # where ranks exchange parts of the model, or what it is given, in its calls
     ended_at: Place = "", 0  # the line of the last step.backward
+
+    @property
+    def at(self) -> str:
+        """How a message about a step begins."""
+        return f"step {self.step}: " if self.step else ""
+
+    def over(self) -> None:
+        """Call when a micro-batch or a batch of `run.each` is over."""
+        if self.alike is not None:
+            self.alike.over(self.at)
 
     @property
     def ended(self) -> str:
@@ -47,13 +60,13 @@ class Gate:
 
         Of a container, which has no forward, that goes for what it contains.
         """
-        for each in _called(model):
+        for number, each in enumerate(_called(model)):
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
             # Where torch puts a compiled call, around all hooks: hooks of our own would take 7 us of each call more.
-            vars(each)["_compiled_call_impl"] = partial(self._call, each._compiled_call_impl or each._call_impl)
+            vars(each)["_compiled_call_impl"] = partial(self._call, each._compiled_call_impl or each._call_impl, number)
 
-    def _call(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    def _call(self, call: Callable[..., Any], number: int, /, *args: Any, **named: Any) -> Any:
         if not self.open and self.step:
             raise refused(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
@@ -64,11 +77,46 @@ class Gate:
                 "the placed model is called outside of a micro-batch",
                 "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`",
             )
+        if self.alike is not None:
+            self.alike.call(number, self.at)
         outputs = call(*args, **named)
         for each in tensors_of(outputs):
             if each.grad_fn is not None and each.ndim:  # a loss that the model works out itself is looked into
                 self.returned.add(each.grad_fn)
         return outputs
+
+
+@final
+class AlikeCalls:
+    """Sees that all ranks call a model alike in whose calls they exchange weights or inputs.
+
+    Else one would wait for an exchange that others never come to, or take part in another one of theirs.
+    """
+
+    _OVER: Final = 255  # a micro-batch, or a batch of `run.each`: in place of the number of what is called
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def call(self, number: int, at: str) -> None:
+        """Raise UsageError, on all ranks, where not all call what has this number now. All of them ask."""
+        # With gradients or without: what is exchanged follows from that too.
+        found = self._world.gather(bytes([number, torch.is_grad_enabled()]))
+        if len({*found}) == 1:
+            return
+        calling = [str(rank) for rank, [each, _] in enumerate(found) if each != self._OVER]
+        others = [str(rank) for rank, [each, _] in enumerate(found) if each == self._OVER]
+        more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
+        raise refused(
+            f"{at}ranks call the placed model differently in their micro-batches: "
+            f"{more if calling and others else 'in another order, or some of them without gradients'}",
+            "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
+            "does not count by 0; strategies ddp and zero1 exchange nothing there",
+        )
+
+    def over(self, at: str) -> None:
+        """As `call`, when a micro-batch or a batch of `run.each` is over."""
+        self.call(self._OVER, at)
 
 
 @final

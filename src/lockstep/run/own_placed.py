@@ -81,6 +81,12 @@ class Placed:
     groups: Groups
     guard: Guarding
 
+    @property
+    def exchanges_in_calls(self) -> bool:
+        """Whether a call of the model waits for ranks that compute other micro-batches."""
+        mesh = self.chosen.mesh(self.world.size)
+        return mesh.shard > 1 or mesh.expert > 1
+
     def decided(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}

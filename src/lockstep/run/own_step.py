@@ -137,6 +137,7 @@ class OwnStep:
             self._looking.check_leaves(self.number, loss)
         self.leave()
         self._guard.check(whole=False, modes=True, forward=True)
+        self._gate.over()
         self._guard.give_back()
         self._current = None
         self._done += 1
