@@ -78,18 +78,21 @@ def single(name: str) -> tuple[State, Trace]:
     return found  # type: ignore[no-any-return]
 
 
-BEYOND: Final = pytest.mark.extended(
-    "one rank and three are in the gate, and two go on with a run in the test after it"
-)
+EVERYWHERE: Final = ("stage 1", "stage 3")
+ALL: Final = [(name, stage) for name in CASES for stage in STAGES if name == "clipped" or stage in EVERYWHERE]
+ONE_EACH: Final = [(name, EVERYWHERE[number % 2]) for number, name in enumerate(CASES)]
+BEYOND: Final = pytest.mark.extended("three ranks do all of it in the gate, one does each recipe, two resume a run")
 
 
 @pytest.mark.worlds
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=BEYOND), 3])
-def test_any_recipe_comes_to_what_one_process_does(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(1, ONE_EACH), (3, ALL), pytest.param(1, ALL, marks=BEYOND), pytest.param(2, ALL, marks=BEYOND)],
+    ids=["one", "three", "one, at each stage", "two"],
+)
+def test_any_recipe_comes_to_what_one_process_does(size: int, names: list[tuple[str, str]]) -> None:
     """Scale, rate, clipping, BatchNorm, averages, dropped steps, uneven micro-batches: nothing depends on the ranks."""
-    everywhere = ("stage 1", "stage 3")
-    names = [(name, stage) for name in CASES for stage in STAGES if name == "clipped" or stage in everywhere]
     by_rank = worlds.run(size, runs, [under(CASES[name], stage) for name, stage in names], timeout=LIMIT_S)
     for rank in by_rank:
         for (name, stage), (found, here) in zip(names, rank, strict=True):
