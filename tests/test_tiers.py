@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import tiers
+from pairs import pairs
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def test_what_a_list_names_is_there(place: str) -> None:
         ("faults/test_faults.py", None, "real", False),
         ("core/test_tree.py", "gpu", "gpu", False),
         ("core/test_tree.py", "commands", "commands", False),
+        ("core/test_tree.py", "extended", "pure", False),
     ],
 )
 def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, expected: str, quick: bool) -> None:
@@ -76,6 +79,15 @@ def test_the_script_asks_for_the_gate_or_for_all(tmp_path: Path, words: list[str
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert done.stdout == f"{expected} --numprocesses 3 --no-loadscope-reorder\n"
+
+
+@pytest.mark.parametrize(("names", "placements"), [("abcde", [1, 2, 3]), ("ab", [1, 2, 3, 4]), ("abc", [1, 2, 3])])
+def test_of_pairs_the_gate_has_each_case_and_each_placement(names: str, placements: list[int]) -> None:
+    found = pairs([*names], placements)
+    assert [each.values for each in found] == [*product(names, placements)]
+    gate = [each.values for each in found if not each.marks]
+    assert len(gate) == max(len(names), len(placements))
+    assert ({name for name, _ in gate}, {number for _, number in gate}) == ({*names}, {*placements})
 
 
 def test_clusters_start_first_and_then_what_takes_longest() -> None:

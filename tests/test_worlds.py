@@ -56,6 +56,15 @@ def dying(world: World) -> str:
     return "alive"
 
 
+def scheduling(_: World) -> int:
+    return os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such policies")
+def test_what_is_woken_interrupts_no_rank() -> None:
+    assert worlds.run(2, scheduling) == [os.SCHED_BATCH] * 2
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_results_come_by_rank(size: int) -> None:
     assert worlds.run(size, place, 10) == [10 * rank + size for rank in range(size)]

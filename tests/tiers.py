@@ -99,6 +99,8 @@ def tier(item: pytest.Item) -> str:
 
 def is_quick(item: pytest.Item) -> bool:
     """Say whether plain pytest runs a test."""
+    if item.get_closest_marker("extended"):
+        return False
     marked = bool(item.get_closest_marker("quick"))
     return marked or tier(item) == "pure" or _stands_in(item.path, _QUICK)
 

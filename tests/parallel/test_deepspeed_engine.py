@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 import pytest
@@ -70,17 +71,32 @@ def runs(world: World, cases: Sequence[Case]) -> list[tuple[State, Trace]]:
     return [toys.states(world, case, 0, None) for case in cases]
 
 
+@cache
+def single(name: str) -> tuple[State, Trace]:
+    """Return what one process comes to without DeepSpeed."""
+    [found] = worlds.run(1, toys.states, alone(CASES[name]), 0, None)
+    return found  # type: ignore[no-any-return]
+
+
+EVERYWHERE: Final = ("stage 1", "stage 3")
+ALL: Final = [(name, stage) for name in CASES for stage in STAGES if name == "clipped" or stage in EVERYWHERE]
+ONE_EACH: Final = [(name, EVERYWHERE[number % 2]) for number, name in enumerate(CASES)]
+BEYOND: Final = pytest.mark.extended("three ranks do all of it in the gate, one does each recipe, two resume a run")
+
+
 @pytest.mark.worlds
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_recipe_comes_to_what_one_process_does(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(1, ONE_EACH), (3, ALL), pytest.param(1, ALL, marks=BEYOND), pytest.param(2, ALL, marks=BEYOND)],
+    ids=["one", "three", "one, at each stage", "two"],
+)
+def test_any_recipe_comes_to_what_one_process_does(size: int, names: list[tuple[str, str]]) -> None:
     """Scale, rate, clipping, BatchNorm, averages, dropped steps, uneven micro-batches: nothing depends on the ranks."""
-    everywhere = ("stage 1", "stage 3")
-    names = [(name, stage) for name in CASES for stage in STAGES if name == "clipped" or stage in everywhere]
-    [single] = worlds.run(1, runs, [alone(CASES[name]) for name, _ in names])
     by_rank = worlds.run(size, runs, [under(CASES[name], stage) for name, stage in names], timeout=LIMIT_S)
     for rank in by_rank:
-        for (name, stage), (expected, told), (found, here) in zip(names, single, rank, strict=True):
+        for (name, stage), (found, here) in zip(names, rank, strict=True):
+            expected, told = single(name)
             assert_close(found, expected, f"{name}, {stage}")
             assert [flags(here, step) for step in range(4)] == [flags(told, step) for step in range(4)], (name, stage)
 

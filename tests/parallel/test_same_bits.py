@@ -9,6 +9,7 @@ import torch
 import toys
 import worlds
 import zoo
+from pairs import pairs
 from toys import Case
 
 from lockstep.parallel.groups import ParameterGroup
@@ -104,8 +105,10 @@ def test_each_case_and_size_is_in_a_pair() -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("placed", OFFLOADED)
-@pytest.mark.parametrize("name", ["six micro-batches, clipped, averaged", "fp16, skipping", "lamb", "bf16-compute"])
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    pairs(["six micro-batches, clipped, averaged", "fp16, skipping", "lamb", "bf16-compute"], OFFLOADED),
+)
 def test_offloading_changes_no_bit(name: str, placed: tuple[str, int, Any]) -> None:
     check_same(name, *placed)
 

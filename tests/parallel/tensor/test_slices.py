@@ -1,13 +1,14 @@
 """A model whose chunks are shared by ranks has the bits of one process that computes them all."""
 
 from dataclasses import replace
-from itertools import product
+from functools import cache
 from typing import Any
 
 import cut_models
 import pytest
 import toys
 import worlds
+from pairs import BEYOND, pairs
 from toys import Case
 
 from lockstep.comm.world import World
@@ -36,27 +37,43 @@ SLICED = [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))]
 OTHERWISE = [("tensor", 4, ()), ("ddp", 2, ()), ("zero1", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())]
 
 
-def _agree(case: Case, placed: list[Any]) -> None:
-    [alone] = worlds.run(1, toys.whole_trace, case)
-    for strategy, size, options in placed:
-        for rank, trace in enumerate(
-            worlds.run(size, toys.whole_trace, replace(case, strategy=strategy, options=options))
-        ):
-            assert [key for key in alone if trace[key] != alone[key]] == [], f"rank {rank} of {strategy} on {size}"
+@cache
+def alone(case: Case) -> dict[str, Any]:
+    """Return what a case has on one process."""
+    [trace] = worlds.run(1, toys.whole_trace, case)
+    return dict(trace)
+
+
+def _agree(case: Case, strategy: str, size: int, options: Any) -> None:
+    for rank, trace in enumerate(worlds.run(size, toys.whole_trace, replace(case, strategy=strategy, options=options))):
+        assert [key for key in alone(case) if trace[key] != alone(case)[key]] == [], f"rank {rank}"
+
+
+@pytest.mark.quick
+@pytest.mark.worlds
+@pytest.mark.parametrize("placed", SLICED)
+def test_slices_have_the_bits_of_one_process(placed: tuple[str, int, Any]) -> None:
+    _agree(CASES["sgd"], *placed)
+
+
+OTHER_CASES = [name for name in CASES if name not in ("sgd", "one micro-batch")]
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(
-    "name", [pytest.param("sgd", marks=pytest.mark.quick), *(name for name in CASES if name != "sgd")]
-)
-def test_the_bits_are_those_of_one_process(name: str) -> None:
-    _agree(CASES[name], SLICED if CASES[name].microbatches > 1 else SLICED[:1])
+@pytest.mark.parametrize(("name", "placed"), pairs(OTHER_CASES, SLICED))
+def test_any_recipe_has_the_bits_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
+    _agree(CASES[name], *placed)
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("name", ["clipped, averaged", "bf16-compute"])
-def test_other_strategies_train_a_model_in_chunks_too(name: str) -> None:
-    _agree(CASES[name], OTHERWISE)
+def test_one_micro_batch_has_the_bits_of_one_process() -> None:
+    _agree(CASES["one micro-batch"], *SLICED[0])
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(("name", "placed"), pairs(["clipped, averaged", "bf16-compute"], OTHERWISE))
+def test_other_strategies_train_a_model_in_chunks_too(name: str, placed: tuple[str, int, Any]) -> None:
+    _agree(CASES[name], *placed)
 
 
 MESHES = [
@@ -69,54 +86,57 @@ MESHES = [
 ]
 
 
-def _axes(value: object) -> str | None:
-    return " x ".join(f"{name} {length}" for name, length in value[1]) if isinstance(value, tuple) else None
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(
-    ("name", "placed"),
-    [
-        *product(("lamb", "fp16, skipping"), MESHES),
-        *product(("bf16-compute", "frozen in part"), MESHES[:2]),  # of four ranks: eight take two cores some seconds
-    ],
-    ids=_axes,
+    ("name", "placed"), pairs(["lamb", "fp16, skipping", "bf16-compute", "frozen in part"], MESHES)
 )
 def test_a_mesh_has_the_bits_of_one_process(name: str, placed: tuple[int, Any]) -> None:
-    size, options = placed
-    _agree(CASES[name], [("mesh", size, options)])
+    _agree(CASES[name], "mesh", *placed)
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "interleaved"}, {"schedule": "zero_bubble"}])
-@pytest.mark.parametrize("beside", [{"tensor": 2}, {"shard": 2}])
-def test_the_schedule_of_its_pipelines_changes_no_bit(options: dict[str, Any], beside: dict[str, Any]) -> None:
-    placed = tuple({"pipe": 2, **beside, **options}.items())
-    _agree(CASES["clipped, averaged"], [("mesh", 4, placed)])
-    if options["schedule"] == "gpipe":
-        _agree(replace(CASES["clipped, averaged"], recompute=1), [("mesh", 4, placed)])
+@pytest.mark.parametrize(("schedule", "beside"), pairs(["gpipe", "interleaved", "zero_bubble"], ["tensor", "shard"]))
+def test_the_schedule_of_its_pipelines_changes_no_bit(schedule: str, beside: str) -> None:
+    placed = (("pipe", 2), (beside, 2), ("schedule", schedule))
+    _agree(CASES["clipped, averaged"], "mesh", 4, placed)
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(
-    "ways",
-    [
-        [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))],
-        [("tensor", 4, ()), ("zero3", 3, ())],
-        [("ddp", 3, ()), ("tensor", 2, ())],
-        [("mesh", 4, (("pipe", 2), ("tensor", 2))), ("mesh", 4, (("shard", 2), ("tensor", 2)))],
-    ],
-)
-@pytest.mark.parametrize("name", ["lamb", "fp16, skipping", "bf16-compute"])
+@pytest.mark.parametrize("beside", [pytest.param("tensor", marks=BEYOND), "shard"])
+def test_its_pipelines_recompute_with_the_same_bits(beside: str) -> None:
+    placed = (("pipe", 2), (beside, 2), ("schedule", "gpipe"))
+    _agree(replace(CASES["clipped, averaged"], recompute=1), "mesh", 4, placed)
+
+
+WAYS = [
+    [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))],
+    [("tensor", 4, ()), ("zero3", 3, ())],
+    [("ddp", 3, ()), ("tensor", 2, ())],
+    [("mesh", 4, (("pipe", 2), ("tensor", 2))), ("mesh", 4, (("shard", 2), ("tensor", 2)))],
+]
+
+
+@cache
+def _uninterrupted(name: str) -> dict[str, Any]:
+    """Return what a case of six steps has on one process."""
+    [(_, trace)] = worlds.run(1, toys.states, _longer(name), 0, None)
+    return dict(trace)
+
+
+def _longer(name: str) -> Case:
+    return replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(("name", "ways"), pairs(["lamb", "fp16, skipping", "bf16-compute"], WAYS))
 def test_going_on_elsewhere_gives_the_same_bits(name: str, ways: list[Any]) -> None:
-    whole = replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
+    whole = _longer(name)
     half = replace(whole, samples=whole.samples[:3])
-    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
     (first, size, options), (second, other_size, other_options) = ways
     state, trace = worlds.run(size, toys.states, replace(half, strategy=first, options=options), 0, None)[0]
     going_on = replace(whole, strategy=second, options=other_options)
     for _, rest in worlds.run(other_size, toys.states, going_on, 3, state):
-        assert {**trace, **rest} == uninterrupted
+        assert {**trace, **rest} == _uninterrupted(name)
 
 
 def _observed(world: World, case: Case) -> dict[str, list[float]]:

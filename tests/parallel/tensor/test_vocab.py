@@ -8,6 +8,7 @@ import pytest
 import torch
 import toys
 import worlds
+from pairs import pairs
 from test_slices import _agree
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -107,19 +108,21 @@ CASES = {
     "untied": replace(NET, model=Untied, optimizer="lamb", clip=1.0, ema=True),
     "untied, fp16": replace(NET, model=Untied, precision="fp16", initial_scale=2.0**20),
 }
-PLACED = {
-    "sliced": [("tensor", 2, ()), ("tensor", 4, ())],
-    "a mesh with stages": [("mesh", 4, (("pipe", 2), ("tensor", 2)))],
-    "a mesh with shards": [("mesh", 4, (("shard", 2), ("tensor", 2)))],
-    "whole on each": [("ddp", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())],
-}
+PLACED = [
+    ("tensor", 2, ()),
+    ("tensor", 4, ()),
+    ("mesh", 4, (("pipe", 2), ("tensor", 2))),
+    ("mesh", 4, (("shard", 2), ("tensor", 2))),
+    ("ddp", 2, ()),
+    ("zero3", 2, ()),
+    ("pipeline", 2, ()),
+]
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("placed", PLACED)
-@pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_those_of_one_process(name: str, placed: str) -> None:
-    _agree(CASES[name], PLACED[placed])
+@pytest.mark.parametrize(("name", "placed"), pairs([*CASES], PLACED))
+def test_the_bits_are_those_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
+    _agree(CASES[name], *placed)
 
 
 @pytest.mark.worlds
