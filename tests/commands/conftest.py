@@ -10,9 +10,12 @@ import pytest
 from forked import Command, Server
 from PIL import Image
 
-# An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping.
+# An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping; a quarter as wide as
+# the recipe has it, because most of the time of a test is spent in these steps.
+WIDTH = 8
 DIGITS = (
     "digits",
+    f"recipe.model.options.width={WIDTH}",
     "recipe.epochs=1",
     'recipe.loss={name: "held:cross_entropy"}',
     "run.log_every=1",
@@ -24,7 +27,7 @@ DIGITS = (
 FOLDER = (
     "recipe.data={name: folder, root: images, image_size: 8}",
     "recipe.batch=6",
-    "recipe.model={name: digits_convnet, source: lockstep}",
+    f"recipe.model={{name: digits_convnet, source: lockstep, options: {{width: {WIDTH}}}}}",
 )
 
 Start = Callable[..., Command]
