@@ -181,7 +181,7 @@ class Loader:
         return _Cut(index, part(samples, min(self._microbatches, samples), index), dummy)
 
     def _sent(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
-        skipped = [] if cut.dummy else self._unread(request, fetched)
+        skipped = [] if cut.dummy or self._skipped is None else self._unread(request, fetched)
         arrival = self._copies.start(self._transforms.prepared(fetched, request))
         return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
@@ -207,8 +207,9 @@ class Loader:
         return step._replace(counted=self._weigh.over_ranks(own))
 
     def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
-        self.skipped += len(sent.skipped)
-        self.unreadable[0].update(sent.skipped)
+        if sent.skipped:
+            self.skipped += len(sent.skipped)
+            self.unreadable[0].update(sent.skipped)
         number, positions, dummy = sent.cut
         batch = self._transforms.for_training(sent.arrival(), step.number, number)
         return MicroBatch(number, batch, len(positions), sent.weight, dummy)

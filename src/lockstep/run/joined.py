@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ class Run:
         self._gate = Gate()
         self._losses = LossCheck(member.world.size)
         self._step: OwnStep | None = None
-        self._report: Callable[[], Iterator[Event]]  # of that step
+        self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._evaluated = 0  # samples at a time, unless asked for otherwise
@@ -262,9 +262,10 @@ class Run:
                 self._world, loader.training, followed, self._progress, None, lambda _: self._boundary(placed), stop
             ):
                 if isinstance(each, Turn):
-                    yield from self._turn(placed, each, min(plan.microbatches, each.step.samples))
-                else:
-                    self._member.write(each)
+                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples))
+                    self._end(placed, each)
+                    continue
+                self._member.write(each)
                 if isinstance(each, Stopped):
                     stop.release()
                     self._member.stop(each.reason, partial(self.close, None))
@@ -272,15 +273,18 @@ class Run:
             stop.release()
         return self._finish(placed)
 
-    def _turn(self, placed: Placed, turn: Turn, leaves: int) -> Iterator[OwnStep]:
-        """Yield a step, and see that it was done when the loop asks for the next one."""
+    def _begin(self, placed: Placed, turn: Turn, leaves: int) -> OwnStep:
         if turn.step.first == 0:
             placed.check_structure()
         self._phase = "training"
         self._report = turn.report
         self._step = OwnStep(turn, self._gate, leaves, placed, self._look, self._losses)
         placed.guard.mark()
-        yield self._step
+        return self._step
+
+    def _end(self, placed: Placed, turn: Turn) -> None:
+        """See that a step was done when the loop asks for the next one."""
+        assert self._step is not None
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step.unfinished()

@@ -104,7 +104,7 @@ class Turn:
     step: Step
     microbatches: Sequence[MicroBatch]
     progress: Progress
-    of: Callable[[Turn], Iterator[Stepped]]  # what is reported of a step that is done
+    of: Callable[[Turn], Sequence[Stepped]]  # what is reported of a step that is done
     lr: float = math.nan
     sums: Sums | None = None  # None: it is not done
     update: Update | None = None
@@ -116,11 +116,10 @@ class Turn:
         self.lr, self.sums, self.update = lr, sums, update
         self.progress.advance(self.step, update.applied)
 
-    def report(self) -> Iterator[Stepped]:
-        """Yield what is reported of the step, once it is done; asked again, nothing. All ranks call it alike."""
-        if not self.counted:
-            self.counted = True
-            yield from self.of(self)
+    def report(self) -> Sequence[Stepped]:
+        """Return what is reported of the step, once it is done; asked again, nothing. All ranks call it alike."""
+        counted, self.counted = self.counted, True
+        return () if counted else self.of(self)
 
 
 def train(
@@ -182,15 +181,16 @@ def turns(
             return
 
 
-def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Iterator[Stepped]:
-    """Count a step that is done, and yield what is reported of it, if its figures are wanted."""
+def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
+    """Count a step that is done, and return what is reported of it, if its figures are wanted."""
     assert turn.sums is not None
     assert turn.update is not None
     watch.add(turn.step, turn.lr, turn.sums)
     meter.add(turn.step.samples, turn.sums.weight)
-    if turn.reported:
-        stepped = _stepped(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
-        yield replace(stepped, figures=_figures(plan, turn.step, turn.sums))
+    if not turn.reported:
+        return ()
+    stepped = _stepped(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
+    return [replace(stepped, figures=_figures(plan, turn.step, turn.sums))]
 
 
 def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
