@@ -121,7 +121,10 @@ def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
 @pytest.mark.parametrize(
     ("chunks", "problem"),
     [
-        (5, "run.place: chunks: 5 does not divide 1.1, which has 12 outputs; use 2, 3, 4, 6, 12"),
+        (
+            5,
+            r"run.place: chunks: 5 does not divide 1.1, which has 12 outputs \(tests/run/test_joined.py:[0-9]+\); use 2, 3, 4, 6, 12",
+        ),
         (0, "run.place: chunks is 0"),
     ],
 )

@@ -47,13 +47,14 @@ class Scale(NamedTuple):
 class Part(NamedTuple):
     """A summand of a loss: the node where the walk to it ended, and what it came by.
 
-    `counts` are the lengths of the sums on the way, the innermost last.
+    `counts` are the lengths of the sums on the way, the innermost last; by `masks` their terms were multiplied.
     """
 
     node: Node
     scales: tuple[Scale, ...] = ()
     counts: tuple[int, ...] = ()
     mean: bool = False
+    masks: tuple[Tensor, ...] = ()
 
     def factor(self, below: Node = None) -> float:
         """Return the product of its constants, or of those below a node."""
@@ -152,7 +153,7 @@ def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroB
         return "the number of samples of the micro-batch"
     if value == microbatch.weight:
         return "the weight of the micro-batch"
-    if value in part.counts or value in _added(part.node):
+    if value in part.counts or value in _added(part.node) or value in (float(mask.sum()) for mask in part.masks):
         return "as many as were added up"
     return others.get(int(value), "")
 
@@ -225,8 +226,10 @@ def _scaled(part: Part, sides: Sequence[Node], returned: Collection[Node]) -> li
         constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
     except RuntimeError:  # it was written to, which its backward will report
         return [inner]
-    if constant is None or (isinstance(constant, Tensor) and constant.numel() != 1):  # one for each sample
+    if constant is None:
         return [inner]
+    if isinstance(constant, Tensor) and constant.numel() != 1:  # one for each sample
+        return [inner] if divides else [inner._replace(masks=(*part.masks, constant))]
     return [inner._replace(scales=(*part.scales, Scale(node, float(constant), divides)))]
 
 
