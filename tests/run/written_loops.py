@@ -177,6 +177,17 @@ def accumulation_ported(run):
     assert len(reported) == 3
 
 
+@alike
+def accumulation_by_a_product(run):
+    """What cannot be told from a factor of one's own, and is warned of."""
+    accumulate = 4
+    model, _ = placed(run)
+    for step in steps(run):
+        for x, y in step:
+            step.backward(summed(model(x), y) * (1 / accumulate))
+        step.update()
+
+
 @refused("step 1: left after 1 of its ")
 def left_early(run):
     model, _ = placed(run)

@@ -59,7 +59,7 @@ class Run:
         self._placed: Placed | None = None
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
-        self._losses = LossCheck(member.world.size)
+        self._losses = LossCheck(member.world.size, member.warn_of)
         self._step: OwnStep | None = None
         self._report: Callable[[], Iterator[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was

@@ -6,18 +6,19 @@ are found by a walk through what is linear in the graph. A penalty on the weight
 
 A constant factor is the user's own. What is told from one: a divisor that equals such a count, one that changes from
 micro-batch to micro-batch, and any constant that is inverse to the size of its micro-batch, once two sizes were seen.
+A product with the inverse of such a count may be either while all sizes are one: it is taken, and warned of once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.own_code import refused
+from lockstep.own_code import calling, refused
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph
@@ -69,8 +70,10 @@ class LossCheck:
     """Sees all losses of this process, one of so many, and refuses what is no sum."""
 
     processes: int = 1
+    warn: Callable[[str], None] = print
     _factors: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of the parts, by samples and weight
     _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
+    _warned: bool = False
 
     def check(
         self, step: int, loss: Any, microbatch: MicroBatch, others: Mapping[int, str], returned: Collection[Node]
@@ -99,9 +102,19 @@ class LossCheck:
         others = {self.processes: "the number of processes", **others}
         for part in parts:
             for scale in part.scales:
-                if scale.divides and (what := _count(scale, part, parts, microbatch, others)):
-                    raise _divided(step, scale.value, f", {what}")
+                if (scale.divides or not self._warned) and (what := _count(scale, part, parts, microbatch, others)):
+                    if scale.divides:
+                        raise _divided(step, scale.value, f", {what}")
+                    self._warn(step, scale.value, what)
         self._compare(step, microbatch, parts)
+
+    def _warn(self, step: int, factor: float, what: str) -> None:
+        self._warned = True
+        self.warn(
+            f"step {step}: the loss is multiplied by {factor:.6g} ({calling()}): if that divides by {what}, drop it: "
+            f"step.update divides by the weight of the step, and the gradient is {abs(1 / factor):.0f} times too small; a "
+            f"factor of your own stays as it is"
+        )
 
     def _compare(self, step: int, microbatch: MicroBatch, parts: Sequence[Part]) -> None:
         """Raise UsageError for a divisor that changes within a step, and a constant that is inverse to the size."""
@@ -136,12 +149,33 @@ def _of_one_sample(means: Sequence[Part], microbatch: MicroBatch) -> bool:
     return len(means) == samples and all(_rows(part.node) != samples for part in means)
 
 
+def _smooths(factor: Scale, part: Part, parts: Sequence[Part]) -> bool:
+    """Return whether a factor is one of the two that label smoothing weighs the loss and the outputs of it with."""
+    return any(
+        factor.node not in [scale.node for scale in other.scales]
+        and (_leads_to(other.node, part.node) or _leads_to(part.node, other.node))
+        for other in parts
+    )
+
+
+def _leads_to(node: Node, below: Node) -> bool:
+    return below in [each for each, _ in node.next_functions]
+
+
+def _inverse(factor: float) -> float:
+    """Return the whole number from 2 that a factor is the inverse of, as nearly as float32 has it, 0 for none."""
+    whole = round(1 / factor) if 0 < factor <= 0.5 else 0
+    return float(whole) if whole and math.isclose(factor * whole, 1, rel_tol=_CLOSE) else 0.0
+
+
 def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroBatch, others: Mapping[int, str]) -> str:
     """Return what count a part of the loss is divided by, in words; "" for a constant of the user's own.
 
     That is a number which is no such count, an average of so many parts, or the half of squares.
     """
     value = divisor.value
+    if not divisor.divides:
+        value = 0.0 if _smooths(divisor, part, parts) else _inverse(abs(value))
     if not math.isfinite(value) or value != int(value) or value < 2:
         return ""
     beneath = [each.factor(divisor.node) for each in parts if divisor.node in [scale.node for scale in each.scales]]
