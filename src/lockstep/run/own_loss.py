@@ -110,10 +110,10 @@ class LossCheck:
 
     def _warn(self, step: int, factor: float, what: str) -> None:
         self._warned = True
+        small = f"{abs(1 / factor):.0f} times too small"
         self.warn(
             f"step {step}: the loss is multiplied by {factor:.6g} ({calling()}): if that divides by {what}, drop it: "
-            f"step.update divides by the weight of the step, and the gradient is {abs(1 / factor):.0f} times too small; a "
-            f"factor of your own stays as it is"
+            f"step.update divides by the weight of the step, and the gradient is {small}; a factor of your own stays"
         )
 
     def _compare(self, step: int, microbatch: MicroBatch, parts: Sequence[Part]) -> None:
