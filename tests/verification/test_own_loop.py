@@ -93,7 +93,9 @@ def test_a_script_is_a_function_with_arguments(tmp_path):
 
 def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
     [row] = checked(loops.in_order_of_names, (1,), (), None)
-    assert re.match(r"single on 1: differs: step 1: .*; likely cause: the order of a set of strings.*PYTHONHASHSEED", row.line)
+    assert re.match(
+        r"single on 1: differs: step 1: .*; likely cause: the order of a set of strings.*PYTHONHASHSEED", row.line
+    )
 
 
 def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
