@@ -58,9 +58,9 @@ def apart(probes: Collection[str]) -> str:
     if len(set(probes)) < 2:
         return ""
     return (
-        f"each rank has a hash seed of its own, so a set of strings has another order on each: if the script, its "
-        f"model or its data go through one, ranks compute different things; start them with {VARIABLE}={FIXED}, or by "
-        f"lockstep launch"
+        f"the ranks have different hash seeds, so each iterates over a set of strings in an order of its own: a model, "
+        f"data set or loop that does computes other numbers on each rank; go through sorted(...), or start the ranks "
+        f"with {VARIABLE}={FIXED}, as lockstep launch does"
     )
 
 

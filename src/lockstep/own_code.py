@@ -6,12 +6,13 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
 from lockstep.core.text import printable
-from lockstep.errors import LockstepError, OwnCodeError
+from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be checkouts, like the user's own
@@ -100,6 +101,18 @@ def refused(text: str, advice: str, where: str = "") -> OwnCodeError:
     """Return the error that refuses what the user's code does: at `where`, left out the line that is calling."""
     where = where or calling()
     return OwnCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
+
+
+@contextmanager
+def with_its_line() -> Iterator[None]:
+    """Name the user's line that is calling in what is refused in the block without one."""
+    try:
+        yield
+    except OwnCodeError:
+        raise
+    except UsageError as error:
+        text, _, advice = str(error).partition("; ")
+        raise (refused(text, advice) if advice and (where := calling()) and where not in text else error) from None
 
 
 def located(path: str, line: int | None) -> str:

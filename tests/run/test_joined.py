@@ -121,7 +121,7 @@ def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
 @pytest.mark.parametrize(
     ("chunks", "problem"),
     [
-        (5, "run.place: chunks: 5 does not divide 1.1, which has 12 outputs; use 2, 3, 4, 6, 12"),
+        (5, r"run.place: chunks: 5 does not divide 1.1, which has 12 outputs \(\S+:\d+\); use 2, 3, 4, 6, 12"),
         (0, "run.place: chunks is 0"),
     ],
 )
@@ -329,3 +329,17 @@ def test_a_layer_that_would_exchange_by_itself_is_refused():
         pytest.raises(lockstep.UsageError, match=r"run.place: 1 is a torch.nn.SyncBatchNorm, .* or a recipe with"),
     ):
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
+    def train(run: Any, factor: float) -> None:
+        model, _ = loops.placed(run)
+        for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+            for batch in step:
+                step.backward(loops.loss(model, batch) * factor)
+            step.update()
+
+    for factor, warned in ((0.1, 0), (0.25, 1)):
+        with joined() as run:
+            train(run, factor)
+        assert capsys.readouterr().err.count("warning: step 1: the loss is multiplied by 0.25 (") == warned

@@ -521,6 +521,7 @@ def ended(world: World, strategy: str, name: str) -> str:
         return str(error)
     finally:
         run._placed.guard.close()
+        member.held.close()  # it watches exchanges
         torch.use_deterministic_algorithms(deterministic)
 
 

@@ -1,5 +1,6 @@
 """A loss that is no sum over samples is refused, wherever in its graph the mean stands; factors are the user's own."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -19,11 +20,17 @@ OTHERS = {32: "the number of samples of the step", 8: "the number of micro-batch
 Loss = Callable[[Tensor], Tensor]
 
 
+def no_warning(line: str) -> None:
+    pytest.fail(line)
+
+
 def check(loss: Loss, samples: int = 4, seen: LossCheck | None = None, step: int = 1, known: bool = True) -> None:
     """Check a loss of what a model returns for a micro-batch of so many samples, which is one of eight."""
     outputs = nn.Linear(3, 5)(torch.ones(samples, 3))
     microbatch = MicroBatch(0, None, samples, samples)
-    (seen or LossCheck()).check(step, loss(outputs), microbatch, lambda: OTHERS, {outputs.grad_fn} if known else set())
+    (seen or LossCheck(warn=no_warning)).check(
+        step, loss(outputs), microbatch, lambda: OTHERS, {outputs.grad_fn} if known else set()
+    )
 
 
 def entropy(x: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -42,8 +49,14 @@ def penalty() -> Tensor:
         lambda x: F.mse_loss(x, x.detach(), reduction="sum") / 2,
         lambda x: ((x - 1) ** 2).sum() / x.shape[1],
         lambda x: x.square().sum() / 2 + x.sum(),
-        lambda x: 0.25 * entropy(x) + 0.1 * x.sum(),
-        lambda x: entropy(x) * 0.125,
+        lambda x: 0.2 * entropy(x) + 0.1 * x.sum(),
+        lambda x: entropy(x) * 0.1,
+        lambda x: entropy(x, 5 / 32),  # over five classes: 1/32 of each, beside 27/32
+        lambda x: entropy(x, 0.75) * 3,  # of which a quarter stays
+        lambda x: (entropy(x) + entropy(-x)) * 0.5,
+        lambda x: 0.5 * (x - 1).square().sum(),
+        lambda x: 0.5 * F.mse_loss(x, x.detach(), reduction="sum"),
+        lambda x: (x * torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])).sum() / 3,
         lambda x: entropy(x) / 7 + entropy(x) / 0.5,
         lambda x: (entropy(x) + entropy(-x)) / 2,
         lambda x: torch.stack([entropy(x), entropy(2 * x)]).mean(),
@@ -93,6 +106,7 @@ def test_a_sum_is_taken(loss: Loss) -> None:
         (lambda x: entropy(x) / (TARGETS >= 0).sum(), "the loss is divided by 3, as many as were added up"),
         (lambda x: F.mse_loss(x, x.detach(), reduction="sum") / x.numel(), "the loss is divided by 20, as many as"),
         (lambda x: x.square().sum() / x.numel(), "the loss is divided by 20, as many as were added up"),
+        (lambda x: (x * (TARGETS >= 0)[:, None]).sum() / 3, "the loss is divided by 3, as many as were added up"),
         (lambda x: x.sum().detach(), "the loss has no graph that leads to the model"),
         (lambda x: x.sum(0), r"step.backward was given a tensor of shape \[5\]"),
         (lambda x: x.sum().item(), "step.backward was given a float"),
@@ -140,3 +154,29 @@ def test_a_divisor_that_changes_within_a_step_makes_a_mean_of_means() -> None:
     check(lambda x: x.sum() / torch.tensor(2.5), 4, seen)
     with pytest.raises(UsageError, match=r"step 1: the loss is divided by 3\.5, and in the micro-batch before by 2\.5"):
         check(lambda x: x.sum() / torch.tensor(3.5), 4, seen)
+
+
+@pytest.mark.parametrize(
+    ("loss", "factor", "what"),
+    [
+        (lambda x: entropy(x) * (1 / 8), "0.125", "the number of micro-batches of the step"),
+        (lambda x: 0.25 * entropy(x) + 0.1 * x.sum(), "0.25", "the number of samples of the micro-batch"),
+        (lambda x: -(1 / 32) * x.log_softmax(1)[:, 0].sum(), "-0.03125", "the number of samples of the step"),
+        (lambda x: entropy(x, 0.1) * torch.tensor(1 / 8), "0.125", "the number of micro-batches of the step"),
+        (lambda x: x.exp().sum() * (1 / 20), "0.05", "as many as were added up"),
+    ],
+)
+def test_a_product_with_the_inverse_of_a_count_is_taken_and_warned_of_once(loss: Loss, factor: str, what: str) -> None:
+    lines: list[str] = []
+    seen = LossCheck(warn=lines.append)
+    for step in (3, 3, 4):
+        check(loss, seen=seen, step=step)
+    [line] = lines
+    place = r"\(\S*test_run_own_loss\.py:\d+\)"
+    assert re.match(rf"step 3: the loss is multiplied by {factor} {place}: if that divides by {what}, drop", line), line
+
+
+def test_what_a_product_is_warned_of_says_by_how_much_the_gradient_is_too_small() -> None:
+    lines: list[str] = []
+    check(lambda x: entropy(x) * (1 / 8), seen=LossCheck(warn=lines.append))
+    assert "the gradient is 8 times too small" in lines[0]

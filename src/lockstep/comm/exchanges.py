@@ -12,6 +12,8 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 _OURS: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
+OF_ROWS: Final = "an operation with weights in rows"  # the name of all exchanges that torch's DTensor makes
+_OF_ROWS: Final = "torch.distributed.tensor."
 _QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # such as get_rank, which waits for nobody
 
 
@@ -58,6 +60,8 @@ def _of_others(frame: FrameType | None) -> str:
                 name = frame.f_code.co_name
             case "torch.distributed.c10d_logger":  # is around most of them
                 pass
+            case caller if caller.startswith(_OF_ROWS):
+                return OF_ROWS
             case caller:
                 return "" if name.startswith(_QUESTIONS) or caller.startswith(_OURS) else name
         frame = frame.f_back

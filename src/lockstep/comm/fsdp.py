@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, NoReturn, cast, final
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,7 @@ class Sharded:
             unit.register_forward_pre_hook(_before_fully_shard, prepend=True, with_kwargs=True)
             unit.register_forward_pre_hook(_after_fully_shard, with_kwargs=True)
             unit.register_forward_hook(_without_views, prepend=True)
+            setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - it is found here before fully_shard's
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
@@ -164,6 +165,15 @@ class Sharded:
         """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         return {name: (self._shard(cast(Any, p), primary), cast(Any, p)) for name, p in parameters.items()}
+
+    def gathered(self) -> dict[Tensor, Tensor]:
+        """Return by the whole tensors that the model computes with, as far as they were gathered once, their shards."""
+        found = {}
+        for group in filter(None, map(_group, self._units)):
+            for each in group.fsdp_params:
+                if (tensor := getattr(each, "_unsharded_param", None)) is not None:
+                    found[tensor] = each.sharded_param
+        return found
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self._passes += torch.is_grad_enabled()
@@ -302,6 +312,13 @@ def own_gradient(parameter: DTensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
     return cast(DTensor, parameter.grad)._local_tensor
+
+
+def _no_copy(_memo: object) -> NoReturn:
+    raise refused(
+        "a copy of the placed model, whose weights are in rows",
+        "copy it before run.place, and read the weights by their full_tensor(); or use strategy ddp or zero1",
+    )
 
 
 def _group(unit: FSDPModule) -> Any:

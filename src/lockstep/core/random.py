@@ -25,6 +25,7 @@ SAMPLE: Final = 7
 DIGEST: Final = 8
 SPLIT: Final = 9
 LOW_RANK: Final = 10
+OWN_LOOP: Final = 11
 
 _WEYL: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 0xFFFFFFFFFFFFFFFF

@@ -61,9 +61,14 @@ def seed_generators(key: int) -> None:
 
     torch.manual_seed is not used, because it queues a call for CUDA at each use until CUDA starts.
     """
+    seed_python_and_numpy(key)
+    torch.default_generator.manual_seed(random.torch_seed(key))
+
+
+def seed_python_and_numpy(key: int) -> None:
+    """Seed the global generators that torch does not have."""
     python_random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
-    torch.default_generator.manual_seed(random.torch_seed(key))
 
 
 def _check(label: str, dataset: Any) -> None:

@@ -47,7 +47,7 @@ from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context.seats import leaves_of
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layouts.base import HoldsBack, MakeLayout, Slots, check_names, take_over
+from lockstep.parallel.layouts.base import GathersWeights, HoldsBack, MakeLayout, Slots, check_names, take_over
 from lockstep.parallel.leaves import MakeLeaves
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
@@ -238,6 +238,10 @@ class DataParallelEngine:
     def kept_buffers(self) -> list[Tensor]:
         """The buffers that are kept alike on all ranks: BatchNorm's."""
         return self._running.buffers
+
+    def gathered(self) -> dict[Tensor, Tensor]:
+        """Return what the model computes with in the place of its parameters, and of which of them it is gathered."""
+        return self._layout.gathered() if isinstance(self._layout, GathersWeights) else {}
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:

@@ -44,8 +44,11 @@ class Still:
             now, moved_to = _state(buffers.get(name))
             if now is not was or moved_to != version:
                 full = f"{path}.{name}" if path else name
+                kind = type(module)
+                if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
+                    kind = kind.__bases__[1]  # fully_shard derives a class of its own from the user's
                 raise refused(
-                    f"the forward moves buffer {full} of {type(module).__name__}, which each process would move by its "
+                    f"the forward moves buffer {full} of {kind.__name__}, which each process would move by its "
                     f"own micro-batches",
                     _ADVICE,
                 )

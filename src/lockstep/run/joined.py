@@ -22,7 +22,7 @@ from lockstep.core.reserved import OF_ALL, first_taken
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
-from lockstep.own_code import refused
+from lockstep.own_code import refused, with_its_line
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import Phase, Status
 from lockstep.run import own_sums
@@ -30,7 +30,7 @@ from lockstep.run.events import loop_started
 from lockstep.run.membership import Member
 from lockstep.run.own_checkpoints import Checkpoints, refuse_other
 from lockstep.run.own_loss import LossCheck
-from lockstep.run.own_model import AlikeCalls, Gate, Look, modes_kept
+from lockstep.run.own_model import AlikeCalls, Gate, Look, explained, modes_kept
 from lockstep.run.own_placed import Chunks, Placed, spread
 from lockstep.run.own_plan import OwnPlan, planned
 from lockstep.run.own_settings import settings
@@ -59,7 +59,7 @@ class Run:
         self._placed: Placed | None = None
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
-        self._losses = LossCheck(member.world.size)
+        self._losses = LossCheck(member.world.size, member.warn_of)
         self._step: OwnStep | None = None
         self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
@@ -122,7 +122,8 @@ class Run:
             raise refused("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
         with modes_kept(model):
-            placed = self._placed = spread(self._member, model, optimizer, strategy, Chunks(chunks, plan or {}))
+            with with_its_line():
+                placed = self._placed = spread(self._member, model, optimizer, strategy, Chunks(chunks, plan or {}))
             if self._member.folder is not None:
                 self._checkpoints = Checkpoints(self._member, self._member.folder, placed)
                 if self._member.checkpoint is not None:
@@ -232,6 +233,8 @@ class Run:
         if self._step is not None and not self._step.updated:
             self._step.leave(early=True)
             error = error or self._step.unfinished()
+        if error is not None and self._placed is not None:
+            error = explained(error, self._placed.model)
         if error is None:
             self._phase = "ending"
             for saved in self._checkpoints.wait() if self._checkpoints else []:

@@ -155,7 +155,12 @@ class Member:
             lines.append(
                 f"your source files changed since step {step} was saved: {changed}: it goes on with the new ones"
             )
-        for line in [*lines, *lost] if self.world.rank == 0 else []:
+        for line in [*lines, *lost]:
+            self.warn_of(line)
+
+    def warn_of(self, line: str) -> None:
+        """Warn on rank 0."""
+        if self.world.rank == 0:
             print(printable_line(f"warning: {line}"), file=sys.stderr)
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:

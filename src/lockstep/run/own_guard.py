@@ -12,10 +12,10 @@ finds in `grad` refuses it (run/own_gradient.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Final, Protocol, TypeVar, final
 from weakref import ref
 
@@ -39,8 +39,15 @@ _GRADIENT: Final = (
 _MODE: Final = "in run.each the model is in evaluation, and between a micro-batch and its backward as it was before"
 _FROZEN: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
 _HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
+_CALLED_WITH: Final = (
+    "torch.func.functional_call does not reach weights that are in rows: use strategy ddp or zero1, or a module of the "
+    "model's own for the other weights"
+)
+_IN_LOSS: Final = (
+    "compute a penalty on the weights in the model's forward, or use strategy ddp, zero1 or zero2; weight decay is the "
+    "optimizer's"
+)
 _PLAIN: Final[Any] = TensorBase.data
-_ASKED: Final = attrgetter("requires_grad", "_backward_hooks")
 
 
 class Guarding(Protocol):
@@ -64,11 +71,17 @@ class Guarding(Protocol):
 class Guard:
     """Watches a placed model, and the parameters that it had `before`, by their names.
 
-    `kept` are the buffers that the engine keeps alike on all ranks, which a training forward may write to. A call of
-    ours begins with `check` and ends with `mark`.
+    `kept` are the buffers that the engine keeps alike on all ranks, which a training forward may write to; `gathered`
+    says what it computes with in the place of parameters. A call of ours begins with `check` and ends with `mark`.
     """
 
-    def __init__(self, model: nn.Module, before: Mapping[str, Tensor], kept: Collection[Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        before: Mapping[str, Tensor],
+        kept: Collection[Tensor],
+        gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
+    ) -> None:
         self.step = 0
         self.last: Place = "", 0
         self._whole_at = self.last
@@ -93,15 +106,19 @@ class Guard:
         self._shown: Sequence[Tensor | None] = self._nothing  # what stands in the places of gradients
         self._withheld: list[Tensor | None] = []  # gradients, while others stand in their places
         self._summing = False  # whether the step has had a backward
+        self._ask_gathered = gathered
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # what a cut model computes with: of what, its version
         self._files: dict[str, bool] = {}  # whether they are the user's
         self._running = False  # whether the user's code is
         self._whole = True  # whether the last check was
         if any(type(each) is not Parameter for each in model.parameters()):
             self._watch_forwards(model)
+            for each in model.parameters():  # no graph leads to rows but by what the user's code makes of them
+                if each.requires_grad and type(each) is not Parameter:
+                    each.register_hook(partial(self._reached, self._names[each]))  # type: ignore[no-untyped-call]
         _Data.installed().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
-        self._states = [*map(_ASKED, self._parameters)]
+        self._states = self._asked()
         self._identities = self._identified()
         self.withhold()
         self.mark(moved=True)
@@ -189,11 +206,16 @@ class Guard:
         if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
             name = self._names[_first(self._plain, addresses, self._addresses)]
             raise self._refused(f"{name} was given other memory", since=self._whole_at)
-        if (found := [*map(_ASKED, self._parameters)]) != self._states:
-            parameter, now, was = _first(zip(self._parameters, found, self._states, strict=True), found, self._states)
-            what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
-            advice = _HOOK if now[0] == was[0] else _FROZEN
-            raise self._refused(f"{self._names[parameter]} was {what}", advice, self._whole_at)
+        self._check_asked()
+
+    def _check_asked(self, *, hooks: bool = True) -> None:
+        if (found := self._asked()) == self._states:
+            return
+        for parameter, now, was in zip(self._parameters, found, self._states, strict=True):
+            if now[0] != was[0] or (hooks and now != was):
+                what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
+                advice = _HOOK if now[0] == was[0] else _FROZEN
+                raise self._refused(f"{self._names[parameter]} was {what}", advice, self._whole_at)
 
     def _written(self, by_backward: bool) -> Exception:
         if by_backward:
@@ -205,11 +227,19 @@ class Guard:
         return refused(f"{self._at}a gradient of the placed model was written", _GRADIENT)
 
     def _check_structure(self) -> None:
+        if self._identified() != self._identities:
+            self._note_gathered()  # what was gathered with others, and not called
         if (found := self._identified()) != self._identities:
             places = [f"{prefix}{name}" for prefix, part in self._parts for name in part]
             places += ["a part of the model"] * len(found)
             place = _first(places, [*found, None], [*self._identities, None, None])
             raise self._refused(f"{place} was replaced")
+
+    def _asked(self) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+        return [
+            (each.requires_grad, (*(each._backward_hooks or ()),), (*(each._post_accumulate_grad_hooks or ()),))
+            for each in self._parameters
+        ]
 
     def _identified(self) -> list[int]:
         """Return the identities of all parts of the modules; what is gathered counts as what it is gathered of."""
@@ -224,24 +254,45 @@ class Guard:
         model.register_forward_pre_hook(self._before_model, prepend=True)
         for module in self._modules:
             if any(each is not None for each in module._parameters.values()):
-                of_module = {name: each for name, each in module._parameters.items() if each is not None}
-                module.register_forward_pre_hook(partial(self._before_forward, of_module))
+                module.register_forward_pre_hook(self._before_gathering, prepend=True)
+                module.register_forward_pre_hook(self._before_forward)
                 module.register_forward_hook(self._after_forward, prepend=True)
 
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure()  # gathering puts the parameters that it knows in the place of others
+            self._check_asked(hooks=False)  # what is gathered for backward follows from what is trained
 
-    def _before_forward(self, originals: Mapping[str, Tensor], module: nn.Module, _inputs: Any) -> None:
-        for name, tensor in module._parameters.items():
-            if tensor is not None and tensor not in self._names and tensor not in self._gathered:
-                self._gathered[tensor] = originals[name], tensor._version
+    def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
+        if self._running and (other := self._unknown(module)):
+            raise refused(f"{self._at}{other} is called with other weights, and would be given its own", _CALLED_WITH)
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        self._unknown(module)
+
+    def _unknown(self, module: nn.Module) -> str:
+        """Note what is gathered of a module, and return its name where it has tensors that are not."""
+        for again in (False, True):
+            if all(
+                each is None or each in self._names or each in self._gathered for each in module._parameters.values()
+            ):
+                return ""
+            if not again:
+                self._note_gathered()
+        return self._modules[module] or "the model"
+
+    def _note_gathered(self) -> None:
+        for tensor, original in self._ask_gathered().items():
+            self._gathered.setdefault(tensor, (original, tensor._version))
 
     def _after_forward(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
                 raise refused(f"{self._at}{name} was written in a forward", _ADVICE)
+
+    def _reached(self, name: str, _gradient: Tensor) -> None:
+        raise refused(f"{self._at}the loss depends on the rows of {name} that this process has", _IN_LOSS)
 
     @property
     def _at(self) -> str:

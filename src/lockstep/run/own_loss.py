@@ -6,6 +6,7 @@ are found by a walk through what is linear in the graph. A penalty on the weight
 
 A constant factor is the user's own. What is told from one: a divisor that equals such a count, one that changes from
 micro-batch to micro-batch, and any constant that is inverse to the size of its micro-batch, once two sizes were seen.
+A product with the inverse of such a count may be either while all sizes are one: it is taken, and warned of once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.own_code import refused
+from lockstep.own_code import calling, refused
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph
@@ -47,13 +48,14 @@ class Scale(NamedTuple):
 class Part(NamedTuple):
     """A summand of a loss: the node where the walk to it ended, and what it came by.
 
-    `counts` are the lengths of the sums on the way, the innermost last.
+    `counts` are the lengths of the sums on the way, the innermost last; by `masks` their terms were multiplied.
     """
 
     node: Node
     scales: tuple[Scale, ...] = ()
     counts: tuple[int, ...] = ()
     mean: bool = False
+    masks: tuple[Tensor, ...] = ()
 
     def factor(self, below: Node = None) -> float:
         """Return the product of its constants, or of those below a node."""
@@ -70,8 +72,10 @@ class LossCheck:
     """Sees all losses of this process, one of so many, and refuses what is no sum."""
 
     processes: int = 1
+    warn: Callable[[str], None] = print
     _factors: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of the parts, by samples and weight
     _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
+    _warned: bool = False
 
     def check(
         self,
@@ -102,13 +106,23 @@ class LossCheck:
                 f"step {step}: {what}, which micro-batches of other sizes would not add up to",
                 'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
             )
-        divisors = [(scale, part) for part in parts for scale in part.scales if scale.divides]
-        counts = {self.processes: "the number of processes", **others()} if divisors else {}
-        for scale, part in divisors:
-            if what := _count(scale, part, parts, microbatch, counts):
-                raise _divided(step, scale.value, f", {what}")
-        self._compare(step, [scale.value for scale, _ in divisors])
+        scales = [(scale, part) for part in parts for scale in part.scales]
+        counts = {self.processes: "the number of processes", **others()} if scales else {}
+        for scale, part in scales:
+            if (scale.divides or not self._warned) and (what := _count(scale, part, parts, microbatch, counts)):
+                if scale.divides:
+                    raise _divided(step, scale.value, f", {what}")
+                self._warn(step, scale.value, what)
+        self._compare(step, [scale.value for part in parts for scale in part.scales if scale.divides])
         self._relate(step, (microbatch.samples, microbatch.weight), [part.factor() for part in parts])
+
+    def _warn(self, step: int, factor: float, what: str) -> None:
+        self._warned = True
+        small = f"{abs(1 / factor):.0f} times too small"
+        self.warn(
+            f"step {step}: the loss is multiplied by {factor:.6g} ({calling()}): if that divides by {what}, drop it: "
+            f"step.update divides by the weight of the step, and the gradient is {small}; a factor of your own stays"
+        )
 
     def _compare(self, step: int, now: list[float]) -> None:
         """Raise UsageError for a divisor that changes within a step."""
@@ -147,12 +161,33 @@ def _of_one_sample(means: Sequence[Part], microbatch: MicroBatch) -> bool:
     return len(means) == samples and all(_rows(part.node) != samples for part in means)
 
 
+def _smooths(factor: Scale, part: Part, parts: Sequence[Part]) -> bool:
+    """Return whether a factor is one of the two that label smoothing weighs the loss and the outputs of it with."""
+    return any(
+        factor.node not in [scale.node for scale in other.scales]
+        and (_leads_to(other.node, part.node) or _leads_to(part.node, other.node))
+        for other in parts
+    )
+
+
+def _leads_to(node: Node, below: Node) -> bool:
+    return below in [each for each, _ in node.next_functions]
+
+
+def _inverse(factor: float) -> float:
+    """Return the whole number from 2 that a factor is the inverse of, as nearly as float32 has it, 0 for none."""
+    whole = round(1 / factor) if 0 < factor <= 0.5 else 0
+    return float(whole) if whole and math.isclose(factor * whole, 1, rel_tol=_CLOSE) else 0.0
+
+
 def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroBatch, others: Mapping[int, str]) -> str:
     """Return what count a part of the loss is divided by, in words; "" for a constant of the user's own.
 
     That is a number which is no such count, an average of so many parts, or the half of squares.
     """
     value = divisor.value
+    if not divisor.divides:
+        value = 0.0 if _smooths(divisor, part, parts) else _inverse(abs(value))
     if not math.isfinite(value) or value != int(value) or value < 2:
         return ""
     beneath = [each.factor(divisor.node) for each in parts if divisor.node in [scale.node for scale in each.scales]]
@@ -164,7 +199,7 @@ def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroB
         return "the number of samples of the micro-batch"
     if value == microbatch.weight:
         return "the weight of the micro-batch"
-    if value in part.counts or value in _added(part.node):
+    if value in part.counts or value in _added(part.node) or value in (float(mask.sum()) for mask in part.masks):
         return "as many as were added up"
     return others.get(int(value), "")
 
@@ -237,8 +272,10 @@ def _scaled(part: Part, sides: Sequence[Node], returned: Collection[Node]) -> li
         constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
     except RuntimeError:  # it was written to, which its backward will report
         return [inner]
-    if constant is None or (isinstance(constant, Tensor) and constant.numel() != 1):  # one for each sample
+    if constant is None:
         return [inner]
+    if isinstance(constant, Tensor) and constant.numel() != 1:  # one for each sample
+        return [inner] if divides else [inner._replace(masks=(*part.masks, constant))]
     return [inner._replace(scales=(*part.scales, Scale(node, float(constant), divides)))]
 
 

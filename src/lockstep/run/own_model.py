@@ -13,12 +13,22 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lockstep.comm import exchanges
 from lockstep.comm.world import World
 from lockstep.core.batch import tensors_of
-from lockstep.own_code import Place, located, refused
+from lockstep.errors import LockstepError, OwnCodeError
+from lockstep.own_code import Place, described, located, refused
 from lockstep.parallel.numerics import Numerics
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+# What torch says where it cannot compute with a DTensor.
+_OF_ROWS: Final = ("DTensor", "DeviceMesh")
+_IN_ROWS: Final = (
+    "this strategy keeps weights in rows on the ranks: leave them to the model and to step.update, and read them after "
+    "it by their full_tensor(), on all ranks; or use strategy ddp or zero1"
+)
 
 
 @dataclass(eq=False)
@@ -48,6 +58,13 @@ class Gate:
 
     def exchange(self, name: str) -> None:
         """Raise UsageError for an exchange of the user's own within a step."""
+        if self.step and name == exchanges.OF_ROWS:
+            raise refused(
+                f"step {self.step}: weights that are in rows are read within the step, which takes an exchange that "
+                f"other ranks may not come to",
+                "compute what the loss has of them, such as a penalty, in the model's forward, or use strategy ddp or "
+                "zero1; read them after step.update",
+            )
         if self.step:
             raise refused(
                 f"step {self.step}: torch.distributed.{name} within the step, which other ranks may not come to: each "
@@ -163,12 +180,21 @@ class Look:
                 f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
                 "make it a part of the model that run.place is given",
             )
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        # A teacher under no_grad may have parameters that want what they cannot get.
+        if torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters(recurse=False)):
             self.close()
             raise refused(
                 f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
                 "make it a part of the model that run.place is given",
             )
+
+
+def explained(error: BaseException, model: nn.Module) -> BaseException:
+    """Return an error of the user's code, with what to do where torch cannot compute with weights that are in rows."""
+    in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
+    if isinstance(error, LockstepError) or not in_rows or not any(word in str(error) for word in _OF_ROWS):
+        return error
+    return OwnCodeError(described(error, _IN_ROWS))
 
 
 @contextmanager

@@ -152,7 +152,7 @@ def spread(
         )
     rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
     what = settings, world, model, optimizer, name, chosen, numerics
-    guard = Guard(model, before, engine.kept_buffers) if member.guarded else Unguarded()
+    guard = Guard(model, before, engine.kept_buffers, engine.gathered) if member.guarded else Unguarded()
     return Placed(*what, engine, usual, chunks, structure(model), rate, made, groups, guard)
 
 

@@ -9,7 +9,9 @@ from typing import final
 
 from torch import Tensor
 
+from lockstep.core import random
 from lockstep.core.batch import Batch
+from lockstep.data.items import seed_python_and_numpy
 from lockstep.own_code import calling, refused
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, Look
@@ -47,6 +49,8 @@ class OwnStep:
         self._looking: Look | None = None
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
+        self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
+        self._seed_between(0)
         self._engine.begin(turn.microbatches, turn.step, leaves)
 
     @property
@@ -108,6 +112,7 @@ class OwnStep:
                     self._guard.check(whole=False, modes=True)
                 self._looking = self._look() if not number else None
                 self._current = microbatch
+                seed_python_and_numpy(random.extended(self._draws, 2, microbatch.index))  # torch's the engine seeds
                 self._forward = self._engine.forward(microbatch, self._turn.step)
                 self._forward.__enter__()
                 self._gate.open = True
@@ -162,6 +167,7 @@ class OwnStep:
         self._gate.step = self._guard.step = 0
         sums = self._engine.end()
         self._turn.done(rate, sums, self._engine.update(rate, clip))
+        self._seed_between(1)
         self._guard.mark(moved=True)
 
     def unfinished(self) -> Exception:
@@ -191,6 +197,13 @@ class OwnStep:
     @property
     def _of(self) -> int:
         return len(self._microbatches)
+
+    def _seed_between(self, place: int) -> None:
+        """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
+        key = random.extended(self._draws, place)
+        seed_python_and_numpy(key)
+        for generator in self._placed.world.generators():
+            generator.manual_seed(random.torch_seed(key))
 
 
 def _counts(turn: Turn, microbatches: int) -> dict[int, str]:

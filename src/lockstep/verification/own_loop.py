@@ -116,22 +116,28 @@ def checked(
     processes: Sequence[int],
     strategies: Sequence[str | Mapping[str, Any]],
     steps: int | None,
+    guarded: bool = True,
 ) -> Iterator[Checked]:
-    """Yield what becomes of each placement, as it is known."""
+    """Yield what becomes of each placement, as it is known.
+
+    Not `guarded`, what a loop must leave as it is (run/own_guard.py) is no longer refused, and shows in the numbers
+    instead: this is for tests of the comparison, since a refusal with its line is the better answer. What no comparison
+    shows is refused all the same: a loss divided by a constant gives one set of weights everywhere (run/own_loss.py).
+    """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         folder = Path(name)
-        code, said = _ran(function, "single", 1, folder / "reference", steps)
+        code, said = _ran(function, "single", 1, folder / "reference", steps, guarded)
         if code != EXIT_DONE:
             kind = UsageError if code == EXIT_USAGE else VerificationError
             raise kind(f"the reference, one process: {said}")
         reference = _read(folder / "reference")
         for number, (strategy, count) in enumerate(_places(processes, strategies)):
             if count == 1:
-                yield _again(function, folder, reference, steps)
+                yield _again(function, folder, reference, steps, guarded)
                 continue
             own = folder / str(number)
-            code, said = _ran(function, strategy, count, own, steps)
+            code, said = _ran(function, strategy, count, own, steps, guarded)
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:
                 yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=said)
@@ -139,14 +145,16 @@ def checked(
             found = _read(own)
             departure = _mismatch(reference, found)
             if departure:
-                departure += _likely_cause(function, strategy, count, folder / f"{number}-witnessed", steps)
+                departure += _likely_cause(function, strategy, count, folder / f"{number}-witnessed", steps, guarded)
             yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
 
 
-def _again(function: Callable[[], object], folder: Path, reference: Sequence[Trace], steps: int | None) -> Checked:
+def _again(
+    function: Callable[[], object], folder: Path, reference: Sequence[Trace], steps: int | None, guarded: bool
+) -> Checked:
     """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
     hashes = other_seed() if can_be_spawned(function) else None
-    code, said = _ran(function, "single", 1, folder / "again", steps, hashes)
+    code, said = _ran(function, "single", 1, folder / "again", steps, guarded, hashes)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=said)
     found = _read(folder / "again")
@@ -154,17 +162,22 @@ def _again(function: Callable[[], object], folder: Path, reference: Sequence[Tra
     if not departure:
         note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
         return Checked("single", 1, "identical", len(found), note)
-    if hashes and _ran(function, "single", 1, folder / "third", steps)[0] == EXIT_DONE:
+    if hashes and _ran(function, "single", 1, folder / "third", steps, guarded)[0] == EXIT_DONE:
         same = not _mismatch(reference, _read(folder / "third"))
         departure += f"; likely cause: {of_hashes()}" if same else ""
     return Checked("single", 1, "differs", len(found), departure)
 
 
 def _likely_cause(
-    function: Callable[[], object], strategy: str | Mapping[str, Any], count: int, folder: Path, steps: int | None
+    function: Callable[[], object],
+    strategy: str | Mapping[str, Any],
+    count: int,
+    folder: Path,
+    steps: int | None,
+    guarded: bool,
 ) -> str:
     """Run a placement again, with an eye on what the loop reads besides its batches; return that, and the lines."""
-    _ran(function, strategy, count, folder, steps, witness=True)
+    _ran(function, strategy, count, folder, steps, guarded, witness=True)
     reads: dict[str, str] = {}
     for path in sorted(folder.glob(_READS)):
         reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
@@ -185,6 +198,7 @@ def _ran(
     count: int,
     folder: Path,
     steps: int | None,
+    guarded: bool,
     hashes: str | None = None,
     witness: bool = False,
 ) -> tuple[int, str]:
@@ -194,7 +208,7 @@ def _ran(
     """
     folder.mkdir()
     given = strategy if isinstance(strategy, str) else dict(strategy)
-    work = partial(_work, function, given, folder, steps, witness)
+    work = partial(_work, function, given, folder, steps, guarded, witness)
     code, text = in_workers_silently(work, None, Placement(), count, hashes)
     return code, text.partition("error: ")[2] or text
 
@@ -208,6 +222,7 @@ def _work(
     strategy: str | dict[str, Any],
     folder: Path,
     steps: int | None,
+    guarded: bool,
     witness: bool,
     _ready: None,
     rendezvous: Rendezvous,
@@ -222,7 +237,7 @@ def _work(
         if steps is not None and number >= steps:
             raise _Enough
 
-    ambient = Ambient(rendezvous, strategy, folder / "run", observe)
+    ambient = Ambient(rendezvous, strategy, folder / "run", observe, guarded)
     AMBIENT.set(ambient)
     reads: dict[str, str] = {}
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):

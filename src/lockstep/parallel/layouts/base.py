@@ -40,6 +40,15 @@ class GradientSum(Protocol):
 
 
 @runtime_checkable
+class GathersWeights(Protocol):
+    """What a Layout has besides that cuts the model's parameters, and puts others in their places to compute."""
+
+    def gathered(self) -> dict[Tensor, Tensor]:
+        """Return by what was gathered so far, which is the same tensor each time, what it is gathered of."""
+        ...
+
+
+@runtime_checkable
 class HoldsBack(Protocol):
     """What a GradientSum has besides that holds parts of gradients back, for the next step."""
 

@@ -140,6 +140,10 @@ class ShardedLayout:
         """See Layout."""
         self._sharded.scatter()
 
+    def gathered(self) -> dict[Tensor, Tensor]:
+        """See GathersWeights."""
+        return self._sharded.gathered()
+
 
 @final
 class ShardGradients:
