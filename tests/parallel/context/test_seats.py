@@ -114,6 +114,7 @@ def test_chunks_of_sequences_have_the_bits_of_one_process() -> None:
             _agrees("gpt", *placed)
 
 
+@pytest.mark.imports(sequences.TRANSFORMERS)
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
