@@ -115,7 +115,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the nursery of workers before any test has run: from a process that is still clean."""
     if any(item.get_closest_marker("worlds") for item in session.items) and not session.config.option.collectonly:
-        worlds.open_nursery()
+        named = {mark.args[0] for item in session.items for mark in item.iter_markers("imports")}
+        worlds.open_nursery(sorted(named))
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import Pipe
@@ -87,14 +87,14 @@ def pids(size: int) -> list[int]:
     return [worker.pid for worker in _pool(size)]
 
 
-def open_nursery() -> None:
-    """Fork the nursery; call before any test."""
+def open_nursery(imports: Sequence[str] = ()) -> None:
+    """Fork the nursery, which imports these modules for all workers; call before any test."""
     ours, theirs = Pipe()
     _session.folder = tempfile.TemporaryDirectory(prefix="worlds-")
     _session.nursery_pid = os.fork()
     if not _session.nursery_pid:
         ours.close()
-        _end_with(_nurse, theirs)
+        _end_with(_nurse, theirs, imports)
     theirs.close()
     _session.nursery = ours
 
@@ -192,13 +192,14 @@ def _end_with(function: Callable[..., None], *args: Any) -> NoReturn:
         os._exit(0)
 
 
-def _nurse(requests: Connection) -> None:
+def _nurse(requests: Connection, imports: Sequence[str]) -> None:
     """Fork workers on request until pytest hangs up, or is gone."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
     fix_kernels(threads=1)  # here, as the line below, because it imports for seconds, and workers inherit it
-    import_module("timm.optim")
+    for module in ("timm.optim", *imports):
+        import_module(module)
     while True:
         try:
             size, folder = requests.recv()

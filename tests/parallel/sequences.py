@@ -30,6 +30,7 @@ from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
 WORDS, LENGTH = 19, 16
+TRANSFORMERS = "transformers.models.llama.modeling_llama"  # a second of imports
 LLAMA = {
     "hidden_size": 16,
     "num_hidden_layers": 2,

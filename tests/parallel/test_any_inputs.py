@@ -9,6 +9,7 @@ import pytest
 import tokens
 import worlds
 from pairs import BEYOND, pairs
+from sequences import TRANSFORMERS
 from tokens import Case
 
 CASES = {
@@ -67,6 +68,7 @@ def test_the_bits_are_those_of_one_process(name: str, placed: Placed) -> None:
     assert not differing(name, placed)
 
 
+@pytest.mark.imports(TRANSFORMERS)
 @pytest.mark.worlds
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
