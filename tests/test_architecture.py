@@ -367,8 +367,8 @@ def test_options_have_names() -> None:
     """Nothing is taken as **kwargs, and so nothing is passed on unseen."""
     functions = [node for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)]
     taken = [node.name for node in functions if node.args.kwarg is not None]
-    # The names of the user's figures, and those of a block's own forward.
-    assert sorted(taken) == ["_recomputed", "log"]
+    # The names of the user's figures, and those of a model's and of a block's own forward.
+    assert sorted(taken) == ["_call", "_recomputed", "log"]
 
 
 def test_no_two_tests_have_one_file_name() -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Final, Protocol, TypeVar, final
 from weakref import ref
 
@@ -40,7 +40,6 @@ _MODE: Final = "in run.each the model is in evaluation, and between a micro-batc
 _FROZEN: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
 _HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
 _PLAIN: Final[Any] = TensorBase.data
-_ASKED: Final = attrgetter("requires_grad", "_backward_hooks")
 
 
 class Guarding(Protocol):
@@ -101,7 +100,7 @@ class Guard:
             self._watch_forwards(model)
         _Data.installed().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
-        self._states = [*map(_ASKED, self._parameters)]
+        self._states = self._asked()
         self._identities = self._identified()
         self.withhold()
         self.mark(moved=True)
@@ -189,7 +188,7 @@ class Guard:
         if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
             name = self._names[_first(self._plain, addresses, self._addresses)]
             raise self._refused(f"{name} was given other memory", since=self._whole_at)
-        if (found := [*map(_ASKED, self._parameters)]) != self._states:
+        if (found := self._asked()) != self._states:
             parameter, now, was = _first(zip(self._parameters, found, self._states, strict=True), found, self._states)
             what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
             advice = _HOOK if now[0] == was[0] else _FROZEN
@@ -210,6 +209,9 @@ class Guard:
             places += ["a part of the model"] * len(found)
             place = _first(places, [*found, None], [*self._identities, None, None])
             raise self._refused(f"{place} was replaced")
+
+    def _asked(self) -> list[tuple[bool, object]]:
+        return [(each.requires_grad, each._backward_hooks) for each in self._parameters]
 
     def _identified(self) -> list[int]:
         """Return the identities of all parts of the modules; what is gathered counts as what it is gathered of."""
