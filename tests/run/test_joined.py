@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.errors import UsageError
 from lockstep.ranks.external import alone
 from lockstep.run.ambient import AMBIENT, Ambient
 
@@ -116,6 +118,18 @@ def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
         trained(run, 2, chunks=2)
     with joined(tmp_path / "run") as run:
         assert trained(run, 2) == whole
+
+
+def test_a_copy_of_the_placed_model_may_be_called_anywhere_and_the_model_with_its_own_hooks_not():
+    with joined() as run:
+        model, _ = loops.placed(run)
+        inputs = torch.stack([loops.data()[number][0] for number in range(4)])
+        assert deepcopy(model)(inputs).shape == (4, 3)
+        called = []
+        model.register_forward_pre_hook(lambda *_: called.append("hook"))
+        with pytest.raises(UsageError, match="the placed model is called outside of a micro-batch"):
+            model(inputs)
+        assert not called
 
 
 @pytest.mark.parametrize(

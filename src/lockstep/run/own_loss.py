@@ -22,6 +22,7 @@ from lockstep.own_code import calling, refused
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph
+Counts = Callable[[], Mapping[int, str]]  # numbers, and what they count
 
 _MEAN: Final = 1  # at::Reduction
 _LINEAR: Final = (
@@ -77,14 +78,7 @@ class LossCheck:
     _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
     _warned: bool = False
 
-    def check(
-        self,
-        step: int,
-        loss: Any,
-        microbatch: MicroBatch,
-        others: Callable[[], Mapping[int, str]],
-        returned: Collection[Node],
-    ) -> None:
+    def check(self, step: int, loss: Any, microbatch: MicroBatch, others: Counts, returned: Collection[Node]) -> None:
         """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or no sum.
 
         `others` gives counts that it must not be divided by, besides those of the micro-batch, and what they count;
