@@ -10,9 +10,12 @@ import pytest
 from forked import Command, Server
 from PIL import Image
 
-# An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping.
+# An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping; a quarter as wide as
+# the recipe has it, because most of the time of a test is spent in these steps.
+WIDTH = 8
 DIGITS = (
     "digits",
+    f"recipe.model.options.width={WIDTH}",
     "recipe.epochs=1",
     'recipe.loss={name: "held:cross_entropy"}',
     "run.log_every=1",

@@ -74,7 +74,7 @@ def test_another_start_is_another_recipe(run, a: Command) -> None:
 def test_a_new_head_is_left_as_initialised_only_where_asked(run, images: Path, a: Command) -> None:
     words = ("train", *FOLDER, "recipe.epochs=1", "recipe.model.weights=a", "run.tensorboard=false", "run.probe=off")
     refused = run(*words, "run.dir=b", code=2)
-    for line in ("0.weight: [32, 1, 3, 3] in the file, [32, 3, 3, 3]", "9.bias: [10] in the file, [2] in the model"):
+    for line in ("0.weight: [8, 1, 3, 3] in the file, [32, 3, 3, 3]", "9.bias: [10] in the file, [2] in the model"):
         assert line in refused.err
     assert not Path("b").exists()
     fresh = 'recipe.model.weights.fresh=["0.*", "9.*"]'

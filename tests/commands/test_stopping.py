@@ -14,6 +14,7 @@ from forked import Command, events
 from held import HELD, HOLD, hold
 
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
+PAIRS = pytest.mark.extended("the gate has each of its values with one of the others, here and in scripts/prove-kills")
 
 
 def held_at(start, step: int, *words: str, **env: str) -> Command:
@@ -37,8 +38,17 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("processes", "number", "code"),
+    [
+        (1, signal.SIGINT, 130),
+        (2, signal.SIGTERM, 75),
+        (1, signal.SIGUSR1, 75),
+        pytest.param(2, signal.SIGINT, 130, marks=PAIRS),
+        pytest.param(1, signal.SIGTERM, 75, marks=PAIRS),
+        pytest.param(2, signal.SIGUSR1, 75, marks=PAIRS),
+    ],
+)
 def test_the_step_is_finished_and_saved(start, run, finished, temporary, processes, number, code):
     command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(temporary))
     command.signal_group(number)
@@ -56,7 +66,7 @@ def test_the_step_is_finished_and_saved(start, run, finished, temporary, process
     assert_goes_on(run, finished, 3 - processes)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=PAIRS), 2])
 def test_a_second_ctrl_c_ends_at_once(start, run, finished, temporary, processes):
     command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(temporary))
     command.signal_group(signal.SIGINT)
@@ -70,7 +80,10 @@ def test_a_second_ctrl_c_ends_at_once(start, run, finished, temporary, processes
 
 
 @pytest.mark.usefixtures("images")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), *(pytest.param(each, 75, marks=PAIRS) for each in (signal.SIGTERM, signal.SIGUSR1))],
+)
 def test_loader_processes_leave_the_end_to_the_run(start, run, number, code):
     words = (*TRAIN, *FOLDER, "recipe.epochs=4", "placement={processes: 1, workers: 2}")
     command = held_at(start, 2, *words)
@@ -96,7 +109,7 @@ def test_ctrl_c_in_a_terminal(start, run, finished):
     assert_goes_on(run, finished, 1)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, *(pytest.param(each, marks=PAIRS) for each in (1, 2))])
 def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temporary, rank):
     command = held_at(start, 7, *TRAIN, "placement.processes=3", TMPDIR=str(temporary))
     os.kill(command.workers()[rank], signal.SIGKILL)
@@ -115,7 +128,12 @@ def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temp
 
 @pytest.mark.parametrize(
     ("strategy", "rank"),
-    [("zero2", 0), ("zero2", 1), ("zero3", 0), ("zero3", 1), ("hsdp", 0), ("hsdp", 1), ("pipeline", 1)],
+    [
+        ("zero2", 1),
+        ("zero3", 0),
+        ("pipeline", 1),
+        *(pytest.param(*each, marks=PAIRS) for each in (("zero2", 0), ("zero3", 1), ("hsdp", 0), ("hsdp", 1))),
+    ],
 )
 def test_whatever_a_strategy_exchanges_the_killed_rank_is_named_and_no_other(start, strategy, rank):
     """`scripts/prove-kills --named` has more of it. The survivors fail too, in exchanges that torch makes by itself."""
@@ -139,7 +157,7 @@ def test_a_worker_that_exits_with_0_has_not_trained(run):
     assert "] error: exited with code 0 before its work was done; the other ranks were stopped." in line
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=PAIRS), 2])
 def test_a_closed_terminal_stops_a_run_and_it_is_saved(start, run, finished, processes):
     """It sends SIGHUP, and nothing can be written to it any more."""
     master, terminal = pty.openpty()
@@ -157,7 +175,7 @@ def test_a_closed_terminal_stops_a_run_and_it_is_saved(start, run, finished, pro
     assert_goes_on(run, finished, 3 - processes)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=PAIRS)])
 def test_a_terminal_that_takes_nothing_ends_no_run(start, finished, processes):
     command = start(*TRAIN, f"placement.processes={processes}", tty="/dev/full")
     assert command.wait() == 0
@@ -172,7 +190,7 @@ def test_sigquit_ends_all_at_once(start):
     assert (command.err, command.left()) == ("", [])
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=PAIRS), 3])
 def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp_path, processes):
     command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(tmp_path))
     command.signal(signal.SIGKILL)
@@ -182,10 +200,13 @@ def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp
     assert_goes_on(run, finished, 2)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), *(pytest.param(*each, marks=PAIRS) for each in ((signal.SIGUSR1, 138), (signal.SIGINT, 130)))],
+)
 def test_an_evaluation_has_nothing_to_save_and_ends_at_once(start, run, temporary, number, code):
-    run(*TRAIN, "placement.processes=2")
-    hold("run", 23)
+    run(*TRAIN, "recipe.epochs=", "recipe.steps=2", "placement.processes=2")
+    hold("run", 2)
     command = start("eval", "--trust", "run", "placement.processes=2", TMPDIR=str(temporary))
     command.until(HELD.exists)
     command.signal(number)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DIGITS
+from conftest import DIGITS, WIDTH
 from forked import Command, events, program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,8 +19,9 @@ O3 = ("recipe.precision=O3", LINEAR)
 FP16 = ("recipe.precision=fp16", LINEAR, "recipe.loss_scale.initial=1e9")
 LAST = "run/checkpoints/step-00000023"
 # Of a digit: 2 for each weight at each place, forward and for both gradients; nobody wants that of the first inputs.
-PLACES = (64 * 9, 2 * 64 * 9 * 32 * 32, 16 * (9 * 32 * 64 + 9 * 64 * 64 + 32 * 64), 2 * 16 * 9 * 64 * 64, 64 * 10)
-DIGITS_FLOPS = 2 * (2 * 32 * PLACES[0] + 3 * sum(PLACES[1:]))
+N, M = WIDTH, 2 * WIDTH  # channels at full and at half size
+PLACES = (64 * 9, 2 * 64 * 9 * N * N, 16 * (9 * N * M + 9 * M * M + N * M), 2 * 16 * 9 * M * M, M * 10)
+DIGITS_FLOPS = 2 * (2 * N * PLACES[0] + 3 * sum(PLACES[1:]))
 
 
 def assert_same_run(one: Command, other: Command) -> None:
