@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import shutil
-from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+
+Browse = Callable[[Path | str, Callable[["Tab"], Awaitable[None]]], None]
 
 _TIMEOUT_S = 30.0
 
@@ -68,36 +70,50 @@ class Tab:
         path.write_bytes(base64.b64decode(found["data"]))
 
 
-def browse(page: Path | str, visit: Callable[[Tab], Awaitable[None]]) -> None:
-    """Open a file, or an address, in Chromium and let `visit` do what it does there."""
-    asyncio.run(_browse(page if isinstance(page, str) else page.resolve().as_uri(), visit))
+@contextmanager
+def chromium() -> Iterator[Browse]:
+    """Yield a function that opens a file, or an address, in a new tab of Chromium and lets `visit` do its work there.
+
+    It is started once for all of these tabs, which takes longer than what most visits do.
+    """
+    from choreographer import Browser  # which a machine without Chromium need not have
+
+    held = AsyncExitStack()
+    with asyncio.Runner() as runner:
+        started = Browser(path=shutil.which("chromium"), headless=True, enable_gpu=False, enable_sandbox=False)
+        browser = runner.run(held.enter_async_context(started))
+
+        def browse(page: Path | str, visit: Callable[[Tab], Awaitable[None]]) -> None:
+            runner.run(_browse(browser, page if isinstance(page, str) else page.resolve().as_uri(), visit))
+
+        try:
+            yield browse
+        finally:
+            runner.run(held.aclose())
 
 
-async def _browse(url: str, visit: Callable[[Tab], Awaitable[None]]) -> None:
-    async with _opened() as tab:
+async def _browse(browser: Any, url: str, visit: Callable[[Tab], Awaitable[None]]) -> None:
+    async with _opened(browser) as tab:
         await tab.send("Page.navigate", url=url)
         await tab.until("document.readyState === 'complete'")
         await visit(tab)
 
 
 @asynccontextmanager
-async def _opened() -> Any:
-    from choreographer import Browser  # which a machine without Chromium need not have
+async def _opened(browser: Any) -> Any:
+    opened = await browser.create_tab("about:blank")
+    tab = Tab(opened)
 
-    chromium = shutil.which("chromium")
-    async with Browser(path=chromium, headless=True, enable_gpu=False, enable_sandbox=False) as browser:
-        opened = await browser.create_tab("about:blank")
-        tab = Tab(opened)
+    async def requested(message: dict[str, Any]) -> None:
+        tab.requests.append(message["params"]["request"]["url"])
 
-        async def requested(message: dict[str, Any]) -> None:
-            tab.requests.append(message["params"]["request"]["url"])
+    async def failed(message: dict[str, Any]) -> None:
+        tab.problems.append(str(message["params"]))
 
-        async def failed(message: dict[str, Any]) -> None:
-            tab.problems.append(str(message["params"]))
-
-        for domain in ("Network", "Page", "Runtime", "Log"):
-            await tab.send(f"{domain}.enable")
-        opened.subscribe("Network.requestWillBeSent", requested)
-        opened.subscribe("Runtime.exceptionThrown", failed)
-        opened.subscribe("Log.entryAdded", failed)
-        yield tab
+    for domain in ("Network", "Page", "Runtime", "Log"):
+        await tab.send(f"{domain}.enable")
+    opened.subscribe("Network.requestWillBeSent", requested)
+    opened.subscribe("Runtime.exceptionThrown", failed)
+    opened.subscribe("Log.entryAdded", failed)
+    yield tab
+    await browser.close_tab(opened)

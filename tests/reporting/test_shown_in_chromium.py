@@ -1,10 +1,11 @@
 """A page as a real Chromium shows it: numbers read back, clicks, both colour schemes, a phone, and no request."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Tab, browse
+from browser import Browse, Tab, chromium
 from component import require_chromium
 from PIL import Image
 
@@ -25,9 +26,15 @@ POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 2.5, 1.0), Point(3, 192, 3.0, 0.
 
 
 @pytest.fixture(scope="module")
+def browse() -> Iterator[Browse]:
+    require_chromium()
+    with chromium() as browse:
+        yield browse
+
+
+@pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a page with text that is not to be trusted everywhere, and names that are too long for a phone."""
-    require_chromium()
     sections = [
         Words("", [EVIL, LONG]),
         Table("Runs", ["run", *("a column" for _ in range(12))], [[EVIL, *("12,345" for _ in range(12))]], LONG),
@@ -45,7 +52,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def visit(
-    file: Path, *steps: str, width: int = 1000, scheme: str = "light", picture: Path | None = None
+    browse: Browse, file: Path, *steps: str, width: int = 1000, scheme: str = "light", picture: Path | None = None
 ) -> list[object]:
     """Return what expressions are in the page, one after the other; `click X` clicks on the element X instead."""
     found: list[object] = []
@@ -69,12 +76,13 @@ def visit(
     return found
 
 
-def test_charts_have_the_numbers_and_the_switch_moves_the_curves(file: Path) -> None:
+def test_charts_have_the_numbers_and_the_switch_moves_the_curves(browse: Browse, file: Path) -> None:
     x = "document.getElementById('chart-2').data.map(trace => trace.x)"
     axis = "document.querySelector('#chart-2 .xtitle').textContent"
     lines_drawn = "document.querySelectorAll('#chart-2 .scatterlayer .trace').length"
     others = "document.getElementById('chart-3').data[0].x"
     found = visit(
+        browse,
         file,
         *(x, axis, lines_drawn, others, "click input[value=seconds]"),
         *(x, axis, others, "click input[value=samples]", x),
@@ -83,16 +91,17 @@ def test_charts_have_the_numbers_and_the_switch_moves_the_curves(file: Path) -> 
     assert found == [over_samples, "samples", 2, [1, 2], over_seconds, "seconds", [1, 2], over_samples]
 
 
-def test_a_click_in_the_legend_takes_a_curve_away(file: Path) -> None:
+def test_a_click_in_the_legend_takes_a_curve_away(browse: Browse, file: Path) -> None:
     shown = "document.getElementById('chart-2').data.map(trace => trace.visible ?? true)"
     # plotly waits for a second click, which would leave this curve alone
     wait = "new Promise(done => setTimeout(done, 600))"
-    found = visit(file, shown, "click #chart-2 .legendtoggle", wait, shown)
+    found = visit(browse, file, shown, "click #chart-2 .legendtoggle", wait, shown)
     assert [found[0], found[-1]] == [[True, True], ["legendonly", True]]
 
 
-def test_a_matrix_shows_each_count_that_is_there(file: Path) -> None:
+def test_a_matrix_shows_each_count_that_is_there(browse: Browse, file: Path) -> None:
     drawn, names, inks = visit(
+        browse,
         file,
         "[...document.querySelectorAll('#chart-5 .heatmap-label')].map(e => e.textContent).filter(Boolean)",
         "[...document.querySelectorAll('#chart-5 .xtick text')].map(e => e.textContent)",
@@ -109,8 +118,9 @@ def test_a_matrix_shows_each_count_that_is_there(file: Path) -> None:
             assert all(contrast(luminance(f"rgb({red}, {green}, {blue})"), luminance(each)) >= 4.5 for each in inks)
 
 
-def test_tiles_are_shown_and_passages_keep_their_lines(file: Path) -> None:
+def test_tiles_are_shown_and_passages_keep_their_lines(browse: Browse, file: Path) -> None:
     loaded, names, text, given = visit(
+        browse,
         file,
         "[...document.querySelectorAll('.tiles img')].map(e => e.complete && e.naturalWidth)",
         "[...new Set([...document.querySelectorAll('.tiles img')].map(e => e.alt))]",
@@ -123,8 +133,9 @@ def test_tiles_are_shown_and_passages_keep_their_lines(file: Path) -> None:
     assert given == f"  {EVIL}\n"
 
 
-def test_what_runs_are_called_is_text(file: Path) -> None:
+def test_what_runs_are_called_is_text(browse: Browse, file: Path) -> None:
     title, cell, name = visit(
+        browse,
         file,
         "document.title",
         "document.querySelector('tbody th').textContent",
@@ -134,8 +145,9 @@ def test_what_runs_are_called_is_text(file: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1000])
-def test_a_page_is_no_wider_than_the_window(file: Path, width: int) -> None:
+def test_a_page_is_no_wider_than_the_window(browse: Browse, file: Path, width: int) -> None:
     inner, whole, charts = visit(
+        browse,
         file,
         "innerWidth",
         "document.documentElement.scrollWidth",
@@ -150,9 +162,10 @@ def test_a_page_is_no_wider_than_the_window(file: Path, width: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(file: Path, tmp_path: Path, scheme: str) -> None:
+def test_text_stands_out_from_its_ground(browse: Browse, file: Path, tmp_path: Path, scheme: str) -> None:
     picture = tmp_path / "page.png"
     colours = visit(
+        browse,
         file,
         "getComputedStyle(document.body).backgroundColor",
         "getComputedStyle(document.querySelector('td')).color",

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browser import Tab, browse
+from browser import Browse, Tab, chromium
 from component import require_chromium
 from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped
 
@@ -49,15 +49,23 @@ class Live:
         self.server.publish(self.watch.refresh(), over)
 
 
+@pytest.fixture(scope="module")
+def browse() -> Iterator[Browse]:
+    require_chromium()
+    with chromium() as browse:
+        yield browse
+
+
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
-    require_chromium()
     live = Live(tmp_path)
     with live.server:
         yield live
 
 
-def visit(live: Live, look: Callable[[Tab], Awaitable[None]], scheme: str = "light", width: int = 1000) -> None:
+def visit(
+    browse: Browse, live: Live, look: Callable[[Tab], Awaitable[None]], scheme: str = "light", width: int = 1000
+) -> None:
     """Open the page, wait for its charts, let `look` do what it does, and see what it asked for."""
 
     async def opened(tab: Tab) -> None:
@@ -72,7 +80,7 @@ def visit(live: Live, look: Callable[[Tab], Awaitable[None]], scheme: str = "lig
     browse(live.server.url, opened)
 
 
-def test_numbers_change_as_the_log_grows_and_a_run_resumes_and_ends(live: Live) -> None:
+def test_numbers_change_as_the_log_grows_and_a_run_resumes_and_ends(browse: Browse, live: Live) -> None:
     async def look(tab: Tab) -> None:
         cell = "document.querySelector('tbody').textContent"
         last = f"{TRACE}.data[0].y.at(-1)"
@@ -93,10 +101,10 @@ def test_numbers_change_as_the_log_grows_and_a_run_resumes_and_ends(live: Live) 
         await asyncio.sleep(0.5)
         assert len(tab.requests) == asked  # it has stopped asking
 
-    visit(live, look)
+    visit(browse, live, look)
 
 
-def test_a_zoom_and_a_hidden_curve_and_the_axis_stay_as_points_come(live: Live) -> None:
+def test_a_zoom_and_a_hidden_curve_and_the_axis_stay_as_points_come(browse: Browse, live: Live) -> None:
     async def look(tab: Tab) -> None:
         zoom = f"{TRACE}._fullLayout.xaxis.range.map(Math.round)"
         await tab.value(f"{TRACE}.scrollIntoView({{block: 'center'}})")
@@ -120,10 +128,10 @@ def test_a_zoom_and_a_hidden_curve_and_the_axis_stay_as_points_come(live: Live) 
         await tab.until(f"{TRACE}.data[0].y.length === 12")
         assert await tab.value(f"{TRACE}.data[0].x.at(-1)") == 12
 
-    visit(live, look)
+    visit(browse, live, look)
 
 
-def test_a_server_that_is_gone_is_said_and_asked_again(live: Live) -> None:
+def test_a_server_that_is_gone_is_said_and_asked_again(browse: Browse, live: Live) -> None:
     """Another answer stands for one that does not come, which Chromium itself would report as a problem."""
 
     async def look(tab: Tab) -> None:
@@ -133,11 +141,11 @@ def test_a_server_that_is_gone_is_said_and_asked_again(live: Live) -> None:
         await tab.value("window.fetch = window.before; 1")
         await tab.until("document.getElementById('note').textContent === ''")
 
-    visit(live, look)
+    visit(browse, live, look)
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 390), ("dark", 1000)])
-def test_it_fits_a_phone_and_follows_the_system_colours(live: Live, scheme: str, width: int) -> None:
+def test_it_fits_a_phone_and_follows_the_system_colours(browse: Browse, live: Live, scheme: str, width: int) -> None:
     async def look(tab: Tab) -> None:
         live.publish(stepped(11, 0.125))  # drawn again in the same colours
         await tab.until(f"{TRACE}.data[0].y.length === 11")
@@ -148,11 +156,10 @@ def test_it_fits_a_phone_and_follows_the_system_colours(live: Live, scheme: str,
         dark, bright = ("rgb(13, 17, 23)", "rgb(230, 237, 243)"), ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
         assert (ground, text) == (dark if scheme == "dark" else bright)
 
-    visit(live, look, scheme, width)
+    visit(browse, live, look, scheme, width)
 
 
-def test_what_runs_are_called_is_text(tmp_path: Path) -> None:
-    require_chromium()
+def test_what_runs_are_called_is_text(browse: Browse, tmp_path: Path) -> None:
     live = Live(tmp_path, EVIL.replace("/", "_"))
 
     async def look(tab: Tab) -> None:
@@ -161,4 +168,4 @@ def test_what_runs_are_called_is_text(tmp_path: Path) -> None:
         assert "<img src=x" in await tab.value(f"{TRACE}.querySelector('.legendtext').textContent")
 
     with live.server:
-        visit(live, look)
+        visit(browse, live, look)
