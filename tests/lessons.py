@@ -31,6 +31,7 @@ _NEEDS: Final[dict[str, Callable[[], None]]] = {
 }
 _CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
+_SCRIPT = re.compile(r"\btutorial/[\w/-]+\.py")
 _HASH = re.compile(r"\b[0-9a-f]{64}\b")
 _MEASURED = re.compile(r" *\b\d+(?:\.\d+)? (ms|s|MB/s)\b")  # times are those of the machine
 
@@ -70,19 +71,32 @@ def needs(lesson: Path) -> list[Callable[[], None]]:
 
 
 def lessons(*folders: Path) -> list[Any]:
-    """Return lessons as parameters of a test: those that run no command of ours are left to scripts/test --all."""
+    """Return lessons as parameters of a test, each with whether it is of the commands that run code of ours, or others.
+
+    The others are left to scripts/test --all.
+    """
     plain = pytest.mark.extended("none of our code runs in it; it changes with its page, or with a version of torch")
-    return [pytest.param(each, id=each.name, marks=() if _runs_ours(each) else plain) for each in folders]
+    found = []
+    for each in folders:
+        kinds = {_runs_ours(command) for command, _ in shown((each / "README.md").read_text(encoding="utf-8"))}
+        found += [pytest.param(each, True, id=each.name)] * (True in kinds)
+        found += [pytest.param(each, False, id=f"{each.name}, not ours", marks=plain)] * (False in kinds)
+    return found
 
 
-def check_what_is_printed(lesson: Path, tmp_path: Path) -> None:
-    """Run the commands of a lesson's page in a folder of their own, and compare what they print with what it shows."""
+def check_what_is_printed(lesson: Path, ours: bool, tmp_path: Path) -> None:
+    """Run the commands of a lesson's page that run code of ours, or the others, in a folder of their own.
+
+    What they print is compared with what the page shows.
+    """
     folder = tmp_path / "clone"
     folder.mkdir()
     for name in ("tutorial", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     hashes = set()
     for command, lines in shown((lesson / "README.md").read_text(encoding="utf-8")):
+        if _runs_ours(command) is not ours:
+            continue
         output = _printed(command, folder, tmp_path / "errors")
         found = f"{command}\n{output}\n{(tmp_path / 'errors').read_text()}"
         assert comparable(output) == comparable(lines), found
@@ -90,10 +104,9 @@ def check_what_is_printed(lesson: Path, tmp_path: Path) -> None:
     assert len(hashes) <= 1  # where weights are shown, they are the same under each command
 
 
-def _runs_ours(lesson: Path) -> bool:
-    commands = [command for command, _ in shown((lesson / "README.md").read_text(encoding="utf-8"))]
-    scripts = [script.read_text(encoding="utf-8") for script in lesson.glob("*.py")]
-    return any(re.search(r"\blockstep (\w+)|import lockstep", text) for text in (*commands, *scripts))
+def _runs_ours(command: str) -> bool:
+    scripts = [(ROOT / script).read_text(encoding="utf-8") for script in _SCRIPT.findall(command)]
+    return bool(re.search(r"\blockstep \w", command)) or any("import lockstep" in script for script in scripts)
 
 
 def _printed(command: str, folder: Path, errors: Path) -> list[str]:
