@@ -22,6 +22,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text(enco
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (?!-)([^|]*) \| ([^|]*) \|", re.MULTILINE)
 _NAME = re.compile(r"`(\w+(?:\.\w+)+)(?:\((\w+)=\))?`")
+THEIRS = pytest.mark.extended("none of our code runs in it; it changes with the page, or with a version of theirs")
 OTHERS = ("accelerate", "lightning", "transformers")
 
 
@@ -48,15 +49,25 @@ def run(folder: Path, name: str, processes: int) -> str:
     return ended.stdout
 
 
+def accuracy(printed: str) -> float:
+    return float(re.findall(r"accuracy (\S+)", printed)[-1])
+
+
 @pytest.mark.worlds
 @pytest.mark.timeout(600)
-def test_the_script_before_and_the_one_after_learn_the_same(tmp_path: Path) -> None:
+def test_the_script_after_learns_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
     assert scripts().keys() == {"before.py", "after.py"}
-    before, after = run(tmp_path, "before.py", 2), run(tmp_path, "after.py", 1)
-    accuracies = [float(re.findall(r"accuracy (\S+)", printed)[-1]) for printed in (before, after)]
-    assert min(accuracies) > 0.9
-    (tmp_path / "three").mkdir()
-    assert hash_of(run(tmp_path / "three", "after.py", 3)) == hash_of(after)
+    after = run(tmp_path, "after.py", 1)
+    assert accuracy(after) > 0.9
+    (tmp_path / "two").mkdir()
+    assert hash_of(run(tmp_path / "two", "after.py", 2)) == hash_of(after)
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(600)
+@THEIRS
+def test_the_script_before_learns_as_well(tmp_path: Path) -> None:
+    assert accuracy(run(tmp_path, "before.py", 2)) > 0.9
 
 
 def hash_of(printed: str) -> str:
@@ -71,6 +82,7 @@ def test_the_page_has_tables_of_each() -> None:
     assert {name.partition(".")[0] for name, _ in names(1)} == {"lockstep", "run", "step", "recipe", "placement"}
 
 
+@THEIRS
 @pytest.mark.parametrize("package", OTHERS)
 def test_what_others_are_said_to_have_they_have(package: str) -> None:
     with warnings.catch_warnings():

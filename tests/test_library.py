@@ -1,6 +1,7 @@
 """The public names: which, that they come without torch, and that each one's example in the docs runs."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,13 +48,24 @@ def test_each_name_has_an_example():
     assert [name for name in NAMES if not any(f"lockstep.{name}" in each for each in examples())] == []
 
 
-@pytest.mark.parametrize("number", range(len(examples())))
-@pytest.mark.timeout(300)  # a page of them, in processes that each import torch
-def test_the_examples_of_the_docs_run(number: int, tmp_path: Path) -> None:
-    """Each by itself, in the order of the page, in one folder of which the first has left a run."""
-    scripts = [examples()[0], examples()[number]] if number else [examples()[0]]
-    for name, text in zip(("loop", "example"), scripts, strict=False):
-        file = tmp_path / f"{name}.py"
-        file.write_text(text, encoding="utf-8")
-        done = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the first example, loop.py, has left a run."""
+    folder = tmp_path_factory.mktemp("first")
+    execute(folder / "loop.py", examples()[0])
+    return folder
+
+
+@pytest.mark.parametrize("number", range(1, len(examples())))
+@pytest.mark.timeout(300)  # processes that each import torch
+def test_the_examples_of_the_docs_run(number: int, first: Path, tmp_path: Path) -> None:
+    """Each by itself, in a folder of which the first has left a run."""
+    shutil.copytree(first, tmp_path, symlinks=True, dirs_exist_ok=True)
+    execute(tmp_path / "example.py", examples()[number])
+
+
+def execute(file: Path, text: str) -> None:
+    """Write an example, and run it in its folder."""
+    file.write_text(text, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(file)], cwd=file.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def run(folder: Path, system: str, *words: str, body: str = MAIN) -> "subprocess
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.extended("2 processes do more of it")), 2])
 def test_macos_trains(tmp_path: Path, processes: int) -> None:
     words = ("recipe.epochs=1", f"placement.processes={processes}", "run.dir=a")
     found = run(tmp_path, MACOS, "train", "digits", *words)

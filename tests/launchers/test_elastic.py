@@ -125,12 +125,16 @@ def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], f
 
 
 @pytest.mark.timeout(300)
-def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "trials",
+    [1, pytest.param(3, marks=pytest.mark.extended("the gate has c10d here, etcd-v2 above; static is the other word"))],
+)
+def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path, trials: int) -> None:
     require_etcd()
-    command = [sys.executable, SCRIPTS / "prove-restarts", "3"]
+    command = [sys.executable, SCRIPTS / "prove-restarts", str(trials)]
     proof = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert proof.returncode == 0, proof.stdout + proof.stderr
     first, _, _, *trials, _, last = proof.stdout.splitlines()
-    assert [line.split()[1] for line in trials] == ["c10d", "static", "etcd-v2"]
+    assert [line.split()[1] for line in trials] == ["c10d", "static", "etcd-v2"][:trials]
     assert {line.split()[-1] for line in trials} == {first.split()[-1]}
-    assert last == "3 of 3 with the weights of the undisturbed run"
+    assert last == f"{trials} of {trials} with the weights of the undisturbed run"

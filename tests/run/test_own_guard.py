@@ -25,7 +25,7 @@ from lockstep.run.joined import Run
 from lockstep.run.membership import Member
 from lockstep.run.own_settings import settings
 
-PLACES = [(1, "single"), *((size, name) for size in (2, 3) for name in ("ddp", "zero1", "zero2", "zero3"))]
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 Loop = Callable[[Any, Any, Any], None]
 
 
@@ -524,28 +524,44 @@ def ended(world: World, strategy: str, name: str) -> str:
         torch.use_deterministic_algorithms(deterministic)
 
 
-def outcomes(loop: Loop, sizes: Sequence[int]) -> dict[tuple[int, str], str]:
-    """Run a loop on all placements of these sizes; by placement, what its ranks came to."""
+def outcomes(loop: Loop, number: int, sizes: Sequence[int], every: bool) -> dict[tuple[int, str], str]:
+    """Run a loop on one process, and on so many under one strategy or under `every` one; say what its ranks came to.
+
+    Which strategy that is follows from the `number` of the loop and the size, so that each has its share of the loops.
+    """
     table = {}
-    for size, strategy in PLACES:
-        if size in sizes:
-            [table[size, strategy]] = {*worlds.run(size, ended, strategy, loop.__name__)}
+    chosen = [(size, STRATEGIES[(number + size) % len(STRATEGIES)]) for size in sizes]
+    placed = [(size, name) for size in sizes for name in STRATEGIES] if every else chosen
+    for size, strategy in [(1, "single"), *placed]:
+        [table[size, strategy]] = {*worlds.run(size, ended, strategy, loop.__name__)}
     return table
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", "")
+
+
+EVERY = pytest.mark.extended("the gate has each loop under one strategy of the four, and each of them with many loops")
+PLACED = pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=EVERY)], ids=["one strategy", "every strategy"]
+)
 
 
 # Two ranks have as many micro-batches each, and so end at once. Of three one would still wait for the others.
 @pytest.mark.worlds
-@pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
-def test_a_loop_is_refused_with_its_line_under_all_strategies(loop: Loop) -> None:
-    for place, text in outcomes(loop, (1, 2)).items():
+@PLACED
+@pytest.mark.parametrize(("number", "loop"), enumerate(REFUSED), ids=name_of)
+def test_a_loop_is_refused_with_its_line_under_all_strategies(loop: Loop, number: int, every: bool) -> None:
+    for place, text in outcomes(loop, number, (2,), every).items():
         assert REFUSED[loop] in text, (place, text)
         assert named(text, loop), (place, text)
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("loop", ALIKE, ids=lambda loop: loop.__name__)
-def test_a_loop_gives_one_hash_under_all_strategies(loop: Loop) -> None:
-    found = outcomes(loop, (1, 2, 3))
+@PLACED
+@pytest.mark.parametrize(("number", "loop"), enumerate(ALIKE), ids=name_of)
+def test_a_loop_gives_one_hash_under_all_strategies(loop: Loop, number: int, every: bool) -> None:
+    found = outcomes(loop, number, (2, 3), every)
     assert len({*found.values()}) == 1, found
     assert re.fullmatch("[0-9a-f]{64}", *{*found.values()})
 
