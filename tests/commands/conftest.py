@@ -27,7 +27,7 @@ DIGITS = (
 FOLDER = (
     "recipe.data={name: folder, root: images, image_size: 8}",
     "recipe.batch=6",
-    "recipe.model={name: digits_convnet, source: lockstep}",
+    f"recipe.model={{name: digits_convnet, source: lockstep, options: {{width: {WIDTH}}}}}",
 )
 
 Start = Callable[..., Command]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import DIGITS
+from conftest import DIGITS, WIDTH
 from forked import Server
 from test_start_from import PLACED, SHORT, a  # noqa: F401 - a fixture
 
@@ -25,7 +25,7 @@ def test_one_hash_and_pefts_files(server: Server, run, a) -> None:  # noqa: F811
     server.load("peft")  # each run would import it
     words = ("train", *DIGITS, *SHORT, "recipe.model.weights=a", LORA)
     alone = run(*words, "run.dir=alone", "placement.processes=1")
-    for number, (count, strategy) in enumerate(PLACED):
+    for number, (count, strategy) in enumerate(PLACED["weights"]):
         placed = run(*words, f"run.dir=b{number}", f"placement.processes={count}", f"placement.strategy={strategy}")
         assert placed.sha256 == alone.sha256, strategy
     trained = safetensors.torch.load_file("alone/checkpoints/latest/model.safetensors")
@@ -33,12 +33,12 @@ def test_one_hash_and_pefts_files(server: Server, run, a) -> None:  # noqa: F811
     assert torch.equal(trained["3.convolutions.0.base_layer.weight"], before["3.convolutions.0.weight"])
     assert torch.equal(trained["1.running_mean"], before["1.running_mean"])
     assert not torch.equal(trained["9.weight"], before["9.weight"])
-    ours = digits_convnet()
+    ours = digits_convnet(width=WIDTH)
     adapt(ours, Lora(["convolutions.0", "5.convolutions.3"], r=4, dropout=0.1, train=["9.*"]))
     ours.load_state_dict(trained)
     assert all(torch.equal(each, trained[name]) for name, each in lockstep.load("alone").state_dict().items())
     export_adapters("alone", "adapter")
-    theirs = digits_convnet()
+    theirs = digits_convnet(width=WIDTH)
     theirs.load_state_dict(before)
     inputs = torch.randn(4, 1, 8, 8)
     first = theirs.eval()(inputs)

@@ -146,7 +146,7 @@ def test_a_placement_that_breaks_its_promise_is_told(run):
 
 
 def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
-    asked = ("compare", "digits", *QUICK, "recipe.epochs=40", "--processes", "2", "--dir", "a", "--no-page")
+    asked = ("compare", "digits", *QUICK, "recipe.epochs=15", "--processes", "2", "--dir", "a", "--no-page")
     command = start(*asked)
     command.until(lambda: (command.folder / "a" / "ddp-2").exists() and 5 in steps(command.folder / "a" / "ddp-2"))
     command.signal_group(signal.SIGINT)

@@ -17,6 +17,7 @@ SPREAD = ("placement.strategy={name: tensor, sequence_parallel: true}", "placeme
 PIPED = ("placement.strategy={name: mesh, pipe: 2, context: 2}", "placement.processes=4")
 PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
 DDP = ("placement.strategy=ddp", "placement.processes=3")
+RESUMED = pytest.mark.extended("it is resumed and evaluated to the bits of one process above")
 MANIFEST = "run/checkpoints/step-00000008/manifest.json"
 
 
@@ -42,7 +43,11 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("words", "first", "second", "evaluated"),
-    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, SPREAD, SPREAD), ((), PIPED, PIPELINE, PIPED)],
+    [
+        ((), ON_2_X_2, DDP, ON_2),
+        (BOTH, MESH, SPREAD, SPREAD),
+        pytest.param((), PIPED, PIPELINE, PIPED, marks=pytest.mark.extended("it is verified below")),
+    ],
     ids=["sequences", "sequences and features", "sequences and stages"],
 )
 def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe, words, first, second, evaluated):
@@ -68,7 +73,9 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, recipe, w
 
 
 @pytest.mark.parametrize(
-    "words", [ON_2, (*BOTH, *MESH), PIPED], ids=["sequences", "sequences and features", "sequences and stages"]
+    "words",
+    [PIPED, *(pytest.param(each, marks=RESUMED) for each in (ON_2, (*BOTH, *MESH)))],
+    ids=["sequences and stages", "sequences", "sequences and features"],
 )
 def test_it_is_verified_on_several_processes(run, recipe, words):
     verified = run("verify", recipe, *words)

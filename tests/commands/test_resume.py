@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from contextlib import chdir
 from pathlib import Path
 
 import forging
@@ -10,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import DIGITS, FOLDER
-from forked import Command, events
+from forked import Command, Server, events
 from held import HOLD, hold
 from test_train import FP16
 
@@ -43,7 +44,26 @@ def undisturbed(finished) -> Command:
     return finished("recipe.microbatches=4", "placement.processes=1")
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 4), (3, 1)])
+@pytest.fixture(scope="session")
+def _stopped_once(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run on two processes that was stopped after its 12th step, once for all tests."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with chdir(folder):
+        stop(lambda *words: server.start("command", words, folder, {}), "placement.processes=2")
+    return folder
+
+
+@pytest.fixture
+def stopped(_stopped_once: Path, tmp_path: Path) -> Path:
+    """Put that run into the test's folder, which is the current one, and return this folder."""
+    shutil.copytree(_stopped_once / "run", tmp_path / "run", symlinks=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 3), (3, 1), pytest.param(1, 4, marks=pytest.mark.extended("tests/parallel has the bits, test_stopping.py 1"))],
+)
 def test_a_stopped_run_ends_with_the_bits_of_one_that_was_not(start, run, finished, before, after):
     stopped = stop(start, f"placement.processes={before}")
     (end,) = events(stopped.folder / "run", "stopped")
@@ -67,23 +87,24 @@ def test_loss_scale_and_average_go_on_too(start, run, finished):
     assert (resumed.folder / manifest).read_bytes() == (reference.folder / manifest).read_bytes()
 
 
-def test_a_finished_run_says_its_hash_again_and_trains_nothing(run):
-    first = run(*TRAIN, "placement.processes=2")
-    log = (first.folder / "run/events.jsonl").read_bytes()
-    result = (first.folder / "run/result.json").read_bytes()
+def test_a_finished_run_says_its_hash_again_and_trains_nothing(run, finished, tmp_path):
+    first = undisturbed(finished)
+    shutil.copytree(first.folder / "run", tmp_path / "run", symlinks=True)
+    log = (tmp_path / "run/events.jsonl").read_bytes()
+    result = (tmp_path / "run/result.json").read_bytes()
     for env in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
         again = run(*TRAIN, **env)
         assert again.sha256 == first.sha256
         assert "run: already done, 23 steps; to train again choose another run.dir\n" in again.out
         assert again.err == ""
-    assert (first.folder / "run/events.jsonl").read_bytes() == log
-    assert (first.folder / "run/result.json").read_bytes() == result
+    assert (tmp_path / "run/events.jsonl").read_bytes() == log
+    assert (tmp_path / "run/result.json").read_bytes() == result
     refused = run(*TRAIN, "recipe.seed=1", code=2)
     assert "run: holds a run of another recipe" in refused.err
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(start, run, finished):
-    folder = stop(start, "placement.processes=2").folder / "run/checkpoints"
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(stopped, run, finished):
+    folder = stopped / "run/checkpoints"
     newest = (folder / "latest").readlink().name
     damage(folder / newest / "model.safetensors")
     resumed = run(*TRAIN, "placement.processes=2")
@@ -92,8 +113,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(start, 
     assert resumed.sha256 == undisturbed(finished).sha256
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_thrown_away(start, run):
-    folder = stop(start).folder / "run/checkpoints"
+def test_where_no_checkpoint_is_whole_nothing_is_thrown_away(stopped, run):
+    folder = stopped / "run/checkpoints"
     for path in folder.glob("step-*"):
         damage(path / "state.json")
     refused = run(*TRAIN, code=1)
@@ -108,12 +129,11 @@ def test_a_run_that_saved_nothing_begins_again(start, run, finished):
     assert resumed.sha256 == undisturbed(finished).sha256
 
 
-def test_a_checkpoint_of_another_run_can_be_gone_on_from(start, run, finished):
-    stopped = stop(start, "placement.processes=2")
+def test_a_checkpoint_of_another_run_can_be_gone_on_from(stopped, run, finished):
     resumed = run(*TRAIN, "run.dir=other", "run.resume=run/checkpoints/step-00000010", "placement.processes=3")
     assert "resuming after step 10 from run/checkpoints/step-00000010" in resumed.out
     assert resumed.sha256 == undisturbed(finished).sha256
-    assert events(stopped.folder / "other", "started")[0]["step"] == 10
+    assert events(stopped / "other", "started")[0]["step"] == 10
 
 
 def test_a_checkpoint_that_is_not_there_is_said_before_a_folder_is_made(run):
@@ -122,8 +142,8 @@ def test_a_checkpoint_that_is_not_there_is_said_before_a_folder_is_made(run):
     assert not (refused.folder / "run").exists()
 
 
-def test_a_folder_with_a_run_is_not_trained_over(start, run):
-    folder = stop(start).folder / "run"
+def test_a_folder_with_a_run_is_not_trained_over(stopped, run):
+    folder = stopped / "run"
     log = (folder / "events.jsonl").read_bytes()
     refused = run(*TRAIN, "run.resume=never", code=2)
     assert "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto" in refused.err
@@ -134,8 +154,8 @@ def test_a_folder_with_a_run_is_not_trained_over(start, run):
     assert (folder / "events.jsonl").read_bytes() == log
 
 
-def test_another_recipe_is_refused_with_what_differs(start, run):
-    folder = stop(start).folder / "run"
+def test_another_recipe_is_refused_with_what_differs(stopped, run):
+    folder = stopped / "run"
     config = (folder / "config.yaml").read_bytes()
     refused = run(*TRAIN, "recipe.seed=1", "recipe.batch=32", code=2)
     assert refused.err.splitlines() == [
@@ -164,9 +184,9 @@ def test_what_powersgd_holds_back_is_taken_over_or_named_as_lost(start, run, fin
     assert "feedback: none.weight/error is none of this run's" in refused.err
 
 
-def test_a_checkpoint_of_another_run_in_the_folder_is_refused(start, run):
+def test_a_checkpoint_of_another_run_in_the_folder_is_refused(stopped, run):
     """Nothing is damaged or forged: somebody copied it there, or two runs wrote to one place."""
-    folder = stop(start).folder
+    folder = stopped
     run(*TRAIN, "run.dir=other", "recipe.seed=1", "recipe.steps=12", "recipe.epochs=")
     shutil.copytree(
         folder / "other" / "checkpoints" / "step-00000012", folder / "run" / "checkpoints" / "step-00000099"
@@ -180,8 +200,8 @@ def test_a_checkpoint_of_another_run_in_the_folder_is_refused(start, run):
     assert "seed: 1 in the run, 0 now" in refused.err
 
 
-def test_a_checkpoint_that_cannot_be_of_this_run_is_refused_before_it_trains(start, run):
-    folder = stop(start, "placement.processes=2").folder / "run"
+def test_a_checkpoint_that_cannot_be_of_this_run_is_refused_before_it_trains(stopped, run):
+    folder = stopped / "run"
     newest = (folder / "checkpoints" / "latest").resolve()
     forging.change(newest, lambda state: state["progress"].update(samples=7))
     forging.write(newest, "optimizer.safetensors", safetensors.torch.save({"0.weight/other": torch.ones(2)}))

@@ -202,7 +202,10 @@ def test_a_killed_parent_leaves_no_process_and_no_lock(start, run, finished, tmp
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), *(pytest.param(*each, marks=PAIRS) for each in ((signal.SIGUSR1, 138), (signal.SIGINT, 130)))],
+    [
+        (signal.SIGTERM, 143),
+        *(pytest.param(*each, marks=PAIRS) for each in ((signal.SIGUSR1, 138), (signal.SIGINT, 130))),
+    ],
 )
 def test_an_evaluation_has_nothing_to_save_and_ends_at_once(start, run, temporary, number, code):
     run(*TRAIN, "recipe.epochs=", "recipe.steps=2", "placement.processes=2")

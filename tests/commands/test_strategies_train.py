@@ -19,6 +19,7 @@ PLACED = {
 }
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 
+ENGINES = pytest.mark.extended("tests/parallel has what each engine saves and takes up; here are two of each kind")
 QUICK = (pytest.mark.quick,)
 
 
@@ -46,9 +47,9 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     [
         ("fsdp", "zero1"),
         pytest.param("hsdp", "pipelines", marks=QUICK),
-        ("pipelines", "zero2"),
         ("pipeline", "server"),
-        ("server", "fsdp"),
+        pytest.param("pipelines", "zero2", marks=ENGINES),
+        pytest.param("server", "fsdp", marks=ENGINES),
     ],
 )
 def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, before, after):
@@ -67,7 +68,7 @@ def saved(finished, tmp_path):
 
 
 @pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("name", ["zero1", "fsdp", "pipeline"])
+@pytest.mark.parametrize("name", ["fsdp", "pipeline", pytest.param("zero1", marks=ENGINES)])
 def test_a_saved_run_is_evaluated_under_any_strategy(run, name):
     alone = run("eval", "--trust", "run")
     placed = run("eval", "--trust", "run", *(word for word in PLACED[name] if not word.startswith("run.")))

@@ -7,6 +7,8 @@ import pytest
 import yaml
 from forked import Server
 
+GPT2 = "transformers.models.gpt2.modeling_gpt2"
+PLANTED = "in a model of one layer the fault is found by tests/commands/"
 TEXT = {"name": "text", "root": "numbers.txt", "options": {"context": 8}}
 MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has tied weights and dropout
     "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -14,17 +16,12 @@ MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has ti
     "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
             "patch_size": 2, "hidden_dropout_prob": 0.1},
 }  # fmt: skip
-PLACED = (
-    ("placement.strategy=single", "placement.processes=1"),
-    ("placement.strategy=ddp", "placement.processes=2"),
-    ("placement.strategy=zero3", "placement.processes=2"),
-    ("placement.strategy=pipeline", "placement.processes=2"),
-)
+PLACED = {"llama": ("ddp", "zero3", "pipeline"), "vit": ("pipeline",)}  # on two processes, beside single on one
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded(server: Server) -> None:
-    server.load("transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit")
+    server.load("transformers.models.llama.modeling_llama", "transformers.models.vit.modeling_vit", GPT2)
 
 
 @pytest.fixture
@@ -46,15 +43,23 @@ def test_every_placement_gives_one_hash(run, recipe, name):
     """One for each task; tests/parallel/test_any_inputs.py has more of them."""
     model = {"name": name, "source": "transformers", "options": MODELS[name]}
     file = recipe(model, {"name": "digits"} if name == "vit" else TEXT)
-    hashes = [run("train", file, f"run.dir=run-{number}", *words).sha256 for number, words in enumerate(PLACED)]
-    assert hashes == [hashes[0]] * len(PLACED)
+    alone = run("train", file, "run.dir=single", "placement.strategy=single", "placement.processes=1")
+    for strategy in PLACED[name]:
+        placed = run("train", file, f"run.dir={strategy}", f"placement.strategy={strategy}", "placement.processes=2")
+        assert placed.sha256 == alone.sha256, strategy
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("drops_layers", "draws from Python's random generator"),
-        ("remembers", "keeps state in plain attributes"),
+        pytest.param(
+            "drops_layers",
+            "draws from Python's random generator",
+            marks=pytest.mark.extended(f"{PLANTED}test_verify_probe.py"),
+        ),
+        pytest.param(
+            "remembers", "keeps state in plain attributes", marks=pytest.mark.extended(f"{PLANTED}test_verify.py")
+        ),
         ("ties_by_storage", "zero3 on 2 processes: the first difference"),
     ],
 )
