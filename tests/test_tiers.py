@@ -41,6 +41,9 @@ def test_what_a_list_names_is_there(place: str) -> None:
         ("faults/test_faults.py", None, "real", False),
         ("core/test_tree.py", "gpu", "gpu", False),
         ("core/test_tree.py", "commands", "commands", False),
+        ("core/test_tree.py", "extended", "pure", False),
+        ("run/test_own_guard.py", None, "commands", True),
+        ("run/test_own_guard.py", "extended", "commands", False),
     ],
 )
 def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, expected: str, quick: bool) -> None:

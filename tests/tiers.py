@@ -98,7 +98,9 @@ def tier(item: pytest.Item) -> str:
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Say whether plain pytest runs a test."""
+    """Say whether plain pytest runs a test: none that even the gate leaves out."""
+    if item.get_closest_marker("extended"):
+        return False
     marked = bool(item.get_closest_marker("quick"))
     return marked or tier(item) == "pure" or _stands_in(item.path, _QUICK)
 

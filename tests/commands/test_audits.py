@@ -29,7 +29,7 @@ def test_a_flipped_bit_ends_the_run_and_nothing_of_its_step_is_saved(run):
         "run.dir=run",
         "run.save_every={steps: 4}",
         "recipe.microbatches=6",
-        'recipe.model.name="held:flipping_on_rank_1"',  # in step 12: every other step has 3 forwards, the rest 2
+        'recipe.model={name: "held:flipping_on_rank_1"}',  # in step 12: every other step has 3 forwards, the rest 2
         "placement.processes=3",
         "placement.audit_every=2",
         code=1,

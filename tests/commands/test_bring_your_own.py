@@ -35,7 +35,6 @@ def test_own_optimizer_and_schedule_give_the_same_bits_however_it_is_placed_and_
 ) -> None:
     placed = {
         "one": ("placement.processes=1",),
-        "ddp": ("placement.processes=2",),
         "zero1": ("placement.processes=3", "placement.strategy=zero1"),
         "pipeline": ("placement.processes=2", "placement.strategy=pipeline"),
     }

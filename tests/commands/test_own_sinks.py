@@ -77,7 +77,7 @@ def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None
     assert len(list((resumed.folder / "run/tensorboard").iterdir())) == 2
     assert "step 24  accuracy" in (resumed.folder / "run/logs/rank-0.log").read_text()
     (resumed.folder / "run").rename(resumed.folder / "first")
-    assert run(*on(3, "[]")).sha256 == resumed.sha256
+    assert run(*on(1, "[]")).sha256 == resumed.sha256
 
 
 @pytest.mark.worlds

@@ -174,7 +174,7 @@ def test_a_table_gets_a_column(run, tmp_path):
 def test_a_prompt_goes_on(run, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh" * 60)
     data = "{name: text, root: text.txt, options: {context: 12, stride: 1}}"
-    run("train", plain(tmp_path, stored.TOKENS, data, 30, 0.02))
+    run("train", plain(tmp_path, stored.TOKENS, data, 6, 0.02))
     (tmp_path / "text.txt").unlink()
     found = run("predict", "run", "--prompt", "abc", "--tokens", "21")  # more than the context
     assert found.out == "abc" + "defghabc" * 2 + "defgh\n"

@@ -163,7 +163,7 @@ def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
 def test_samples_of_text_are_what_predict_generates(run, tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh" * 120)
     data = "{name: text, root: text.txt, options: {context: 12, stride: 1}}"
-    run("train", plain(tmp_path, stored.TOKENS, data, 10, 0.02))
+    run("train", plain(tmp_path, stored.TOKENS, data, 4, 0.02))
     run("report", "run", "--examples")
     text = Page(tmp_path / "report.html").texts["run: samples of text"]
     given = text.partition("sample 0")[2].split()[0]

@@ -3,7 +3,7 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from types import SimpleNamespace
@@ -537,8 +537,8 @@ def outcomes(loop: Loop, number: int, sizes: Sequence[int], every: bool) -> dict
     return table
 
 
-def name_of(value: Any) -> str:
-    return getattr(value, "__name__", "")
+def numbered(loops: Iterable[Loop]) -> list[Any]:
+    return [pytest.param(number, loop, id=loop.__name__) for number, loop in enumerate(loops)]
 
 
 EVERY = pytest.mark.extended("the gate has each loop under one strategy of the four, and each of them with many loops")
@@ -550,7 +550,7 @@ PLACED = pytest.mark.parametrize(
 # Two ranks have as many micro-batches each, and so end at once. Of three one would still wait for the others.
 @pytest.mark.worlds
 @PLACED
-@pytest.mark.parametrize(("number", "loop"), enumerate(REFUSED), ids=name_of)
+@pytest.mark.parametrize(("number", "loop"), numbered(REFUSED))
 def test_a_loop_is_refused_with_its_line_under_all_strategies(loop: Loop, number: int, every: bool) -> None:
     for place, text in outcomes(loop, number, (2,), every).items():
         assert REFUSED[loop] in text, (place, text)
@@ -559,7 +559,7 @@ def test_a_loop_is_refused_with_its_line_under_all_strategies(loop: Loop, number
 
 @pytest.mark.worlds
 @PLACED
-@pytest.mark.parametrize(("number", "loop"), enumerate(ALIKE), ids=name_of)
+@pytest.mark.parametrize(("number", "loop"), numbered(ALIKE))
 def test_a_loop_gives_one_hash_under_all_strategies(loop: Loop, number: int, every: bool) -> None:
     found = outcomes(loop, number, (2, 3), every)
     assert len({*found.values()}) == 1, found
