@@ -134,7 +134,7 @@ def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path, 
     command = [sys.executable, SCRIPTS / "prove-restarts", str(trials)]
     proof = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert proof.returncode == 0, proof.stdout + proof.stderr
-    first, _, _, *trials, _, last = proof.stdout.splitlines()
-    assert [line.split()[1] for line in trials] == ["c10d", "static", "etcd-v2"][:trials]
-    assert {line.split()[-1] for line in trials} == {first.split()[-1]}
+    first, _, _, *lines, _, last = proof.stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["c10d", "static", "etcd-v2"][:trials]
+    assert {line.split()[-1] for line in lines} == {first.split()[-1]}
     assert last == f"{trials} of {trials} with the weights of the undisturbed run"
