@@ -383,7 +383,7 @@ def test_what_is_imported_of_ours_is_there() -> None:
     scripts = [
         path
         for path in (ROOT.parents[1] / "scripts").iterdir()
-        if path.read_bytes().startswith(b"#!/usr/bin/env python3")
+        if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env python3")
     ]
     missing = [
         f"{path.name}: {node.module}.{alias.name}"
