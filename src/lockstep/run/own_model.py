@@ -110,7 +110,7 @@ class AlikeCalls:
     Else one would wait for an exchange that others never come to, or take part in another one of theirs.
     """
 
-    _OVER: Final = 255  # a micro-batch, or a batch of `run.each`: in place of the number of what is called
+    _OVER: Final = 0xFFFF  # a micro-batch, or a batch of `run.each`: in place of the number of what is called
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -118,11 +118,11 @@ class AlikeCalls:
     def call(self, number: int, at: str) -> None:
         """Raise UsageError, on all ranks, where not all call what has this number now. All of them ask."""
         # With gradients or without: what is exchanged follows from that too.
-        found = self._world.gather(bytes([number, torch.is_grad_enabled()]))
+        found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
         if len({*found}) == 1:
             return
-        calling = [str(rank) for rank, [each, _] in enumerate(found) if each != self._OVER]
-        others = [str(rank) for rank, [each, _] in enumerate(found) if each == self._OVER]
+        over = [int.from_bytes(each[:2]) == self._OVER for each in found]
+        calling, others = ([str(rank) for rank, each in enumerate(over) if each is end] for end in (False, True))
         more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
         raise refused(
             f"{at}ranks call the placed model differently in their micro-batches: "
