@@ -43,12 +43,7 @@ _REAL: Final = (
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
 # Of these, what has to be done within a time.
-_ALONE: Final = (
-    "benchmarks/test_loop_overhead.py",
-    "benchmarks/test_processes.py",
-    "benchmarks/test_programs.py",
-    "faults",
-)
+_ALONE: Final = ("faults",)
 # Of these, what starts programs that would be in each other's way, and waits for them most of the time.
 _CLUSTERS: Final = ("faults", "launchers", "strategies/test_horovod.py", "test_follow_srun.py", "test_tutorial_real.py")
 # What scripts/test --all runs and the gate does not, and where the gate has what it shows. Single tests are marked so.
