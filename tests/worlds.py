@@ -9,6 +9,7 @@ Whatever happens, they end with the session: each dies with the nursery, and tha
 """
 
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -200,6 +201,7 @@ def _nurse(requests: Connection, imports: Sequence[str]) -> None:
     fix_kernels(threads=1)  # here, as the line below, because it imports for seconds, and workers inherit it
     for module in ("timm.optim", *imports):
         import_module(module)
+    gc.freeze()  # as what pytest has imported
     while True:
         try:
             size, folder = requests.recv()

@@ -4,6 +4,7 @@ As a program it is that server: it takes requests, a line of JSON each, from the
 argument, and ends with it. Each command gets a session of its own, so that what it leaves behind can be found.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -224,13 +225,17 @@ def _marked(pid: int, mark: str) -> bool:
 
 def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
+    gc.disable()
     _import_what_commands_import()
+    gc.freeze()  # what is imported stays: commands need not look through it for garbage
+    gc.enable()
     for line in connection.makefile("r", encoding="utf-8"):
         request = json.loads(line)
         if "reap" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
         elif "load" in request:
             answer = len([importlib.import_module(name) for name in request["load"]])
+            gc.freeze()
         elif not (answer := os.fork()):
             connection.close()
             _run(request)
