@@ -130,8 +130,8 @@ class Run:
                     self._progress, self._resumed = self._checkpoints.resume(self._member.checkpoint)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
-        if placed.exchanges_in_calls:
-            self._gate.alike = AlikeCalls(self._world)
+        if len((together := placed.calling_together)[0]) > 1:
+            self._gate.alike = AlikeCalls(self._world, together)
         placed.guard.mark(moved=True)
         return model, optimizer
 

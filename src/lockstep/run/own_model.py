@@ -105,24 +105,28 @@ class Gate:
 
 @final
 class AlikeCalls:
-    """Sees that all ranks call a model alike in whose calls they exchange weights or inputs.
+    """Sees that ranks which exchange weights or inputs in the calls of a model call it alike, group by group.
 
-    Else one would wait for an exchange that others never come to, or take part in another one of theirs.
+    Else one would wait for an exchange that others never come to, or take part in another one of theirs. The ranks of a
+    group have as many micro-batches each, but one group may have more than another.
     """
 
     _OVER: Final = 0xFFFF  # a micro-batch, or a batch of `run.each`: in place of the number of what is called
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, groups: list[list[int]]) -> None:
+        [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
+        self._world = world.among(groups) if len(groups) > 1 else world
 
     def call(self, number: int, at: str) -> None:
-        """Raise UsageError, on all ranks, where not all call what has this number now. All of them ask."""
+        """Raise UsageError, on all ranks of a group, where not all call what has this number now. All of them ask."""
         # With gradients or without: what is exchanged follows from that too.
         found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
         if len({*found}) == 1:
             return
         over = [int.from_bytes(each[:2]) == self._OVER for each in found]
-        calling, others = ([str(rank) for rank, each in enumerate(over) if each is end] for end in (False, True))
+        calling, others = (
+            [str(rank) for rank, each in zip(self._ranks, over, strict=True) if each is end] for end in (False, True)
+        )
         more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
         raise refused(
             f"{at}ranks call the placed model differently in their micro-batches: "

@@ -82,10 +82,9 @@ class Placed:
     guard: Guarding
 
     @property
-    def exchanges_in_calls(self) -> bool:
-        """Whether a call of the model waits for ranks that compute other micro-batches."""
-        mesh = self.chosen.mesh(self.world.size)
-        return mesh.shard > 1 or mesh.expert > 1
+    def calling_together(self) -> list[list[int]]:
+        """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
+        return self.chosen.mesh(self.world.size).groups("shard", "expert")
 
     def decided(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
