@@ -127,6 +127,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     worlds.close_nursery()
+    gc.unfreeze()  # else libraries report at exit that what they made was never freed
 
 
 @pytest.fixture(autouse=True)

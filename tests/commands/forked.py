@@ -225,10 +225,8 @@ def _marked(pid: int, mark: str) -> bool:
 
 def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
-    gc.disable()
     _import_what_commands_import()
     gc.freeze()  # what is imported stays: commands need not look through it for garbage
-    gc.enable()
     for line in connection.makefile("r", encoding="utf-8"):
         request = json.loads(line)
         if "reap" in request:
