@@ -272,14 +272,13 @@ class Guard:
 
     def _unknown(self, module: nn.Module) -> str:
         """Note what is gathered of a module, and return its name where it has tensors that are not."""
-        for again in (False, True):
-            if all(
-                each is None or each in self._names or each in self._gathered for each in module._parameters.values()
-            ):
-                return ""
-            if not again:
-                self._note_gathered()
-        return self._modules[module] or "the model"
+        if not self._knows(module):
+            self._note_gathered()
+        return "" if self._knows(module) else self._modules[module] or "the model"
+
+    def _knows(self, module: nn.Module) -> bool:
+        held = [each for each in module._parameters.values() if each is not None]
+        return all(each in self._names or each in self._gathered for each in held)
 
     def _note_gathered(self) -> None:
         for tensor, original in self._ask_gathered().items():

@@ -39,6 +39,8 @@ _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
 _STEPS: Final = 4  # of a recipe, as the command compares
 
+_Run = Callable[..., tuple[int, str]]  # `_ran`, given the function, its steps and whether it is guarded
+
 Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
 
 
@@ -127,17 +129,18 @@ def checked(
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         folder = Path(name)
-        code, said = _ran(function, "single", 1, folder / "reference", steps, guarded)
+        run: _Run = partial(_ran, function, steps, guarded)
+        code, said = run("single", 1, folder / "reference")
         if code != EXIT_DONE:
             kind = UsageError if code == EXIT_USAGE else VerificationError
             raise kind(f"the reference, one process: {said}")
         reference = _read(folder / "reference")
         for number, (strategy, count) in enumerate(_places(processes, strategies)):
             if count == 1:
-                yield _again(function, folder, reference, steps, guarded)
+                yield _again(run, folder, reference, can_be_spawned(function))
                 continue
             own = folder / str(number)
-            code, said = _ran(function, strategy, count, own, steps, guarded)
+            code, said = run(strategy, count, own)
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:
                 yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=said)
@@ -145,16 +148,14 @@ def checked(
             found = _read(own)
             departure = _mismatch(reference, found)
             if departure:
-                departure += _likely_cause(function, strategy, count, folder / f"{number}-witnessed", steps, guarded)
+                departure += _likely_cause(run, strategy, count, folder / f"{number}-witnessed")
             yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
 
 
-def _again(
-    function: Callable[[], object], folder: Path, reference: Sequence[Trace], steps: int | None, guarded: bool
-) -> Checked:
+def _again(run: _Run, folder: Path, reference: Sequence[Trace], spawned: bool) -> Checked:
     """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
-    hashes = other_seed() if can_be_spawned(function) else None
-    code, said = _ran(function, "single", 1, folder / "again", steps, guarded, hashes)
+    hashes = other_seed() if spawned else None
+    code, said = run("single", 1, folder / "again", hashes)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=said)
     found = _read(folder / "again")
@@ -162,22 +163,15 @@ def _again(
     if not departure:
         note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
         return Checked("single", 1, "identical", len(found), note)
-    if hashes and _ran(function, "single", 1, folder / "third", steps, guarded)[0] == EXIT_DONE:
+    if hashes and run("single", 1, folder / "third")[0] == EXIT_DONE:
         same = not _mismatch(reference, _read(folder / "third"))
         departure += f"; likely cause: {of_hashes()}" if same else ""
     return Checked("single", 1, "differs", len(found), departure)
 
 
-def _likely_cause(
-    function: Callable[[], object],
-    strategy: str | Mapping[str, Any],
-    count: int,
-    folder: Path,
-    steps: int | None,
-    guarded: bool,
-) -> str:
+def _likely_cause(run: _Run, strategy: str | Mapping[str, Any], count: int, folder: Path) -> str:
     """Run a placement again, with an eye on what the loop reads besides its batches; return that, and the lines."""
-    _ran(function, strategy, count, folder, steps, guarded, witness=True)
+    run(strategy, count, folder, witness=True)
     reads: dict[str, str] = {}
     for path in sorted(folder.glob(_READS)):
         reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
@@ -194,11 +188,11 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
 
 def _ran(
     function: Callable[[], object],
+    steps: int | None,
+    guarded: bool,
     strategy: str | Mapping[str, Any],
     count: int,
     folder: Path,
-    steps: int | None,
-    guarded: bool,
     hashes: str | None = None,
     witness: bool = False,
 ) -> tuple[int, str]:
