@@ -131,7 +131,7 @@ def _run(module: str, device: str, limit_s: str, answer: str) -> None:
     """Run a section in this process and write what it found, whole or not at all."""
     import torch
 
-    from lockstep.follow_parent import die_with_parent
+    from lockstep.common.follow_parent import die_with_parent
 
     die_with_parent()
     try:

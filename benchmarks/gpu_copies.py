@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.world import World
+from lockstep.common.rank import RankInfo
 from lockstep.core.order import Step, Steps
-from lockstep.core.rank import RankInfo
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local_tensor
 from lockstep.data.copies import Arrival, copies_to

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
 from lockstep.comm.world import World
+from lockstep.common.rank import RankInfo
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
-from lockstep.core.rank import RankInfo
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World, choose_device, open_world
+from lockstep.common.follow_parent import die_with_parent
+from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
-from lockstep.core.rank import ALONE, RankInfo
 from lockstep.device.precision import attention, fix_kernels
 from lockstep.errors import UsageError
-from lockstep.follow_parent import die_with_parent
 from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer

@@ -287,8 +287,8 @@ def nanogpts(work: Work, device: torch.device) -> Do:
 def ours(work: Work, device: torch.device, compiled: bool = False) -> Do:
     """Return a step of Lockstep's engine on one process, with one micro-batch."""
     from lockstep.comm.world import World
+    from lockstep.common.rank import ALONE
     from lockstep.core.order import Step
-    from lockstep.core.rank import ALONE
     from lockstep.parallel.numerics import Numerics
     from lockstep.parallel.optimize import make_optimizer
     from lockstep.strategies.single import Strategy

@@ -22,8 +22,8 @@ from typing import Final
 import torch
 
 from lockstep.comm.world import World, open_world
-from lockstep.core.rank import RankInfo
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
+from lockstep.common.rank import RankInfo
 from lockstep.ranks.external import met
 
 TIMEOUT_S: Final = 300.0

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
 
 Answer = dict[str, Any]
 Turn = Callable[[], Answer]

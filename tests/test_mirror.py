@@ -51,7 +51,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_verify_probe.py": "verification: probe probe_state probe_witness probing",
     "commands/test_commands_usual.py": "reporting: usual\nrun: usual",
     "config/test_load.py": "config: across base placement recipe run schema wording",
-    "core/test_schemas.py": "training/checkpoint: saved_state",
+    "common/test_schemas.py": "training/checkpoint: saved_state",
     "data/images/test_folder.py": "data/images: pictures",
     "data/images/test_scan.py": "data/images: listing",
     "data/images/test_webdataset.py": "data/images: tar_index",

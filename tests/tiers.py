@@ -38,14 +38,20 @@ _REAL: Final = (
     "reporting/test_png.py",
     "reporting/test_shown_in_chromium.py",
     "reporting/test_watched_in_chromium.py",
-    "test_follow_srun.py",
+    "common/test_follow_srun.py",
     "test_tutorial_real.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
 # Of these, what has to be done within a time.
 _ALONE: Final = ("faults",)
 # Of these, what starts programs that would be in each other's way, and waits for them most of the time.
-_CLUSTERS: Final = ("faults", "launchers", "strategies/test_horovod.py", "test_follow_srun.py", "test_tutorial_real.py")
+_CLUSTERS: Final = (
+    "faults",
+    "launchers",
+    "strategies/test_horovod.py",
+    "common/test_follow_srun.py",
+    "test_tutorial_real.py",
+)
 # What scripts/test --all runs and the gate does not, and where the gate has what it shows. Single tests are marked so.
 _BENCHMARK: Final = "it runs a benchmark, whose pieces have tests of their own; the gate shows that test_harm.py runs"
 EXTENDED: Final = {
@@ -62,13 +68,13 @@ _COMMANDS: Final = (
     "commands",
     "run",
     "test_cli.py",
-    "test_platforms.py",
+    "common/test_platforms.py",
     "test_coming_from.py",
     "test_docs.py",
-    "test_importing.py",
+    "common/test_importing.py",
     "test_library.py",
-    "test_die_with_parent.py",
-    "test_follow_parent.py",
+    "common/test_die_with_parent.py",
+    "common/test_follow_parent.py",
     "test_tutorial.py",
     "test_typed.py",
     "test_worlds.py",

@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.comm.world import open_world
-from lockstep.core.rank import RankInfo
+from lockstep.common.follow_parent import die_with_parent
+from lockstep.common.rank import RankInfo
 from lockstep.device.precision import fix_kernels
-from lockstep.follow_parent import die_with_parent
 from lockstep.ranks.external import met
 
 LARGEST_BYTES = 350 << 20  # of a worker's own memory, of which DeepSpeed takes 300 MiB: a larger pool is ended

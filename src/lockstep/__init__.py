@@ -54,7 +54,7 @@ if not TYPE_CHECKING:  # else any name would do
         if name not in _PLACES:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
         if _PLACES[name].startswith(("run.", "verification.")):
-            import_module("lockstep.platforms").need_posix(f"lockstep.{name}")
+            import_module("lockstep.common.platforms").need_posix(f"lockstep.{name}")
         return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
 
 

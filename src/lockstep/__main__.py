@@ -2,7 +2,7 @@
 
 import os
 
-from lockstep.hashing import fix_hash_seed
+from lockstep.common.hashing import fix_hash_seed
 
 
 def start() -> None:
@@ -10,7 +10,7 @@ def start() -> None:
     fix_hash_seed()
 
     from lockstep.cli import main  # only now: this process may have been another
-    from lockstep.follow_parent import follow_srun
+    from lockstep.common.follow_parent import follow_srun
 
     follow_srun(os.environ)
     main()

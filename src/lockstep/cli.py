@@ -18,10 +18,10 @@ import click
 from click.shell_completion import BashComplete, add_completion_class
 
 from lockstep import __version__
-from lockstep.core.text import printable
+from lockstep.common.own_code import own_error
+from lockstep.common.platforms import need_posix
+from lockstep.common.text import printable
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
-from lockstep.own_code import own_error
-from lockstep.platforms import need_posix
 
 # click's own, but for two things: it leaves the cursor after `key=` and `folder/`, and offers files beside other words.
 _BASH: Final = """\
@@ -78,7 +78,7 @@ class Shell(click.Group):
         """Return the command that the first argument names; suggest the nearest where there is none."""
         name = args[0]
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
-            from lockstep.core.names import choices
+            from lockstep.common.names import choices
 
             raise click.UsageError(f"no command '{name}'{choices(name, names)}", ctx)
         return super().resolve_command(ctx, args)

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 from lockstep.comm import carrier
 from lockstep.comm.carrier import Addressed, Staged, Transfer
 from lockstep.comm.world import World
+from lockstep.common.rank import RankInfo
 from lockstep.core.mesh import Mesh
-from lockstep.core.rank import RankInfo
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from lockstep.comm import horovod
 from lockstep.comm.horovod import Horovod
 from lockstep.comm.world import World
-from lockstep.core.rank import ALONE
+from lockstep.common.rank import ALONE
 from lockstep.core.tree import Block
 from lockstep.errors import UsageError
 

@@ -85,7 +85,7 @@ def test_a_barrier_that_does_not_wait_is_found() -> None:
 
 
 def test_one_rank_has_nothing_to_try() -> None:
-    from lockstep.core.rank import ALONE
+    from lockstep.common.rank import ALONE
 
     assert golden.tried(World(ALONE, CPU)).tried == {}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.p2p import PointToPoint, Values, backward_input, backward_weight
 from lockstep.comm.world import World
-from lockstep.core.rank import ALONE
+from lockstep.common.rank import ALONE
 from lockstep.errors import TrainingError
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import worlds
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device
+from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.mesh import Mesh
-from lockstep.core.rank import ALONE, RankInfo
 from lockstep.core.tree import Block
 from lockstep.errors import UsageError
 

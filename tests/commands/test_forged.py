@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.config.base import values
 from lockstep.config.load import comparable, load_text
-from lockstep.core.rank import ALONE
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine

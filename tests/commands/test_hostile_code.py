@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lockstep.comm.world import open_world
+from lockstep.common.own_code import own_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
-from lockstep.own_code import own_error
 from lockstep.ranks.external import alone
 from lockstep.run.build import evaluation_batch, setup
 from lockstep.run.engine import start_engine

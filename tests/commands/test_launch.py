@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep import follow_parent
 from lockstep.cli import main
+from lockstep.common import follow_parent
 
 # Stands in for a launcher on this machine: what follows its options is run as if the launcher had started it once.
 STANDS_IN = """#!/bin/sh
@@ -121,7 +121,7 @@ def test_ssh_brings_the_secret_by_stdin(folder):
     assert re.fullmatch("[0-9a-f]{64}", one)
     lines = (folder / "lines").read_text(encoding="utf-8")
     assert one not in lines
-    assert lines.count("-m lockstep.follow_parent --secret ") == 2
+    assert lines.count("-m lockstep.common.follow_parent --secret ") == 2
 
 
 def test_a_name_that_stands_for_no_address_ends_it_in_seconds(folder, monkeypatch):
@@ -166,7 +166,7 @@ def test_ssh_starts_a_torchrun_on_each_host(folder):
     assert len(calls) == 2
     for number, call in enumerate(calls):
         assert call == (
-            f"-m lockstep.follow_parent --secret --knows localhost "
+            f"-m lockstep.common.follow_parent --secret --knows localhost "
             f"{folder}/bin/python -m torch.distributed.run --nnodes=2 "
             f"--node-rank={number} "
             f"--master-addr=localhost --master-port=29513 --nproc-per-node=1 {SIGNALS} -m lockstep train digits "

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.config.load import load
-from lockstep.core.rank import ALONE
 from lockstep.parallel import data_parallel
 from lockstep.run.build import setup
 from lockstep.run.engine import start_engine

@@ -7,11 +7,11 @@ from pathlib import Path
 import own_schedules
 import pytest
 
+from lockstep.common.own_code import located
 from lockstep.config.load import load
 from lockstep.config.plan import steps
 from lockstep.core.rate import Rate
 from lockstep.errors import UsageError
-from lockstep.own_code import located
 from lockstep.run.schedule import check_rate, find_rate
 
 FILE = own_schedules.__file__

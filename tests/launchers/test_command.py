@@ -119,9 +119,9 @@ def test_ssh_ties_what_it_starts_to_itself():
     folder, _, there = words[-1].partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/data/it's here"]
     line = torchrun.command(replace(job, options=()))
-    assert shlex.split(there) == ["/opt/python", "-m", "lockstep.follow_parent", "--knows", "a", *line]
+    assert shlex.split(there) == ["/opt/python", "-m", "lockstep.common.follow_parent", "--knows", "a", *line]
     *_, there = ssh.command(replace(job, signed=True))
-    assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.follow_parent", "--secret", "--knows", "a", *line]
+    assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.common.follow_parent", "--secret", "--knows", "a", *line]
     alone = replace(HERE, hosts=("a",), options=())
     *_, there = ssh.command(alone)
     assert "--knows" not in there

@@ -20,7 +20,7 @@ from environments import (
     TORCHRUN,
 )
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import ORDER, detect, environment, horovodrun, look, mpich, openmpi, slurm, torchrun
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher

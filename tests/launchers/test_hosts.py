@@ -13,7 +13,7 @@ from waiting import ended, until
 
 from lockstep.launchers.hosts import Ended, run_on_hosts
 
-# What stands in for `ssh HOST python -m lockstep.follow_parent ...`: it ends when its stdin does.
+# What stands in for `ssh HOST python -m lockstep.common.follow_parent ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
 STAYS = ("sh", "-c", 'echo $$ > "$0"; trap "" TERM; for i in $(seq 500); do sleep 0.02; done')
 # Ends with 3 once the command of host a has written its number; its own place is "b".

@@ -18,7 +18,7 @@ on h1 "$@" 1 & on h0 "$@" 0 & wait -n
 RANK = """
 import os, sys
 import torch
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.ranks.external import met
 from lockstep.ranks.stall import StallDetector
 from lockstep.comm.world import open_world

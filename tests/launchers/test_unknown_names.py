@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.launchers import located
 from lockstep.launchers.slurm import node_address
 

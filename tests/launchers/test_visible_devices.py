@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lockstep.comm.world import choose_device
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import detect
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.common.importing import import_object
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
 from lockstep.models.find import OURS, build_model, construction
 from lockstep.tasks.facts import facts
 

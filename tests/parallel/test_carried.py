@@ -14,7 +14,7 @@ import worlds
 
 from lockstep.comm.carrier import Addressed, Carrier, Direct, Staged
 from lockstep.comm.world import World
-from lockstep.core.rank import ALONE, RankInfo
+from lockstep.common.rank import ALONE, RankInfo
 
 CPU = torch.device("cpu")
 LOCAL = [

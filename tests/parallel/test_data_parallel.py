@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import Case, Trace, whole_trace
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core import random
 from lockstep.core.order import Step
-from lockstep.core.rank import ALONE
 from lockstep.parallel.data_parallel import DataParallelEngine
 
 SIZES = (2, 3, 4)

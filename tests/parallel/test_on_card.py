@@ -9,8 +9,8 @@ from torch import Tensor
 from worlds import run
 
 from lockstep.comm.world import World
+from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
-from lockstep.core.rank import RankInfo
 from lockstep.core.shard import local_tensor
 from lockstep.run.build import setup
 from lockstep.run.engine import start_engine

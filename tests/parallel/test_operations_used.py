@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Case
 
 from lockstep.comm.world import World
-from lockstep.core.rank import ALONE
+from lockstep.common.rank import ALONE
 from lockstep.device.kernels import refused
 
 

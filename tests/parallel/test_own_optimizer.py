@@ -12,8 +12,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lockstep.common.own_code import located
 from lockstep.errors import OwnCodeError, UsageError
-from lockstep.own_code import located
 from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
 from lockstep.parallel.own_optimizer import check_own
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Case
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core.order import cut
 from lockstep.core.precision import Precision
-from lockstep.core.rank import ALONE
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.weights import Weights, computing_in
 

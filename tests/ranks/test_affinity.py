@@ -12,7 +12,7 @@ import torch
 import worlds
 
 from lockstep.comm.world import World
-from lockstep.core.rank import ALONE
+from lockstep.common.rank import ALONE
 from lockstep.device.cores import listed, parse
 from lockstep.ranks.affinity import bind, pci_address, seat_of, siblings
 

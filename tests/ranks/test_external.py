@@ -12,7 +12,7 @@ import torch.distributed as dist
 from waiting import QUICK
 
 from lockstep.comm.peer_errors import PeerLostError
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.ranks import external
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous

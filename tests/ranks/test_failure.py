@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.comm.peer_errors import PeerLostError
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
 from lockstep.ranks.external import _lines
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from waiting import QUICK, until
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.ranks import job_store
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.heartbeat import Heartbeat

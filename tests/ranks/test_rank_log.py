@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.ranks.rank_log import RankLog
 
 SPEAKS = """
 import contextlib, os, sys
 from pathlib import Path
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.ranks.rank_log import RankLog
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 rank_log = RankLog(RankInfo(rank, size, rank, size, "environment"))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from waiting import QUICK, until
 
 from lockstep.comm.peer_errors import PeerLostError
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.ranks import rendezvous as rendezvous_module
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, failure_of

@@ -13,7 +13,7 @@ from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, stoppin
 
 TRAINER = """
 import time
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
 from lockstep.ranks.signals import StopRequest
 die_with_parent()
 stop = StopRequest()

@@ -17,7 +17,7 @@ import worlds
 from waiting import QUICK
 
 from lockstep.comm.world import World
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.ranks import stall
 from lockstep.ranks.external import alone, met
 from lockstep.ranks.rendezvous import Rendezvous

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from waiting import QUICK, until
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
 from lockstep.ranks import failure, heartbeat, stall
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError

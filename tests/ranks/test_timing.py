@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import QUICK
 
-from lockstep import follow_parent
+from lockstep.common import follow_parent
 from lockstep.launchers import hosts
 from lockstep.ranks.timing import TIMING, Timing
 

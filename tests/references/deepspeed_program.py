@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from small_run import PROCESSES, RECIPES, SAMPLES, STEPS, Recipe, build, data
 from torch.nn import functional as F
 
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
 
 STAGES = (1, 2, 3)
 

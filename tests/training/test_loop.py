@@ -12,8 +12,8 @@ import worlds
 from fakes import FakeEngine, batches, evaluated, plan, saved, shortly
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core.order import Step, Steps
-from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor

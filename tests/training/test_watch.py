@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core.order import Steps
-from lockstep.core.rank import ALONE
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
 from lockstep.training.watch import NonFiniteCheck

@@ -10,9 +10,9 @@ import worlds
 from torch import Tensor
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.config.load import load
 from lockstep.core.order import part
-from lockstep.core.rank import ALONE
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.checkup.finding import Finding, Level
-from lockstep.core.rank import ranks_in_words
+from lockstep.common.rank import ranks_in_words
 
 _SHOWN: Final = 8  # ranks of a group
 # What a launcher gives each rank one of its own, and interfaces, whose names each host has for itself.

@@ -18,7 +18,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from lockstep import plainfile
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merged
@@ -27,7 +26,8 @@ from lockstep.checkup.report import Report
 from lockstep.comm.golden import Golden, tried
 from lockstep.comm.links import MOST_ROUNDS, Link, Offset, links, offsets, rounds
 from lockstep.comm.world import World, choose_device, open_world
-from lockstep.core.rank import RankInfo
+from lockstep.common import plainfile
+from lockstep.common.rank import RankInfo
 from lockstep.device import host, interfaces, ports, storage, timekeeping
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure

@@ -13,7 +13,7 @@ from rich.text import Text
 from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import ORDER, Finding, Level, worst
 from lockstep.comm.links import Link, Offset
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 
 _STYLE: Final[dict[Level, str]] = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 _MATRIX: Final = 12  # ranks: more columns no terminal has

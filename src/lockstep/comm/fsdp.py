@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lockstep.comm import older_fsdp
 from lockstep.comm.gathers import Gathers
 from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.common.own_code import refused
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
-from lockstep.own_code import refused
 
 # Called in backward with the number of a unit, the gradients of its parameters as one flat tensor with a part for each
 # member, the flat tensor that the unit's sharded gradients are views of, and whether it may wait for other members: for

@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lockstep import plainfile
 from lockstep.comm.world import World
+from lockstep.common import plainfile
 
 
 @final

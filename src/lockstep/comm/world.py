@@ -27,9 +27,9 @@ from lockstep.comm.canonical import CanonicalSum, move
 from lockstep.comm.carrier import Carrier, Direct, Staged
 from lockstep.comm.peer_errors import translated_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
+from lockstep.common.rank import RankInfo
 from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
 from lockstep.core.mesh import Axis, DataRank, Mesh
-from lockstep.core.rank import RankInfo
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError

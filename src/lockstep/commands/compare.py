@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 from lockstep.launchers import detect
 
 

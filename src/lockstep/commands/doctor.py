@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 from click.core import ParameterSource
 
-from lockstep.core.text import printable, printable_line
+from lockstep.common.text import printable, printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
 from lockstep.launchers.job import PORT
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.run.launched import launched
 
 if TYPE_CHECKING:

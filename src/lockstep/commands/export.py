@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable, printable_line
+from lockstep.common.text import printable, printable_line
 
 _FORMATS = ("safetensors", "torch", "onnx", "transformers", "timm")
 

@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 
 _RUNS: Final = "runs"
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from lockstep.commands import _completion, _overrides
-from lockstep.core.text import printable, printable_line
+from lockstep.common.text import printable, printable_line
 from lockstep.errors import UsageError
 
 

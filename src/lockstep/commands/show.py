@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 
 
 @click.command("show")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
 from lockstep.ranks.rank_log import outliving_terminal
 from lockstep.run.launched import launched
 
 if TYPE_CHECKING:
+    from lockstep.common.rank import RankInfo
     from lockstep.config.load import Loaded
-    from lockstep.core.rank import RankInfo
 
 
 @click.command("train")

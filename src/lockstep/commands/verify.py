@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 from lockstep.launchers import detect
 
 _WIDEST: Final = 200  # characters of a line that is not for a terminal

@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from lockstep.commands import _completion
-from lockstep.core.text import printable, printable_line
+from lockstep.common.text import printable, printable_line
 
 _EVERY_S: Final = 1.0  # between two looks at the runs
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any, Final
 
+from lockstep.common.names import choices
 from lockstep.config.document import Path, Place, Problem, locate
 from lockstep.config.placement import ALIASES
 from lockstep.config.recipe import contradictions, default_microbatches
 from lockstep.config.write import shown
-from lockstep.core.names import choices
 from lockstep.core.work import too_few
 
 # What others have, and nothing here stands for.

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from lockstep import plainfile
+from lockstep.common import plainfile, schemas
+from lockstep.common.names import choices, suggestion
+from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
 from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, Path, Place, Problem, dotted, parse
@@ -18,9 +20,6 @@ from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
 from lockstep.config.shipped import shipped
-from lockstep.core import schemas
-from lockstep.core.names import choices, suggestion
-from lockstep.core.text import printable_line
 from lockstep.errors import ConfigError
 
 _LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it as one takes long

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
+from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, named
-from lockstep.core.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 FOREIGN: Final = ("deepspeed",)  # strategies in the engine of another framework, which is given files of its own

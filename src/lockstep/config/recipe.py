@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from lockstep.common.names import suggestion
 from lockstep.config.base import (
     Floats,
     Fraction,
@@ -26,7 +27,6 @@ from lockstep.config.base import (
     listed,
     named,
 )
-from lockstep.core.names import suggestion
 from lockstep.core.order_name import OrderName
 from lockstep.core.precision import Precision, default_static_scale, named_elsewhere
 from lockstep.core.rate import Curve

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from lockstep import plainfile
+from lockstep.common import plainfile, schemas
+from lockstep.common.text import printable_line
 from lockstep.config.document import dotted, parse
 from lockstep.config.write import flow, leaves
-from lockstep.core import schemas
-from lockstep.core.text import printable_line
 
 _LARGEST: Final = 1 << 18  # bytes
 _WHERE: Final = ("data.root", "data.download", "model.weights.path")  # where things lie makes no other run

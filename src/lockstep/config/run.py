@@ -6,8 +6,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from lockstep.common.names import choices
 from lockstep.config.base import Location, Name, NaturalInt, PositiveInt, Section, named
-from lockstep.core.names import choices
 
 SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line of each event is always kept
 

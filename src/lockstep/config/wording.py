@@ -9,11 +9,11 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from lockstep.common.names import choices, listed, nearest, suggestion
 from lockstep.config.base import Section
 from lockstep.config.document import UNREADABLE, Path, Place, Problem, dotted, locate
 from lockstep.config.schema import Config
 from lockstep.config.write import shown
-from lockstep.core.names import choices, listed, nearest, suggestion
 
 _EXPECTED: Final = {
     "int_type": "a whole number",

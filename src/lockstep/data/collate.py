@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.common.kinds import shown
 from lockstep.core.batch import Batch, like, mapped, mapped_with_paths, tensors_of, with_paths
-from lockstep.core.kinds import shown
 from lockstep.data.images.leaves import tensor, usable
 from lockstep.errors import UsageError
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lockstep.common.importing import import_object
+from lockstep.common.kinds import shown
+from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Batch
-from lockstep.core.kinds import shown
 from lockstep.data.base import DataSet
 from lockstep.data.own_split import Collate, ImportedSplit, OwnSplit
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 from lockstep.tasks.facts import NAMES, found_names, of_targets, skipping
 
 

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
+from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.errors import UsageError
-from lockstep.own_code import OwnCode
 
 Collate = Callable[[list[Any]], Batch]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.common.follow_parent import die_with_parent
 from lockstep.core import random
 from lockstep.core.batch import Batch, mapped
 from lockstep.core.mesh import DataRank
@@ -27,7 +28,6 @@ from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, copies_to, started_ahead
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
-from lockstep.follow_parent import die_with_parent
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()

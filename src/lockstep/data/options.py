@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from lockstep.core.names import choices
+from lockstep.common.names import choices
 
 T = TypeVar("T")
 

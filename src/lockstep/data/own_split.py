@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Batch, mapped
 from lockstep.data.base import Split
 from lockstep.data.collate import checked, stacked
 from lockstep.data.items import seed_generators
-from lockstep.own_code import OwnCode
 from lockstep.tasks.facts import check_pair
 
 Collate = Callable[[list[Any]], Any]

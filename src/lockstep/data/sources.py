@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from lockstep.core.names import choices
+from lockstep.common.names import choices
 from lockstep.data.asked import Asked
 from lockstep.errors import UsageError
 

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from lockstep import __version__
+from lockstep.common.platforms import usable_cores
 from lockstep.device import machine
-from lockstep.platforms import usable_cores
 
 _PACKAGE: Final = "lockstep-train"
 _FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")

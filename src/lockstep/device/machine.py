@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.common.hashing import hash_seed
+from lockstep.common.platforms import usable_cores
 from lockstep.device.compiler import compiler_facts
 from lockstep.device.precision import attention
 from lockstep.device.switches import recorded
-from lockstep.hashing import hash_seed
-from lockstep.platforms import usable_cores
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries choose their kernels by.

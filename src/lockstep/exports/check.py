@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lockstep.common.text import printable
 from lockstep.core.batch import Inputs, with_paths
-from lockstep.core.text import printable
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user

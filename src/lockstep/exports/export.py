@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.common.names import choices
+from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Inputs, call
-from lockstep.core.names import choices
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports.base import Format, Subject
 from lockstep.exports.check import compared
@@ -26,7 +27,6 @@ from lockstep.exports.to_transformers import automatic_class, has_tokenizer, pro
 from lockstep.inference.saved import Saved
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.adapters import merged
-from lockstep.own_code import OwnCode
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")

@@ -9,7 +9,7 @@ from typing import Any, Final
 import safetensors.torch
 from torch import nn
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.exports.base import Subject
 from lockstep.inference.saved import Saved
 from lockstep.models.find import construction

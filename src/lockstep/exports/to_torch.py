@@ -9,11 +9,11 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.common.own_code import described
 from lockstep.core.batch import mapped
 from lockstep.errors import UsageError
 from lockstep.exports.base import Subject
 from lockstep.inference.saved import Saved
-from lockstep.own_code import described
 from lockstep.tasks.batches import predictions
 
 SUFFIX: Final = ".pt2"

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.data.asked import asked_by
 from lockstep.data.images.decoding import decode

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row, classified, files_of, masked, measured, view_of
 from lockstep.inference.saved import Saved

@@ -12,17 +12,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from lockstep.common.own_code import OwnCode
+from lockstep.common.rank import ALONE
 from lockstep.config.base import values
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, call, mapped
-from lockstep.core.rank import ALONE
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.models.initialise import initialise
 from lockstep.models.tuned import tuned
-from lockstep.own_code import OwnCode
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.adapters import tuning_of
 from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model

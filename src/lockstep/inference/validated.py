@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core.batch import Batch, mapped
-from lockstep.core.rank import ALONE
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment, horovodrun, local, mpich, openmpi, slurm, ssh, torchrun
 from lockstep.launchers.base import Launcher

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from lockstep.core.rank import SECRET
+from lockstep.common.rank import SECRET
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers.job import Job, Resources, resource_problems
 from lockstep.launchers.slurm import command

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 from zlib import crc32
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Names, place, port_of
 

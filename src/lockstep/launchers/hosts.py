@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 _POLL_S: Final = 0.1
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOP_S: Final = 75.0  # a little more than lockstep.follow_parent gives a command on its host
+STOP_S: Final = 75.0  # a little more than lockstep.common.follow_parent gives a command on its host
 
 
 class Ended(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Names, place
 

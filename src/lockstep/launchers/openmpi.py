@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 from zlib import crc32
 
-from lockstep.core.rank import SECRET, RankInfo
-from lockstep.hashing import VARIABLE
+from lockstep.common.hashing import VARIABLE
+from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 from lockstep.launchers.variables import Names, place, port_of

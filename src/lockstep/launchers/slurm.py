@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.hostlist import counts, hosts
 from lockstep.launchers.job import Job

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import replace
 from typing import Final
 
+from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
-from lockstep.follow_parent import KNOWS, READS_SECRET
 from lockstep.launchers import agents
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
@@ -25,7 +25,7 @@ def command(job: Job) -> list[str]:
     secret = [READS_SECRET] if job.signed else []
     knows = [] if job.standalone else [KNOWS, job.meets_on]
     torchrun = agents.command(replace(job, options=()))
-    followed = shlex.join([job.python, "-m", "lockstep.follow_parent", *secret, *knows, *torchrun])
+    followed = shlex.join([job.python, "-m", "lockstep.common.follow_parent", *secret, *knows, *torchrun])
     return ["ssh", *alive, *job.options, job.hosts[job.host], f"cd {shlex.quote(job.folder)} && exec {followed}"]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lockstep.core.patterns import selected
+from lockstep.common.patterns import selected
 from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
 

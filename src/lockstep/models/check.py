@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.common.own_code import OwnCode, described, place
 from lockstep.core.batch import Inputs, call, length, mapped, tensors_of
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.flops import FlopCounter, backward_flops
-from lockstep.own_code import OwnCode, described, place
 
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 

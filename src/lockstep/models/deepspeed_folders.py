@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 _LATEST: Final = "latest"  # names the folder of a step

@@ -12,12 +12,12 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.core.names import suggestion
+from lockstep.common.importing import import_object
+from lockstep.common.names import suggestion
+from lockstep.common.own_code import OwnCode, described
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
-from lockstep.importing import import_object
 from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
 from lockstep.models.pretrained import fetching, with_fitting_weights
-from lockstep.own_code import OwnCode, described
 
 Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
 Origin = Literal["lockstep", "timm", "torchvision", "transformers", "path"]

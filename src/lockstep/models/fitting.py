@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.names import suggestion
-from lockstep.core.patterns import selected, shortened
+from lockstep.common.names import suggestion
+from lockstep.common.patterns import selected, shortened
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from lockstep.core.patterns import matches, selected
+from lockstep.common.patterns import matches, selected
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.freeze"

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from lockstep import plainfile
-from lockstep.core.names import suggestion
+from lockstep.common import plainfile
+from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]

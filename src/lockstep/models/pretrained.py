@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from lockstep.common.locking import exclusive, private_folder
 from lockstep.errors import UsageError
-from lockstep.locking import exclusive, private_folder
 
 _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 

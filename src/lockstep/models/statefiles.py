@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lockstep import plainfile
-from lockstep.core.names import suggestion
-from lockstep.core.patterns import shortened
+from lockstep.common import plainfile
+from lockstep.common.names import suggestion
+from lockstep.common.patterns import shortened
 from lockstep.errors import UsageError
 from lockstep.models.deepspeed_folders import check_whole, model_file
 

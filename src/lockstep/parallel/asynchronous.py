@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from lockstep.comm.calls import Calls
 from lockstep.comm.named_sums import add_over_ranks
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step, part
-from lockstep.core.rank import ALONE
 from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.errors import TrainingError
 from lockstep.parallel.data_parallel import DataParallelEngine

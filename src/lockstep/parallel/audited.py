@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep import plainfile
 from lockstep.comm.world import World
+from lockstep.common import plainfile
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.core.rota import Rota

@@ -17,10 +17,10 @@ from typing import Final, NoReturn
 import torch
 from torch import nn
 
+from lockstep.common.own_code import located
 from lockstep.device.compiler import OPTIONS, prepare
 from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
-from lockstep.own_code import located
 from lockstep.parallel.blocks import find_units
 
 _LONGEST: Final = 300  # characters of torch's message

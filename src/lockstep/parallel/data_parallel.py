@@ -32,6 +32,7 @@ from torch.autograd.graph import _engine_run_backward
 from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
+from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
@@ -39,7 +40,6 @@ from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
-from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics

@@ -23,6 +23,7 @@ from lockstep.comm.canonical import add_
 from lockstep.comm.deepspeed import its_exchanges, library
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
+from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
@@ -31,7 +32,6 @@ from lockstep.core.shard import MaybeSharded, local_tensor, piece, sharded_as, s
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast, loss_scaler
 from lockstep.errors import TrainingError, UsageError
-from lockstep.own_code import OwnCode
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.deepspeed_places import Place, places
 from lockstep.parallel.ema import Ema, evaluating

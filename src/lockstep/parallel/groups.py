@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lockstep.core.patterns import selected
+from lockstep.common.patterns import selected
 from lockstep.errors import UsageError
 
 SCALE: Final = "lr_scale"  # of a parameter group: timm's name for it, and a checkpoint keeps it

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.core.names import choices, suggestion
+from lockstep.common.names import choices, suggestion
+from lockstep.common.own_code import own_error
 from lockstep.errors import UsageError
-from lockstep.own_code import own_error
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
 from lockstep.parallel.narrow_steps import AlikeInRows

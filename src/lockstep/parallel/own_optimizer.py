@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep import plainfile
+from lockstep.common import plainfile
+from lockstep.common.importing import import_object
+from lockstep.common.own_code import OwnCode
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 
 Make = Callable[[Iterable[Named]], Optimizer]

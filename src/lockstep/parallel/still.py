@@ -12,7 +12,7 @@ from typing import Final, final
 
 from torch import Tensor, nn
 
-from lockstep.own_code import refused
+from lockstep.common.own_code import refused
 
 _ADVICE: Final = (
     "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "

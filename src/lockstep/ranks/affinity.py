@@ -17,8 +17,8 @@ from typing import Final
 
 import torch
 
-from lockstep import plainfile
 from lockstep.comm.world import World
+from lockstep.common import plainfile
 from lockstep.device.cores import Cores, Seat, bound, listed, parse
 
 _SYSFS: Final = Path("/sys")

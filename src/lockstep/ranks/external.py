@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from lockstep.comm.peer_errors import lost_peer
-from lockstep.core.rank import ALONE, RankInfo
+from lockstep.common.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.heartbeat import Heartbeat

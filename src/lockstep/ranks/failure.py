@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final, final
 
-from lockstep import plainfile
 from lockstep.comm.peer_errors import PeerLostError, lost_peer
-from lockstep.core.rank import RankInfo
-from lockstep.core.text import printable, printable_line
+from lockstep.common import plainfile
+from lockstep.common.own_code import own_error
+from lockstep.common.rank import RankInfo
+from lockstep.common.text import printable, printable_line
 from lockstep.device.limits import over_files
 from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
-from lockstep.own_code import own_error
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, tagged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 
 
 def write(path: Path, nccl: bool) -> bool:

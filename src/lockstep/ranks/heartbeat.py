@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from lockstep.core.rank import ranks_in_words
-from lockstep.core.text import printable_line
+from lockstep.common.rank import ranks_in_words
+from lockstep.common.text import printable_line
 from lockstep.ranks import liveness, oom
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch.distributed as dist
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Final, Literal, NoReturn, final
 
-from lockstep.core.rank import RankInfo
+from lockstep.common.follow_parent import die_with_parent
+from lockstep.common.rank import RankInfo
 from lockstep.device import ports
 from lockstep.device.limits import over_files, refused
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
-from lockstep.follow_parent import die_with_parent
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, from_json
 from lockstep.ranks.member import end_process, joined

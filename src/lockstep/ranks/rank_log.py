@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, final
 
-from lockstep import plainfile
-from lockstep.core.rank import RankInfo
+from lockstep.common import plainfile
+from lockstep.common.rank import RankInfo
 
 _STDOUT, _STDERR = 1, 2
 

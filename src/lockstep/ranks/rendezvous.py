@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
-from lockstep.core.rank import RankInfo, ranks_in_words, rendezvous_address
-from lockstep.core.text import printable, printable_line
+from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
+from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TrainingError, UsageError
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parsed

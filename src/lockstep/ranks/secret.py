@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from lockstep.core.rank import SECRET
+from lockstep.common.rank import SECRET
 from lockstep.errors import UsageError
 
 _FILE: Final = f"{SECRET}_FILE"

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, final, get_args
 
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, Status

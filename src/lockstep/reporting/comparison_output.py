@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 from lockstep.reporting import comparison_page, usual, wording
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.comparison import Comparison, Row, State, conclusion, drawn, table, to_json

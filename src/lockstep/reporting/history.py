@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Final, final
 
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.reporting.thinning import Point, Thinned
 from lockstep.training.events import Evaluated, Stepped
 

@@ -16,8 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep import plainfile
-from lockstep.core import schemas
+from lockstep.common import plainfile, schemas
 from lockstep.errors import TrainingError, UsageError
 from lockstep.training.events import UNITS, Event, Started
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 
 _LARGEST = 1_000  # bytes
 

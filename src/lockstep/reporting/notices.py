@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.reporting import wording
 from lockstep.reporting.history import count, figures, text
 

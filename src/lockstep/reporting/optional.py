@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
+from lockstep.common.own_code import OwnCode
 from lockstep.errors import LockstepError
-from lockstep.own_code import OwnCode
 from lockstep.reporting.sink import Sink
 from lockstep.training.events import Event
 

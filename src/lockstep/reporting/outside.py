@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO, final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import TrainingError, UsageError
 from lockstep.reporting.curves import curves
 from lockstep.training.events import Done, Event, Started, Stopped

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.reporting import wording
 from lockstep.reporting.status import Figure, State, Status
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 from lockstep.reporting.charts import Chart
 
 

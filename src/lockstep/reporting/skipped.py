@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.training.events import Event, Skipped
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.reporting.jsonl import figures
 from lockstep.training.events import Evaluated, Event, Logged, Started, Stepped
 

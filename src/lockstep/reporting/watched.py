@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from lockstep.core.text import printable_line
+from lockstep.common.text import printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from lockstep.reporting import wording
 from lockstep.reporting.history import History

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from lockstep.common.hashing import RANDOM, VARIABLE
+from lockstep.common.text import printable_line
 from lockstep.core import epochs
 from lockstep.core.devices import SLOWLY
-from lockstep.core.text import printable_line
-from lockstep.hashing import RANDOM, VARIABLE
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]

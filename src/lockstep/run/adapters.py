@@ -8,9 +8,9 @@ from typing import Any
 import safetensors.torch
 from pydantic import ValidationError
 
+from lockstep.common.patterns import matches
 from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
-from lockstep.core.patterns import matches
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, has_adapters, peft_config, peft_names

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text
 from lockstep.config.load import load as load_recipe

@@ -8,8 +8,8 @@ from functools import partial
 
 from lockstep.checkup.rank import LOST_AFTER_S, Asked, part
 from lockstep.checkup.report import Report
+from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.placement import Placement
-from lockstep.core.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.errors import EXIT_DONE, EXIT_PREFLIGHT, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.launched import launched

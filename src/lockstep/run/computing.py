@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lockstep.comm.world import choose_device
+from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement
 from lockstep.core.precision import Precision
-from lockstep.core.rank import RankInfo
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.device.switches import check_switches

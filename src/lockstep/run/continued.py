@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.common import schemas
 from lockstep.config.load import Loaded, recorded
 from lockstep.config.run import Run
-from lockstep.core import schemas
 from lockstep.errors import ConfigError
 from lockstep.run.runs import CONFIG
 

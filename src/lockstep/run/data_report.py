@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
+from lockstep.common.platforms import usable_cores
 from lockstep.config.recipe import Recipe
 from lockstep.data.loader import damages
-from lockstep.platforms import usable_cores
 from lockstep.run.build import open_recipe_data
 
 

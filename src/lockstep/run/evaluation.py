@@ -15,13 +15,13 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from lockstep.comm.world import open_world
+from lockstep.common.rank import RankInfo
+from lockstep.common.text import printable
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, comparable, differences, load_text, recorded
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
-from lockstep.core.rank import RankInfo
-from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.parallel.layouts.base import gathered
 from lockstep.ranks.affinity import bind

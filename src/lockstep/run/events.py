@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.world import World
+from lockstep.common.hashing import hash_seed
 from lockstep.config import plan as planning
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
-from lockstep.hashing import hash_seed
 from lockstep.parallel.engine import Engine
 from lockstep.run.build import Setup
 from lockstep.run.resolved import Resolved

@@ -27,10 +27,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.common.text import printable
 from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
-from lockstep.core.text import printable
 from lockstep.device import machine
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.run.finished import finished

@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, final
 
+from lockstep.common.text import printable_line
 from lockstep.config.recorded import Recorded, recorded_configuration
-from lockstep.core.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import queued
 from lockstep.reporting import jsonl

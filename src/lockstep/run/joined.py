@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm import exchanges
+from lockstep.common.own_code import refused, with_its_line
+from lockstep.common.reserved import OF_ALL, first_taken
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
-from lockstep.core.reserved import OF_ALL, first_taken
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
-from lockstep.own_code import refused, with_its_line
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import Phase, Status
 from lockstep.run import own_sums

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.rank import RankInfo, rendezvous_address
+from lockstep.common.rank import RankInfo, rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.launchers import Look, environment, located, look
 

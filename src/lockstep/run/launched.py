@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from lockstep.core.rank import RankInfo
-from lockstep.follow_parent import die_with_launcher
+from lockstep.common.follow_parent import die_with_launcher
+from lockstep.common.rank import RankInfo
 from lockstep.launchers import detect, located
 
 

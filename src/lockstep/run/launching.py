@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep import plainfile
-from lockstep.core.rank import SECRET
+from lockstep.common import plainfile
+from lockstep.common.follow_parent import SRUN_PORT, host_problem, listening_socket
+from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
-from lockstep.follow_parent import SRUN_PORT, host_problem, listening_socket
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, checked

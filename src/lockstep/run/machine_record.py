@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep import plainfile
-from lockstep.core.text import printable_line
+from lockstep.common import plainfile
+from lockstep.common.text import printable_line
 
 _FILE: Final = "environment.json"
 _LARGEST: Final = 1 << 20  # bytes

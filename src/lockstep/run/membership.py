@@ -13,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
-from lockstep import hashing
 from lockstep.comm.world import World, open_world
+from lockstep.common import hashing
+from lockstep.common.rank import RankInfo
+from lockstep.common.text import printable, printable_line
 from lockstep.config.placement import Placement
 from lockstep.config.run import Run as Kept
 from lockstep.core import random
-from lockstep.core.rank import RankInfo
-from lockstep.core.text import printable, printable_line
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from torch.optim import Optimizer
 
-from lockstep.own_code import refused
+from lockstep.common.own_code import refused
 from lockstep.parallel.groups import SCALE
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours

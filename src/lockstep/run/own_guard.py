@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._C import TensorBase
 from torch.nn import Parameter
 
-from lockstep.own_code import Place, between, is_own, refused
+from lockstep.common.own_code import Place, between, is_own, refused
 from lockstep.run.own_gradient import Withheld
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours

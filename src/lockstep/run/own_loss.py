@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.own_code import calling, refused
+from lockstep.common.own_code import calling, refused
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph

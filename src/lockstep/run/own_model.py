@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.comm import exchanges
 from lockstep.comm.world import World
+from lockstep.common.own_code import Place, described, located, refused
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, OwnCodeError
-from lockstep.own_code import Place, described, located, refused
 from lockstep.parallel.numerics import Numerics
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
+from lockstep.common.own_code import refused
 from lockstep.config.placement import Strategy
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
 from lockstep.errors import UsageError
-from lockstep.own_code import refused
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.base import gathered

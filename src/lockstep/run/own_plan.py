@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.comm.world import World
+from lockstep.common.own_code import OwnCode, refused
 from lockstep.config.recipe import default_microbatches
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.data.items import Items
 from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
-from lockstep.own_code import OwnCode, refused
 from lockstep.run.build import over_ranks
 from lockstep.training.loop import Every, Plan
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from lockstep.common.own_code import calling
 from lockstep.config.base import Section, Threads
 from lockstep.config.document import Place, dotted
 from lockstep.config.placement import Placement
@@ -15,7 +16,6 @@ from lockstep.config.run import Run
 from lockstep.config.wording import problems
 from lockstep.core.precision import Precision, named_elsewhere
 from lockstep.errors import ConfigError
-from lockstep.own_code import calling
 
 # Keys of a configuration that a loop of one's own decides itself, or cannot have.
 _NOT_HERE: Final = {

@@ -9,10 +9,10 @@ from typing import final
 
 from torch import Tensor
 
+from lockstep.common.own_code import calling, refused
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.items import seed_python_and_numpy
-from lockstep.own_code import calling, refused
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, Look
 from lockstep.run.own_placed import Placed

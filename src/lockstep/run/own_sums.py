@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import add_over_ranks
 from lockstep.comm.world import World
+from lockstep.common.own_code import refused
 from lockstep.core.batch import Batch, Inputs
-from lockstep.own_code import refused
 from lockstep.tasks.base import LOSS, Monitor
 
 _ONE: Final = ""  # the name of a value that has none

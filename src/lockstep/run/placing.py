@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.own_code import refused
+from lockstep.common.own_code import refused
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer

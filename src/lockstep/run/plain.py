@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import nn
 
+from lockstep.common.own_code import OwnCode
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.tuned import tuned
-from lockstep.own_code import OwnCode
 from lockstep.run.adapters import tuning_of
 from lockstep.run.resume import saved_recipe
 from lockstep.run.user_code import import_paths

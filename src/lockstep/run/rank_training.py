@@ -13,16 +13,16 @@ from typing import Final, TextIO
 
 import torch
 
-from lockstep import plainfile
 from lockstep.comm.world import World
+from lockstep.common import plainfile
+from lockstep.common.schemas import SCHEMA
+from lockstep.common.text import printable_line
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import dotted
 from lockstep.config.load import comparable
 from lockstep.config.write import leaves
 from lockstep.core.order import Step
-from lockstep.core.schemas import SCHEMA
-from lockstep.core.text import printable_line
 from lockstep.data.loader import Loader
 from lockstep.device import machine
 from lockstep.device.clock import Clock

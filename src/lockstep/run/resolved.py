@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.common.platforms import usable_cores
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
@@ -13,7 +14,6 @@ from lockstep.config.run import Run
 from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING
 from lockstep.errors import UsageError
-from lockstep.platforms import usable_cores
 from lockstep.run.strategy import find_strategy
 from lockstep.strategies.base import Strategy
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lockstep import plainfile
-from lockstep.core.text import printable_line
+from lockstep.common import plainfile
+from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.reporting.jsonl import EVENTS
 from lockstep.run.submitted import RECORD

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Final
 
+from lockstep.common.importing import import_object
+from lockstep.common.own_code import OwnCode
 from lockstep.config import plan as planning
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate, Shape
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 
 _LOOKED_AT: Final = 1_000  # steps of a run, of an own schedule
 _CONTRACT: Final = "see docs/bring-your-own.md"

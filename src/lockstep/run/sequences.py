@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Batch, Inputs, length, mapped
 from lockstep.errors import LockstepError, UsageError
-from lockstep.own_code import OwnCode
 from lockstep.parallel.context.attention import KEY
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.context.seats import POSITIONS, Seats, cutting, positioned, taken_by

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.comm.world import open_world
+from lockstep.common.text import printable
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
-from lockstep.core.text import printable
 from lockstep.errors import EXIT_DONE
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous

@@ -12,13 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TextIO, final
 
+from lockstep.common.importing import import_object
+from lockstep.common.names import choices
+from lockstep.common.own_code import OwnCode
+from lockstep.common.text import printable
 from lockstep.config.run import Run
 from lockstep.config.run import Sink as Named
-from lockstep.core.names import choices
-from lockstep.core.text import printable
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures
 from lockstep.reporting.optional import Optional

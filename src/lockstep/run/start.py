@@ -14,10 +14,10 @@ from typing import Final, Literal, TypeVar
 
 import torch
 
+from lockstep.common.hashing import FIXED, RANDOM, given_to_others, hash_seed
+from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
-from lockstep.core.rank import RankInfo
 from lockstep.errors import LockstepError
-from lockstep.hashing import FIXED, RANDOM, given_to_others, hash_seed
 from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous

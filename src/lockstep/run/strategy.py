@@ -9,12 +9,12 @@ from typing import Any, Final, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from lockstep.common.importing import import_object
+from lockstep.common.names import choices
+from lockstep.common.own_code import OwnCode
 from lockstep.config.placement import Placement
 from lockstep.core.mesh import Mesh
-from lockstep.core.names import choices
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 from lockstep.strategies.base import Strategy, Traits
 
 _CONTRACT: Final = "see docs/bring-your-own.md"

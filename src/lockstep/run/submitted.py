@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import durable
 

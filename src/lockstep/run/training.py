@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from lockstep.common.follow_parent import parent_command
+from lockstep.common.rank import RankInfo
+from lockstep.common.text import printable
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
-from lockstep.core.rank import RankInfo
-from lockstep.core.text import printable
 from lockstep.errors import UsageError
-from lockstep.follow_parent import parent_command
 from lockstep.launchers import torchrun
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 import lockstep
+from lockstep.common.own_code import is_installed, is_own, located
 from lockstep.config.recipe import Recipe
-from lockstep.own_code import is_installed, is_own, located
 
 _BUILDING: Final = ("__init__", "__new__", "__post_init__")  # what is set there is no state that a forward changes
 _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")

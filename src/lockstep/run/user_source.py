@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Final
 
-from lockstep.own_code import is_own
+from lockstep.common.own_code import is_own
 
 _DIGITS: Final = 16  # of a hash, of which no two are alike by chance
 _NAMED: Final = 10

@@ -28,13 +28,13 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World, open_world
+from lockstep.common.rank import ALONE
 from lockstep.config import plan as planning
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.core import random
 from lockstep.core.batch import Batch, call, length, mapped
-from lockstep.core.rank import ALONE
 from lockstep.data.base import Request, Split
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, UsageError

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.own_code import OwnCode
 from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
 from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, summed

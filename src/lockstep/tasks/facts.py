@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.common.kinds import shown
 from lockstep.core.batch import Batch
-from lockstep.core.kinds import shown
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, skipped_samples
 

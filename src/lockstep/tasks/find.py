@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 from pydantic import ValidationError, validate_call
 from torch import Tensor
 
+from lockstep.common.importing import import_object
+from lockstep.common.names import choices
+from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Batch
-from lockstep.core.names import choices
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 from lockstep.tasks.base import Task
 from lockstep.tasks.batches import parts
 from lockstep.tasks.classification import Classification, find_loss

@@ -10,11 +10,11 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from lockstep.common.importing import import_object
+from lockstep.common.own_code import OwnCode
+from lockstep.common.reserved import OF_TRAINING, first_taken
 from lockstep.core.batch import Batch, Inputs, length, mapped
-from lockstep.core.reserved import OF_TRAINING, first_taken
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 from lockstep.tasks.base import Figures, Monitor, Report, Task
 
 Metric = Callable[[Any, Batch], Mapping[str, Any]]

@@ -9,10 +9,10 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from lockstep.common.own_code import OwnCode
+from lockstep.common.reserved import OF_TRAINING, first_taken
 from lockstep.core.batch import Batch, Inputs, length, mapped, tensors_of
-from lockstep.core.reserved import OF_TRAINING, first_taken
 from lockstep.errors import UsageError
-from lockstep.own_code import OwnCode
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.batches import parts
 from lockstep.tasks.own_loss import is_mean

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lockstep.common.importing import import_object
+from lockstep.common.own_code import OwnCode
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
-from lockstep.own_code import OwnCode
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.common.names import choices
 from lockstep.core.batch import Batch, Inputs
-from lockstep.core.names import choices
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 LOCK: Final = "lock"

@@ -21,13 +21,13 @@ from typing import Any, Final, final
 import torch
 
 from lockstep import comm, device
+from lockstep.common.hashing import other_seed
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Strategy
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
-from lockstep.hashing import other_seed
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
 from lockstep.run.build import Setup, evaluation_batch

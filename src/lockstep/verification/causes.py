@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from lockstep.hashing import VARIABLE
+from lockstep.common.hashing import VARIABLE
 from lockstep.reporting.verification import Finding
 from lockstep.verification.compare import DATA, EVALUATION, LOSS, OWN_LOSS, SCALARS, Difference
 from lockstep.verification.probe_state import CACHE

@@ -22,10 +22,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lockstep import plainfile
+from lockstep.common import plainfile
+from lockstep.common.follow_parent import die_with_parent
 from lockstep.device.pretended import not_a_rank
 from lockstep.errors import LockstepError
-from lockstep.follow_parent import die_with_parent
 from lockstep.models.find import OURS
 from lockstep.ranks.signals import stopping
 from lockstep.reporting.verification import Finding

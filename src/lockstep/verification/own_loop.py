@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
+from lockstep.common.hashing import other_seed
 from lockstep.config.blame import with_places
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
-from lockstep.hashing import other_seed
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Verdict, against
 from lockstep.run.ambient import AMBIENT, Ambient

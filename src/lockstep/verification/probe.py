@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
+from lockstep.common.importing import import_object
+from lockstep.common.own_code import place as place_of_error
+from lockstep.common.rank import ALONE
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call, mapped, tensors_of, with_paths
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
-from lockstep.core.rank import ALONE
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
 from lockstep.data.own_split import ImportedSplit, OwnSplit
 from lockstep.device.precision import autocast
 from lockstep.device.pretended import as_rank
 from lockstep.errors import OwnCodeError
-from lockstep.importing import import_object
 from lockstep.models.initialise import initialise
-from lockstep.own_code import place as place_of_error
 from lockstep.parallel.weights import computing_in
 from lockstep.run import user_code
 from lockstep.run.build import Setup

@@ -20,7 +20,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from lockstep.own_code import is_installed
+from lockstep.common.own_code import is_installed
 from lockstep.run.user_code import is_librarys, place_of_frame, place_of_line
 
 CLOCK: Final = "the clock"

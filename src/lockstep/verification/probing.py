@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import EXIT_DONE
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup

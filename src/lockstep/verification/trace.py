@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import safetensors.torch
 from torch import Tensor
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.training.checkpoint import tensorfile
 
 GRADIENT: Final = "gradient"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from lockstep.common.own_code import OwnCode
 from lockstep.errors import OwnCodeError, UsageError
-from lockstep.own_code import OwnCode
 from lockstep.parallel.context.attention import Attention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.together import Together

@@ -12,7 +12,7 @@ from pipeline_models import Case, going_on, own_trace
 from toys import Trace
 
 from lockstep.comm.world import World
-from lockstep.core.rank import ALONE
+from lockstep.common.rank import ALONE
 from lockstep.parallel.groups import ParameterGroup
 
 SAID = ("step", "outputs", "scalars", "names")  # by every rank

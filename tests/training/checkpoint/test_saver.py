@@ -10,8 +10,8 @@ import torch
 import worlds
 
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core.order import part
-from lockstep.core.rank import ALONE
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, store

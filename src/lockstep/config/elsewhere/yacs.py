@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.common.names import suggestion
 from lockstep.config import write
 from lockstep.config.document import Document, Place, Problem, dotted, locate, parse
 from lockstep.config.elsewhere.translation import expected
-from lockstep.core.names import suggestion
 from lockstep.errors import ConfigError, UsageError
 
 _NOTHING = ("None", "none", "")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.kinds import shown
+from lockstep.common.kinds import shown
 
 
 def tensor(value: Any) -> Tensor:

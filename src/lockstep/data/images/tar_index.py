@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.data.images.listing import IMAGE_SUFFIXES
 from lockstep.errors import UsageError
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torchvision import datasets
 
+from lockstep.common.locking import exclusive
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.errors import UsageError
-from lockstep.locking import exclusive
 from lockstep.tasks.facts import facts
 
 _TIMEOUT_S: Final = 30.0  # without one, a network that drops packets holds every process for ever

@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 import torch
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import pictures

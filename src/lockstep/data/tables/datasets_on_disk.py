@@ -10,8 +10,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import plainfile
-from lockstep.core.names import choices
+from lockstep.common import plainfile
+from lockstep.common.names import choices
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.imported import collate_of, mapped_style

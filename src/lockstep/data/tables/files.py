@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 

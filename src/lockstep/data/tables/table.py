@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.core.names import choices
+from lockstep.common.names import choices
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Names, Share, Text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Share, Text

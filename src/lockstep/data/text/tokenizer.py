@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 _LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count

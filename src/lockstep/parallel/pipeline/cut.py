@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from lockstep.common.names import suggestion
 from lockstep.core.batch import Inputs, call
-from lockstep.core.names import suggestion
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import compiled_units

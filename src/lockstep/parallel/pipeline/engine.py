@@ -28,6 +28,7 @@ from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.p2p import PointToPoint, Value, Values
 from lockstep.comm.world import World
+from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
 from lockstep.core.mesh import Mesh
@@ -36,7 +37,6 @@ from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError
-from lockstep.own_code import OwnCode
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context.seats import leaves_of

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep import plainfile
 from lockstep.comm.world import World
+from lockstep.common import plainfile
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms

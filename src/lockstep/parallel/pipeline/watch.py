@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.common.own_code import described
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError
-from lockstep.own_code import described
 from lockstep.parallel.pipeline.ghost import Forward, Ghost, intercept, leaves_of, without_values
 from lockstep.parallel.pipeline.trace import UntraceableError, generators, tensors_of
 

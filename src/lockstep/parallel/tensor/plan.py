@@ -1,6 +1,6 @@
 """A plan: which layers of a model are cut into chunks, and how.
 
-A plan maps patterns of module names (core/patterns.py) to kinds:
+A plan maps patterns of module names (common/patterns.py) to kinds:
 
 | kind | of a module | what it means |
 |---|---|---|
@@ -26,8 +26,8 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import nn
 
-from lockstep.core.names import suggestion
-from lockstep.core.patterns import selected
+from lockstep.common.names import suggestion
+from lockstep.common.patterns import selected
 from lockstep.core.shard import Chunked
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError

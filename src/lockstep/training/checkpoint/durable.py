@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import plainfile
-from lockstep.platforms import reserve
+from lockstep.common import plainfile
+from lockstep.common.platforms import reserve
 
 
 @dataclass(frozen=True, slots=True)

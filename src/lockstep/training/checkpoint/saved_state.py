@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.core import schemas
+from lockstep.common import schemas
 from lockstep.core.order import Steps
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Task

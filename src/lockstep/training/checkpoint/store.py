@@ -35,7 +35,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import TrainingError, UsageError
 from lockstep.training.checkpoint import durable, signing, tensorfile

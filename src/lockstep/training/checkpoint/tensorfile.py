@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.common.plainfile import LARGEST_HEADER
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import TrainingError
-from lockstep.plainfile import LARGEST_HEADER
 
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",

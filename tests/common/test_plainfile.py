@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 
 
 def test_a_plain_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from waiting import ended
 
-from lockstep import follow_parent
+from lockstep.common import follow_parent
 from lockstep.errors import TrainingError
 
 # A parent that starts a child, by os.fork or by multiprocessing, and says its number once it is tied.
 PARENT = """
 import multiprocessing, os, sys, time
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
 
 def child():
     if "tied" in sys.argv:
@@ -73,7 +73,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     """The parent dies between the fork and the call."""
     script = """
 import multiprocessing, os, time
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
 
 def child():
     while os.getppid() == multiprocessing.parent_process().pid:

@@ -29,7 +29,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def start(text: str, stop_s: float = 60.0) -> subprocess.Popen[bytes]:
         call = f"run_until_stdin_closes(sys.argv[1:], 0, {stop_s})"
-        program = f"import sys; from lockstep.follow_parent import run_until_stdin_closes; sys.exit({call})"
+        program = f"import sys; from lockstep.common.follow_parent import run_until_stdin_closes; sys.exit({call})"
         command = [sys.executable, "-c", program, "sh", "-c", text, str(tmp_path / "it")]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         child = tmp_path / "it.child"
@@ -43,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_its_exit_code_is_that_of_the_command() -> None:
-    command = [sys.executable, "-m", "lockstep.follow_parent", "sh", "-c"]
+    command = [sys.executable, "-m", "lockstep.common.follow_parent", "sh", "-c"]
     for text, code in (("exit 5", 5), ("kill -9 $$", 137), ("true", 0)):
         with subprocess.Popen([*command, text], stdin=subprocess.PIPE) as process:
             assert process.wait(20) == code
@@ -53,7 +53,7 @@ def test_the_command_gets_the_secret_that_is_the_first_line_of_stdin() -> None:
     command = [
         sys.executable,
         "-m",
-        "lockstep.follow_parent",
+        "lockstep.common.follow_parent",
         "--secret",
         "sh",
         "-c",
@@ -72,7 +72,7 @@ def test_the_command_gets_the_secret_that_is_the_first_line_of_stdin() -> None:
 
 def test_a_host_whose_name_is_not_known_ends_it_in_a_line() -> None:
     for host, code in (("localhost", 7), ("no.such.host.invalid", 2)):
-        command = [sys.executable, "-m", "lockstep.follow_parent", "--knows", host, "sh", "-c", "exit 7"]
+        command = [sys.executable, "-m", "lockstep.common.follow_parent", "--knows", host, "sh", "-c", "exit 7"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.wait(30) == code
             assert process.stderr is not None

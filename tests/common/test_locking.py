@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.common.locking import exclusive, private_folder
 from lockstep.errors import UsageError
-from lockstep.locking import exclusive, private_folder
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_free_after_an_error(tmp_path: Path) -> None:
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = (
-        "import pathlib, sys, time; from lockstep.locking import exclusive\n"
+        "import pathlib, sys, time; from lockstep.common.locking import exclusive\n"
         "with exclusive(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as holder:

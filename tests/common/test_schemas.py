@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core import schemas
+from lockstep.common import schemas
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import saved_state
 

@@ -3,10 +3,11 @@
 A child process of this host asks the kernel for it: `die_with_parent`, `die_with_launcher`.
 
 What ssh starts on another host outlives the ssh, but its stdin closes, even where the connection breaks. So
-`python -m lockstep.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin closes. The command has a process
-group of its own: it gets SIGTERM first, and after a while all that is left of the group is killed. After `--secret` the
-first line of stdin is the secret of the job, for the environment of the command, as everybody on a host can read
-command lines. `--knows HOST` ends it at once if that name has no address there: torchrun would retry for minutes.
+`python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin closes. The command has a
+process group of its own: it gets SIGTERM first, and after a while all that is left of the group is killed. After
+`--secret` the first line of stdin is the secret of the job, for the environment of the command, as everybody on a host
+can read command lines. `--knows HOST` ends it at once if that name has no address there: torchrun would retry for
+minutes.
 
 What srun starts does not notice that srun was killed. `lockstep launch` leaves a listening socket to the srun that it
 becomes: the kernel keeps connections to it, which nobody need accept, for as long as a process of srun is there. A task
@@ -29,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from lockstep.core.rank import SECRET
+from lockstep.common.hashing import FIXED, VARIABLE
+from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TrainingError
-from lockstep.hashing import FIXED, VARIABLE
 
 KNOWS: Final = "--knows"  # a host whose name must have an address where the command is to run
 READS_SECRET: Final = "--secret"

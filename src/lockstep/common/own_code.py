@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
-from lockstep.core.text import printable
+from lockstep.common.text import printable
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
@@ -128,8 +128,13 @@ def is_own(path: str) -> bool:
     """
     if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
         return False
-    files = [os.__file__, __file__, *(getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)]
-    return not any(path.startswith(os.path.dirname(file) + os.sep) for file in files if file)
+    files = [os.__file__, *(getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)]
+    places = [*(os.path.dirname(file) for file in files if file), _package()]
+    return not any(path.startswith(place + os.sep) for place in places)
+
+
+def _package() -> str:
+    return os.path.dirname(os.path.dirname(__file__))
 
 
 def is_installed(path: str) -> bool:
@@ -139,7 +144,7 @@ def is_installed(path: str) -> bool:
 
 def _raised_by(trace: TracebackType | None) -> str:
     """Return whose code the error is: "own" or "ours", by the innermost frame that is no library's, else ""."""
-    lockstep = os.path.dirname(__file__) + os.sep
+    lockstep = _package() + os.sep
     frames = [name for name, _ in _frames(trace)]
     if frames and "/torch/autograd/" in frames[-1]:  # what it runs is the model's graph, whoever asked it to
         return ""

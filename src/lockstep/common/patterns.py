@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
-from lockstep.core.names import suggestion
+from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
 _SHOWN: Final = 8  # names in a message

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep import hashing
+from lockstep.common import hashing
 
-TOLD = "import os; os.environ['PYTHONHASHSEED'] = '42'\nfrom lockstep.hashing import hash_seed; print(hash_seed())"
+TOLD = (
+    "import os; os.environ['PYTHONHASHSEED'] = '42'\nfrom lockstep.common.hashing import hash_seed; print(hash_seed())"
+)
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "random"), ("random", "random"), ("0", "0"), ("7", "7")])
@@ -57,7 +59,7 @@ def test_ranks_whose_sets_have_another_order_are_warned_of():
 
 def test_what_ssh_starts_on_another_host_has_a_fixed_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    line = [sys.executable, "-m", "lockstep.follow_parent", sys.executable, "-c", TOLD]
+    line = [sys.executable, "-m", "lockstep.common.follow_parent", sys.executable, "-c", TOLD]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as there:
         assert there.stdout is not None
         assert there.stdout.read().strip() == "0"

@@ -15,7 +15,7 @@ from waiting import until
 # Becomes a program that is no Python, and has a child, as srun has.
 BECOMES = """
 import os, sys
-from lockstep.follow_parent import listening_socket
+from lockstep.common.follow_parent import listening_socket
 with listening_socket() as listening:
     with open(sys.argv[1] + ".new", "w") as file:
         file.write(str(listening.getsockname()[1]))
@@ -24,7 +24,7 @@ with listening_socket() as listening:
 """
 TASK = """
 import os, signal, sys, time
-from lockstep.follow_parent import follow_srun
+from lockstep.common.follow_parent import follow_srun
 if sys.argv[1] == "saves":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 elif sys.argv[1] == "stays":

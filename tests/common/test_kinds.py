@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.kinds import shown
+from lockstep.common.kinds import shown
 
 
 @pytest.mark.parametrize(

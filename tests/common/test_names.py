@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.names import choices, nearest, suggestion
+from lockstep.common.names import choices, nearest, suggestion
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.patterns import matches, selected, shortened
+from lockstep.common.patterns import matches, selected, shortened
 from lockstep.errors import UsageError
 
 NAMES = ["stem.weight", "stem.bias", "blocks.0.norm.weight", "blocks.1.norm.weight", "head.weight"]

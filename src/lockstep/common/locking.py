@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep import plainfile
+from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.common.own_code import OwnCode, described, is_own, own_error, place
 from lockstep.core.tree import total
 from lockstep.errors import OwnCodeError, TrainingError
-from lockstep.own_code import OwnCode, described, is_own, own_error, place
 from lockstep.parallel.pipeline.stage import _run_back
 
 HERE = r"\S*test_own_code\.py:\d+"

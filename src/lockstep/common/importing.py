@@ -8,9 +8,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from lockstep.core.names import suggestion
+from lockstep.common.names import suggestion
+from lockstep.common.own_code import OwnCode, described
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
-from lockstep.own_code import OwnCode, described
 
 
 def import_object(path: str, what: str) -> Any:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.names import nearest
+from lockstep.common.importing import import_object
+from lockstep.common.names import nearest
 from lockstep.errors import UsageError
-from lockstep.importing import import_object
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_returns_the_object() -> None:
-    assert import_object("lockstep.core.names:nearest", "model") is nearest
+    assert import_object("lockstep.common.names:nearest", "model") is nearest
 
 
 def test_finds_modules_of_the_current_directory_and_adds_it_once(here: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.rank import RankInfo, ranks_in_words, rendezvous_address
+from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.errors import UsageError
 
 

@@ -106,7 +106,7 @@ import os, sys, time
 if os.fork():
     time.sleep(1)
     os._exit(0)
-from lockstep.follow_parent import die_with_parent
+from lockstep.common.follow_parent import die_with_parent
 die_with_parent()
 time.sleep(60)
 """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.text import printable, printable_line
+from lockstep.common.text import printable, printable_line
 
 
 @pytest.mark.parametrize(

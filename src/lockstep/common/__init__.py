@@ -1,0 +1,1 @@
+"""What every room may use: words of messages, files, locks, the code of the user, who a process is."""
