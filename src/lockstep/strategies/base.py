@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,13 @@ from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import Problem
+
+# What a strategy's file takes from here, so that it needs few imports of its own.
+__all__ = ["Count", "CutsModel", "Engine", "Foreign", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics", "Problem"]
+__all__ += ["Strategy", "Traits", "World"]
+
+Count = Annotated[int, Field(ge=1)]
+Mib = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,11 @@ that computes all chunks (parallel/context/seats.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import final
 
-from pydantic import Field
-
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_divides, check_work
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
 @final
@@ -30,8 +22,8 @@ class Strategy:
     this size, while the last backward goes on.
     """
 
-    replicate: Annotated[int, Field(ge=1)] = 1
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    replicate: Count = 1
+    bucket_mib: Mib = 8.0
 
     @property
     def traits(self) -> Traits:
@@ -56,6 +48,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
-        make_layout = replicated(world, mesh, bucket_bytes, chunks=numerics.sequence_chunks)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib)

@@ -7,22 +7,16 @@ buckets. What is ours is the order of the sum: that of one process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, final
+from typing import Final, Literal, final
 
 import torch
-from pydantic import Field
 
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.powersgd import low_rank
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _SENT: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AS: Final = {
@@ -42,9 +36,9 @@ class Strategy:
     rows; the result is what these let through.
     """
 
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    bucket_mib: Mib = 8.0
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    powersgd_rank: Annotated[int, Field(ge=1)] | None = None
+    powersgd_rank: Count | None = None
 
     @property
     def traits(self) -> Traits:

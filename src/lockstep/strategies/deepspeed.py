@@ -10,24 +10,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any, Final, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
-from pydantic import Field
 from torch.optim import Optimizer
 
 from lockstep.comm.deepspeed import imported
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import check_flat
 from lockstep.parallel.optimizer_state import Named
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _FP32_BYTES: Final = 4
 _PRECISIONS: Final = ("fp32", "tf32", "bf16", "fp16")
@@ -44,7 +38,7 @@ class Strategy:
     stage: Literal[1, 2, 3] = 2
     offload: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
-    bucket_mib: Annotated[float, Field(gt=0)] = 32.0
+    bucket_mib: Mib = 32.0
 
     @property
     def traits(self) -> Traits:

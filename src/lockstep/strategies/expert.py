@@ -8,24 +8,15 @@ groups the experts are cut is the recipe's (`recipe.model.chunks`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, final
+from dataclasses import dataclass
+from typing import final
 
-from pydantic import Field
 from torch import nn
 
-from lockstep.comm.world import World
-from lockstep.core.batch import Inputs
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_divides, check_work
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.dispatched import check_experts, dispatched, own_experts
-from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.layouts.dispatched import check_experts
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
 @final
@@ -35,8 +26,8 @@ class Strategy:
     gradients of all but experts are exchanged in pieces of about this size, during backward.
     """
 
-    replicate: Annotated[int, Field(ge=1)] = 1
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    replicate: Count = 1
+    bucket_mib: Mib = 8.0
 
     @property
     def traits(self) -> Traits:
@@ -69,10 +60,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
-        if mesh.expert == 1:
-            make_layout = replicated(world, mesh, bucket_bytes)
-            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
-        own = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
-        make_layout = dispatched(world, mesh, bucket_bytes)
-        return DataParallelEngine(own, make_optimizer, world, numerics, mesh, make_layout)
+        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib)

@@ -10,27 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, final
+from typing import final
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from lockstep.comm.horovod import Compression, Horovod
 from lockstep.comm.stream import CommStream
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, trained_parameters
-from lockstep.parallel.layouts.replicated import ReplicatedLayout, replicated
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.layouts.replicated import ReplicatedLayout
+from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.weights import Weights
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
 @final
@@ -41,7 +36,7 @@ class Strategy:
     """
 
     compress: Compression = "none"
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    bucket_mib: Mib = 8.0
 
     @property
     def traits(self) -> Traits:
@@ -72,8 +67,7 @@ class Strategy:
         """Return the engine."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if world.size == 1:
-            make_layout = replicated(world, mesh, bucket_bytes)
-            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+            return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         horovod = Horovod(world)
 
         def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:

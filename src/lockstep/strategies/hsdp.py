@@ -7,20 +7,12 @@ ranks that follow each other, as on one host, so parameters travel within it, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import final
 
-from pydantic import Field
-
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_divides, check_work
 from lockstep.errors import UsageError
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.sharded import sharded
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
 @final
@@ -30,7 +22,7 @@ class Strategy:
     but while a block computes with it, and the CPU does the update.
     """
 
-    replicate: Annotated[int, Field(ge=1)] = 2
+    replicate: Count = 2
     offload: bool = False
 
     @property
@@ -60,6 +52,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh = self.mesh(world.size)
-        make_layout = sharded(world, mesh, keep_gathered=False, offload=self.offload)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)

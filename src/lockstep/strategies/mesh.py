@@ -8,37 +8,25 @@ then the members that share parameters, then the stages of a pipeline: what talk
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Final, final
+from typing import Final, final
 
-from pydantic import Field
 from torch import nn
 
-from lockstep.comm.world import World
-from lockstep.core.batch import Inputs
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.dispatched import check_experts, dispatched, own_experts
-from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.layouts.sharded import sharded
-from lockstep.parallel.layouts.spread import spread_out
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.layouts.dispatched import check_experts
+from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
-from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
-from lockstep.parallel.tensor.spread import check_spread, spread_leaves
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.tensor.slices import check_shared, cut_layers
+from lockstep.parallel.tensor.spread import check_spread
+from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
-Length = Annotated[int, Field(ge=1)]
 
 
 @final
@@ -55,17 +43,17 @@ class Strategy:
     exchanged in pieces of about this size, while backward goes on.
     """
 
-    replicate: Length | None = None
-    pipe: Length = 1
-    shard: Length = 1
-    expert: Length = 1
-    tensor: Length = 1
-    context: Length = 1
+    replicate: Count | None = None
+    pipe: Count = 1
+    shard: Count = 1
+    expert: Count = 1
+    tensor: Count = 1
+    context: Count = 1
     sequence_parallel: bool = False
     schedule: Schedule = "1f1b"
-    stages_per_rank: Length | None = None
+    stages_per_rank: Count | None = None
     cut: tuple[str, ...] = ()
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    bucket_mib: Mib = 8.0
 
     @property
     def traits(self) -> Traits:
@@ -149,33 +137,21 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
+        mesh = self.mesh(world.size)
         if self.pipe > 1:
             replicas, per_rank = self._replicas(world.size), self._per_rank()
             recompute = bool(numerics.recompute)
             pipe = Pipe(self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute)
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
-        if self.expert > 1:
-            problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
-            make_layout = dispatched(world, mesh, bucket_bytes)
-            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
-        chunks = numerics.sequence_chunks
-        make_layout = (
-            sharded(world, mesh, keep_gathered=False, offload=False, chunks=chunks)
-            if self.shard > 1
-            else replicated(world, mesh, bucket_bytes, chunks=chunks)
+        return mesh_engine(
+            problem,
+            make_optimizer,
+            world,
+            numerics,
+            mesh,
+            bucket_mib=self.bucket_mib,
+            sequence_parallel=self.sequence_parallel,
         )
-        if self.tensor > 1:
-            problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        if self.sequence_parallel:
-            make_layout = sliced(world, mesh, spread_out(world, mesh, bucket_bytes, chunks))
-            leaves = partial(spread_leaves, mesh)
-            return DataParallelEngine(
-                problem, make_optimizer, world, numerics, mesh.spread, make_layout, make_leaves=leaves
-            )
-        if self.tensor > 1:
-            make_layout = sliced(world, mesh, make_layout)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
 
     def _per_rank(self) -> int:
         return stages_of_each(self.schedule, self.stages_per_rank)

@@ -10,22 +10,15 @@ rings and trees replaced it; benchmarks/parameter_server.py has figures.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
-
-from pydantic import Field
+from typing import final
 
 from lockstep.comm.calls import Calls
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.parallel.asynchronous import AsynchronousEngine
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.layouts.served import Server, served
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
 @final
@@ -36,7 +29,7 @@ class Strategy:
     """
 
     asynchronous: bool = False
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    bucket_mib: Mib = 8.0
 
     @property
     def traits(self) -> Traits:
@@ -64,11 +57,10 @@ class Strategy:
         """Return the engine."""
         if self.asynchronous:
             return AsynchronousEngine(problem, make_optimizer, world, numerics)
-        mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
+        mesh = self.mesh(world.size)
         if world.size == 1:
-            make_layout = replicated(world, mesh, bucket_bytes)
-            return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+            return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         server = Server(world.size, world.timeout_s)
         calls = Calls(world, server.push, server.pull)
-        make_layout = served(world, server, calls, bucket_bytes)
+        make_layout = served(world, server, calls, int(self.bucket_mib * 2**20))
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout, calls.close)

@@ -7,24 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import final
 
-from pydantic import Field
 from torch import nn
 
-from lockstep.comm.world import World
-from lockstep.core.batch import Inputs
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_divides
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
 @final
@@ -38,9 +31,9 @@ class Strategy:
     """
 
     schedule: Schedule = "1f1b"
-    replicate: Annotated[int, Field(ge=1)] = 1
-    shard: Annotated[int, Field(ge=1)] = 1
-    stages_per_rank: Annotated[int, Field(ge=1)] | None = None
+    replicate: Count = 1
+    shard: Count = 1
+    stages_per_rank: Count | None = None
     cut: tuple[str, ...] = ()
     recompute: bool = False
 

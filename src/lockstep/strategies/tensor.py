@@ -8,27 +8,17 @@ process that computes all chunks (parallel/tensor/chunks.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, final
+from dataclasses import dataclass
+from typing import final
 
-from pydantic import Field
 from torch import nn
 
-from lockstep.comm.world import World
-from lockstep.core.batch import Inputs
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_divides, check_work
 from lockstep.device.meta import on_meta
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.layouts.spread import spread_out
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.tensor.slices import check_shared, cut_layers, own_slice, sliced
-from lockstep.parallel.tensor.spread import check_spread, spread_leaves
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.tensor.slices import check_shared, cut_layers
+from lockstep.parallel.tensor.spread import check_spread
+from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
 @final
@@ -39,9 +29,9 @@ class Strategy:
     this size, while backward goes on.
     """
 
-    replicate: Annotated[int, Field(ge=1)] = 1
+    replicate: Count = 1
     sequence_parallel: bool = False
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    bucket_mib: Mib = 8.0
 
     @property
     def traits(self) -> Traits:
@@ -79,14 +69,12 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh = self.mesh(world.size)
-        own = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.sequence_chunks
-        if self.sequence_parallel and mesh.tensor > 1:
-            make_layout = sliced(world, mesh, spread_out(world, mesh, bucket_bytes, chunks))
-            leaves = partial(spread_leaves, mesh)
-            return DataParallelEngine(
-                own, make_optimizer, world, numerics, mesh.spread, make_layout, make_leaves=leaves
-            )
-        make_layout = sliced(world, mesh, replicated(world, mesh, bucket_bytes, chunks=chunks))
-        return DataParallelEngine(own, make_optimizer, world, numerics, mesh, make_layout)
+        return mesh_engine(
+            problem,
+            make_optimizer,
+            world,
+            numerics,
+            self.mesh(world.size),
+            bucket_mib=self.bucket_mib,
+            sequence_parallel=self.sequence_parallel,
+        )

@@ -6,19 +6,12 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import final
 
-from pydantic import Field
-
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.rows import rows
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
 @final
@@ -28,7 +21,7 @@ class Strategy:
     optimizer's state is in the memory of the CPU, which does the update.
     """
 
-    bucket_mib: Annotated[float, Field(gt=0)] = 8.0
+    bucket_mib: Mib = 8.0
     offload: bool = False
 
     @property

@@ -9,15 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from lockstep.comm.world import World
-from lockstep.core.mesh import Mesh
 from lockstep.core.work import check_several, check_work
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.sharded import sharded
-from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.strategies.base import Traits
-from lockstep.tasks.base import Problem
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
 @final
@@ -49,6 +43,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh = self.mesh(world.size)
-        make_layout = sharded(world, mesh, keep_gathered=False, offload=self.offload)
-        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)
+        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)
