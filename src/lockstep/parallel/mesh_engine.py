@@ -14,13 +14,8 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.context.seats import leaves_of
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.layouts.dispatched import dispatched, own_experts
 from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.layouts.sharded import sharded
-from lockstep.parallel.layouts.spread import spread_out
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.tensor.slices import own_slice, sliced
-from lockstep.parallel.tensor.spread import spread_leaves
 from lockstep.tasks.base import Problem
 
 
@@ -43,18 +38,28 @@ def mesh_engine(
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
+    over, make_leaves = mesh, leaves_of
+    # What an axis needs is imported where it is asked for: torch's fully_shard takes a second, and 45 MiB of each rank.
     if mesh.expert > 1:
+        from lockstep.parallel.layouts.dispatched import dispatched, own_experts
+
         problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
         make_layout = dispatched(world, mesh, bucket_bytes)
     elif mesh.shard > 1:
+        from lockstep.parallel.layouts.sharded import sharded
+
         make_layout = sharded(world, mesh, keep_gathered, offload, chunks)
     elif spreads:
+        from lockstep.parallel.layouts.spread import spread_out
+        from lockstep.parallel.tensor.spread import spread_leaves
+
         make_layout = spread_out(world, mesh, bucket_bytes, chunks)
+        over, make_leaves = mesh.spread, partial(spread_leaves, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:
+        from lockstep.parallel.tensor.slices import own_slice, sliced
+
         problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
         make_layout = sliced(world, mesh, make_layout)
-    leaves = partial(spread_leaves, mesh) if spreads else leaves_of
-    over = mesh.spread if spreads else mesh
-    return DataParallelEngine(problem, make_optimizer, world, numerics, over, make_layout, make_leaves=leaves)
+    return DataParallelEngine(problem, make_optimizer, world, numerics, over, make_layout, make_leaves=make_leaves)
