@@ -1,0 +1,104 @@
+"""Where a step of an own loop spends its time: `python -m benchmarks.own_loop_parts`, CPU microseconds a step.
+
+The same tiny MLP as in benchmarks/loop.py, in this process, by turns of the hand-written loop and of `lockstep.join`.
+Then a clock is put around each part of the latter, and what the clock itself takes is subtracted: this is CPU time of
+the process, so that a busy machine changes the figures by its caches alone. Shares are of the hand-written step, and
+do not add up to the difference: what is between the parts is not in them, and some of them are in others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from benchmarks import loop
+from lockstep.core import random
+from lockstep.data.loader import Loader
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.run import own_step
+from lockstep.run.own_guard import Guard
+from lockstep.run.own_loss import LossCheck
+from lockstep.run.own_placed import Placed
+from lockstep.run.own_step import OwnStep
+from lockstep.training import loop as training_loop
+
+STEPS, TURNS = 200, 20
+
+_PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("Python's and NumPy's generators, three times", own_step, "seed_python_and_numpy"),
+    ("guards: is all as the last call of ours left it?", Guard, "check"),
+    ("guards: note how all is, and the user's line", Guard, "mark"),
+    ("guards: what stands in the places of gradients", Guard, "withhold"),
+    ("guards: gradients in their places again", Guard, "give_back"),
+    ("is the loss a sum?", LossCheck, "check"),
+    ("is the optimizer as it was, on all ranks?", Placed, "agree"),
+    ("keys of random numbers", random, "extended"),
+    ("samples and micro-batches of the step", Loader, "_sent"),
+    ("which samples, planned in blocks", Loader, "_plan"),
+    ("the loss of the step, looked at each 10 steps", training_loop, "_reported"),
+    ("begin the step", DataParallelEngine, "begin"),
+    ("end the step: its sums", DataParallelEngine, "end"),
+    ("leave the forward: buffers that must not move", OwnStep, "leave"),
+)
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    hand = loop._hand_written(STEPS, None)  # type: ignore[arg-type]
+    own = loop._own_loop(STEPS, None)  # type: ignore[arg-type]
+    hand_us = own_us = 0.0
+    for count in (1, TURNS):  # the first turns warm up
+        pairs = [(_of_turn(hand, exact=False), _of_turn(own, exact=True)) for _ in range(count)]
+        hand_us, own_us = median(one for one, _ in pairs), median(other for _, other in pairs)
+    print(f"{hand_us:8.1f} us  hand-written\n{own_us:8.1f} us  lockstep.join, {own_us / hand_us:.3f} x")
+    spent: defaultdict[str, list[float]] = defaultdict(list)
+    for label, owner, name in _PARTS:
+        setattr(owner, name, _clocked(getattr(owner, name), spent[label]))
+    clock_us = _clock()
+    turns = []
+    for _ in range(TURNS):
+        for each in spent.values():
+            each.clear()
+        _of_turn(own, exact=True)
+        turns.append({label: (sum(each) * 1e6 / STEPS, len(each) / STEPS) for label, each in spent.items()})
+    for label in spent:
+        us = median(each[label][0] - each[label][1] * clock_us for each in turns)
+        print(f"{us:8.1f} us  {us / hand_us:6.1%}  {turns[0][label][1]:4.1f} times  {label}")
+
+
+def _of_turn(turn: Callable[[], float], *, exact: bool) -> float:
+    """Return the CPU time of a turn in microseconds a step."""
+    torch.use_deterministic_algorithms(exact)
+    began = time.process_time()
+    turn()
+    return (time.process_time() - began) / STEPS * 1e6
+
+
+def _clocked(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    def clocked(*args: Any, **named: Any) -> Any:
+        began = time.process_time()
+        try:
+            return call(*args, **named)
+        finally:
+            spent.append(time.process_time() - began)
+
+    return clocked
+
+
+def _clock() -> float:
+    """Return the microseconds that the clock reports of a call that does nothing."""
+    spent: list[float] = []
+    nothing = _clocked(lambda: None, spent)
+    for _ in range(2000):
+        nothing()
+    return median(spent) * 1e6
+
+
+if __name__ == "__main__":
+    main()
