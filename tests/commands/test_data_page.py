@@ -12,7 +12,7 @@ LENGTHS = {"book": ("recipe.steps=2",), "houses": ("recipe.epochs=1",)}
 
 @pytest.fixture
 def pages(tmp_path: Path) -> None:
-    book, houses, models = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    book, houses, models = BLOCK.findall(PAGE.read_text(encoding="utf-8").partition("\n## Add a dataset\n")[0])
     for name, text in (("book.yaml", book), ("houses.yaml", houses), ("my_models.py", models)):
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 80)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from forked import events
+from sections import section
 
-PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
+PAGE = section("models.md", "Tasks")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ lockstep (train .*)$", re.MULTILINE)
 
 
 def test_the_task_of_the_page_trains_to_one_hash(run, tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    (code,), (command,) = BLOCK.findall(text), COMMAND.findall(text)
+    (code,), (command,) = BLOCK.findall(PAGE), COMMAND.findall(PAGE)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "tasks.py").write_text(code, encoding="utf-8")
     one = run(*shlex.split(command), "placement.processes=1")

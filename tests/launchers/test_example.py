@@ -1,17 +1,17 @@
-"""The launcher that docs/add-a-launcher.md adds: it works as it stands there, and we do not have it yet."""
+"""The launcher that docs/extend.md adds: it works as it stands there, and we do not have it yet."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from sections import section
 
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "add-a-launcher.md"
+PAGE = section("extend.md", "Add a launcher")
 JSRUN = {
     "JSM_NAMESPACE_RANK": "3",
     "JSM_NAMESPACE_SIZE": "4",
@@ -24,10 +24,10 @@ JSRUN = {
 
 @pytest.fixture
 def example() -> dict[str, Any]:
-    found = re.search(r"^```python\n(\"\"\".*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.search(r"^```python\n(\"\"\".*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None
     names: dict[str, Any] = {}
-    exec(compile(found[1], str(PAGE), "exec"), names)
+    exec(compile(found[1], "extend.md", "exec"), names)
     return names
 
 

@@ -3,7 +3,7 @@
 Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side stream may
 use it while this thread talks in the other group. Tensors of the device travel as a carrier takes them
 (comm/carrier.py). Everything else here is small, on the CPU and is exact whatever its order.
-docs/what-travels.md lists all of it.
+docs/how-a-step-runs.md lists all of it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 REFUSED is what torch 2.15 itself refuses under `torch.use_deterministic_algorithms` (the calls of
 `alertNotDeterministic` in its CUDA libraries), and what it does not refuse although its kernels add in the order in
 which threads arrive: those have `torch_raises=False`. EXACT is what Lockstep relies on instead, and the setting that
-makes it so. docs/deterministic-kernels.md is written from both.
+makes it so. docs/gpu.md is written from both.
 """
 
 from __future__ import annotations

@@ -177,5 +177,5 @@ def check_kernels(placement: Placement, ready: Setup) -> None:
         listed = "".join(f"\n  {each}" for each in found)
         raise UsageError(
             f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"
-            f"Change these, or use placement.device=cpu (docs/deterministic-kernels.md)"
+            f"Change these, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
         )
