@@ -64,9 +64,9 @@ TOGETHER: Final[dict[str, str]] = {
     "launchers/test_command.py": "launchers: job local ssh",
     "launchers/test_detect.py": "launchers: environment horovodrun mpich openmpi slurm torchrun variables",
     "launchers/test_example.py": "launchers: base",
-    "parallel/tensor/test_spread.py": "parallel/layouts: spread",
-    "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: ghost layout loans replay trace",
-    "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: part watch",
+    "parallel/tensor/test_tensor_sequence_parallel.py": "parallel/layouts: sequence_parallel",
+    "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: graph_trace layout meta_model replay tied_weights",
+    "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: call_trace part",
     "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: distribuuuu pycls pycls_networks sgd "
     "translation yacs",
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\nparallel/layouts: base replicated",

@@ -21,7 +21,7 @@ MODULES: Final = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted
 # Private names of torch and torchvision: what they are used for, and the file of tests that goes through that use.
 INTERNALS: Final[dict[str, tuple[str, str]]] = {
     # Autograd
-    "torch._C._autograd._get_sequence_nr": ("the order in which a backward visits nodes", "parallel/test_together.py"),
+    "torch._C._autograd._get_sequence_nr": ("the order of nodes in a backward", "parallel/test_cooperative.py"),
     "torch.autograd.graph._engine_run_backward": ("a backward whose seeds fit", "parallel/test_same_bits.py"),
     "_sequence_nr": ("the same of a node", "models/test_operations.py"),
     "_input_metadata": ("shape and dtype of the gradients that a node takes", "models/test_operations.py"),

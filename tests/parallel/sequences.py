@@ -17,15 +17,15 @@ from lockstep.core.precision import Precision
 from lockstep.core.shard import Chunked
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
-from lockstep.parallel.context.seats import positioned, taken_by
+from lockstep.parallel.context.sequence_chunks import argument_names, with_positions
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import cut_into_chunks
-from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
@@ -100,10 +100,10 @@ def engine(world: World, case: Case) -> Engine:
     )
     example: Inputs = (ids(2)[:, :-1].to("meta"),)
     if case.chunks > 1:
-        example = positioned(example, taken_by(build(case)))
+        example = with_positions(example, argument_names(build(case)))
     problem = Problem(Language(), partial(build, case), example=example)
     started: Engine = toys.named(world, case.strategy, case.options).start(problem, optimizer, world, numerics)
-    return UsualShapes(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
+    return CanonicalState(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor]]:

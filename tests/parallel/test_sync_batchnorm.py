@@ -18,8 +18,8 @@ from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.order import part
 from lockstep.errors import UsageError
 from lockstep.parallel.apart import Apart
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
-from lockstep.parallel.together import Together
 
 CHANNELS = 6
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 2)}
@@ -55,7 +55,7 @@ def _synced(
     leaves: int,
 ) -> list[Tensor]:
     """Return the same of a layer that normalises over a step of `leaves` micro-batches, of which `own` are here."""
-    together, sums = Together([]), StepSums(canonical)
+    together, sums = Cooperative([]), StepSums(canonical)
     synchronise(layer, together, sums)
     sums.begin(leaves, own)
     given = [each.clone().requires_grad_() for each in inputs]
@@ -128,18 +128,18 @@ def test_what_a_layer_of_timm_adds_is_kept(make: type[nn.Module]) -> None:
 
 def test_in_evaluation_it_is_that_of_torch() -> None:
     layer, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-    synchronise(layer, Together([]), StepSums(ALONE))
+    synchronise(layer, Cooperative([]), StepSums(ALONE))
     inputs = torch.randn(3, CHANNELS, 2, 2)
     layer(inputs)
     plain(inputs)
     torch.testing.assert_close(layer.eval()(inputs), plain.eval()(inputs))
 
 
-class Ghost(nn.BatchNorm2d):
+class MetaModel(nn.BatchNorm2d):
     """Normalises each half of a batch by itself."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.cat([super(Ghost, self).forward(each) for each in inputs.chunk(2)])
+        return torch.cat([super(MetaModel, self).forward(each) for each in inputs.chunk(2)])
 
 
 class Own(nn.BatchNorm2d):
@@ -149,10 +149,10 @@ class Own(nn.BatchNorm2d):
         return F.layer_norm(inputs, inputs.shape[1:])
 
 
-@pytest.mark.parametrize(("make", "times"), [(Ghost, 2), (Own, 0)])
+@pytest.mark.parametrize(("make", "times"), [(MetaModel, 2), (Own, 0)])
 def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[nn.Module], times: int) -> None:
     layer = make(CHANNELS)
-    synchronise(layer, Together([]), StepSums(ALONE))
+    synchronise(layer, Cooperative([]), StepSums(ALONE))
     with pytest.raises(UsageError, match=rf"a {make.__name__} calls torch.nn.functional.batch_norm {times} times"):
         layer(torch.randn(4, CHANNELS, 2, 2))
 

@@ -25,8 +25,8 @@ from lockstep.parallel.layouts.base import gathered, trained_parameters
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import cut_into_chunks
-from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
@@ -185,7 +185,7 @@ def engine(world: World, case: Case) -> Engine:
         started = AuditedEngine(started, world, rota(world, case), partial(fetch, case))
     if case.chunks > 1:
         chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
-        return UsualShapes(started, chunked)
+        return CanonicalState(started, chunked)
     return started  # type: ignore[no-any-return]
 
 

@@ -12,9 +12,9 @@ A step, phase by phase, for each of this rank's micro-batches:
 
 `forward_backward` does all of it with a task; who has a loop of its own calls what it is made of. Where BatchNorm is
 over the whole step, the forwards of this rank's micro-batches are under way together, and one backward goes through all
-of them; the gradients of each still go into the tree one after the other (parallel/together.py, parallel/apart.py).
+of them; the gradients of each still go into the tree one after the other (parallel/cooperative.py, parallel/apart.py).
 Where sequences are cut into chunks, each of these has a forward in place of its micro-batch, and those of one
-micro-batch are under way together (parallel/context/seats.py).
+micro-batch are under way together (parallel/context/sequence_chunks.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from lockstep.parallel.activations import around_forward
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.compiled import compile_blocks
-from lockstep.parallel.context.seats import leaves_of
+from lockstep.parallel.context.sequence_chunks import leaves_of
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layouts.base import GathersWeights, HoldsBack, MakeLayout, Slots, check_names, take_over
@@ -55,7 +56,6 @@ from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.still import Still
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
-from lockstep.parallel.together import Together
 from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
@@ -107,7 +107,7 @@ class DataParallelEngine:
         self._generators = world.generators()
         chunks = numerics.sequence_chunks
         self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
-        self._together = Together(self._generators)
+        self._together = Cooperative(self._generators)
         self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:

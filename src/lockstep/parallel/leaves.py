@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.together import Together
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.tasks.base import MicroBatch, Task
 
 
@@ -45,7 +45,7 @@ class Leaves(Protocol):
 
 
 # Given the task, the model, the number of chunks of a sequence, and what runs forwards together.
-MakeLeaves = Callable[[Task, nn.Module, int, World, Mesh, Together], Leaves]
+MakeLeaves = Callable[[Task, nn.Module, int, World, Mesh, Cooperative], Leaves]
 
 
 @final

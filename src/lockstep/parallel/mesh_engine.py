@@ -12,7 +12,7 @@ from functools import partial
 
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.context.seats import leaves_of
+from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -50,11 +50,11 @@ def mesh_engine(
 
         make_layout = sharded(world, mesh, keep_gathered, offload, chunks)
     elif spreads:
-        from lockstep.parallel.layouts.spread import spread_out
-        from lockstep.parallel.tensor.spread import spread_leaves
+        from lockstep.parallel.layouts.sequence_parallel import sequence_parallel_layout
+        from lockstep.parallel.tensor.sequence_parallel import sequence_parallel_leaves
 
-        make_layout = spread_out(world, mesh, bucket_bytes, chunks)
-        over, make_leaves = mesh.spread, partial(spread_leaves, mesh)
+        make_layout = sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
+        over, make_leaves = mesh.spread, partial(sequence_parallel_leaves, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:

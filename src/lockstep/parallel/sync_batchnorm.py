@@ -3,7 +3,8 @@
 Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the samples of a whole step in place
 of a mini-batch's. Of each micro-batch torch's own kernels give mean, variance and the two sums of the gradient; these
 few numbers for each channel are added in float64 by the tree (core/tree.py), so the bits are the same on any number of
-ranks. All forwards that a rank has under way come to a layer together (parallel/together.py), as do those of all ranks.
+ranks. All forwards that a rank has under way come to a layer together (parallel/cooperative.py), as do those of all
+ranks.
 
     forward    n, n * mean, n * (variance + mean ** 2)           of each micro-batch, added over all
     backward   sum of dy, sum of dy * x_hat                      of each micro-batch, added over all
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
-from lockstep.parallel.together import Together
+from lockstep.parallel.cooperative import Cooperative
 
 _aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ class _Given(NamedTuple):
     bias: Tensor
 
 
-def synchronise(model: nn.Module, together: Together, sums: StepSums) -> None:
+def synchronise(model: nn.Module, together: Cooperative, sums: StepSums) -> None:
     """Let all BatchNorm layers that train, of any class that calls torch's function, normalise over a whole step."""
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     for number, (name, layer) in enumerate(layers, 1):
@@ -130,7 +131,7 @@ class _Instead(TorchFunctionMode):
 def _normalised(
     place: str,
     number: int,
-    together: Together,
+    together: Cooperative,
     sums: StepSums,
     input: Tensor,
     running_mean: Tensor | None,

@@ -12,7 +12,7 @@ from lockstep.data.loader import Loader
 from lockstep.models.initialise import initialise
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine
-from lockstep.parallel.tensor.usual import UsualShapes
+from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.run.build import Setup
 from lockstep.run.resolved import Resolved
 from lockstep.run.strategy import recomputed
@@ -39,4 +39,4 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
 
 
 def _usual(engine: Engine, ready: Setup) -> Engine:
-    return UsualShapes(engine, ready.chunked) if ready.chunked else engine
+    return CanonicalState(engine, ready.chunked) if ready.chunked else engine

@@ -22,8 +22,8 @@ from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
-from lockstep.parallel.tensor.usual import UsualShapes
 from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
 from lockstep.run.own_groups import Groups
@@ -143,7 +143,7 @@ def spread(
     engine = chosen.start(problem, make_optimizer, world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
-    usual = UsualShapes(engine, chunked) if chunked else engine
+    usual = CanonicalState(engine, chunked) if chunked else engine
     if (found := disagreement(world, engine.state().model)) is not None:
         raise UsageError(
             f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "

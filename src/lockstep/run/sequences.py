@@ -15,8 +15,14 @@ from lockstep.core.batch import Batch, Inputs, length, mapped
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import KEY
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.context.seats import POSITIONS, Seats, cutting, positioned, taken_by
-from lockstep.parallel.together import Together
+from lockstep.parallel.context.sequence_chunks import (
+    POSITIONS,
+    SequenceChunks,
+    argument_names,
+    sequence_task,
+    with_positions,
+)
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.tasks.base import MicroBatch, Task
 
 
@@ -26,7 +32,7 @@ def check_sequences(build: Callable[[], nn.Module], task: Task, batch: Batch, ch
     `batch` has real samples. The model is tried on the meta device, and on the CPU where that fails. It is called
     `name` in errors.
     """
-    cutting(task)
+    sequence_task(task)
     trial = partial(_trial, build, task, batch, chunks, name)
     with warnings.catch_warnings(action="ignore"), OwnCode(name):
         try:
@@ -35,7 +41,7 @@ def check_sequences(build: Callable[[], nn.Module], task: Task, batch: Batch, ch
             raise
         except Exception:  # a model may read values while it is built or runs
             takes = trial("cpu")
-    return positioned(task.inputs(batch), takes)
+    return with_positions(task.inputs(batch), takes)
 
 
 def _trial(
@@ -43,7 +49,7 @@ def _trial(
 ) -> Sequence[str]:
     with torch.device(device):
         model = build().train()
-    takes = taken_by(model)
+    takes = argument_names(model)
     if POSITIONS not in takes:
         raise UsageError(
             f"{KEY}: {name} does not take {POSITIONS}, so it cannot know where in a sequence a chunk is; give its "
@@ -58,8 +64,8 @@ def _trial(
 
 def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Return the loss of each chunk of a batch, where its sequences are cut into so many."""
-    together = Together([])
-    seats = Seats(cutting(task), taken_by(model), range(chunks), Exchange(chunks), together)
+    together = Cooperative([])
+    seats = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
     [*parts] = seats.of(MicroBatch(0, batch, length(batch), 0), 1)
 
     def loss_of(part: MicroBatch) -> Any:

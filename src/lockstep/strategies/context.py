@@ -2,7 +2,7 @@
 
 Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
 Models". Into how many chunks is the recipe's (`recipe.model.sequence_chunks`): so the bits are those of one process
-that computes all chunks (parallel/context/seats.py).
+that computes all chunks (parallel/context/sequence_chunks.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
+from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers
-from lockstep.parallel.tensor.spread import check_spread
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
@@ -124,7 +124,7 @@ class Strategy:
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.tensor)
         if self.sequence_parallel:
-            check_spread(blank, example)
+            check_sequence_parallel(blank, example)
         if self.pipe > 1:
             find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
 

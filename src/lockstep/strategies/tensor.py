@@ -16,8 +16,8 @@ from torch import nn
 from lockstep.core.work import check_divides, check_work
 from lockstep.device.meta import on_meta
 from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers
-from lockstep.parallel.tensor.spread import check_spread
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
@@ -61,7 +61,7 @@ class Strategy:
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.mesh(processes).tensor)
         if self.sequence_parallel:
-            check_spread(blank, example)
+            check_sequence_parallel(blank, example)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

@@ -1,4 +1,4 @@
-"""Seats that exchange tensors get the same elements whoever has which seat, and their gradients go back."""
+"""SequenceChunks that exchange tensors get the same elements whoever has which seat, and their gradients go back."""
 
 import pytest
 import torch

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.p2p import Values
 from lockstep.core.mesh import DataRank
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.pipeline.stage import Arrived, Compute, Forward, Stage
-from lockstep.parallel.together import Together
 
 ALONE = CanonicalSum(0, [DataRank()], None)
 
 
 def stage_of(model: nn.Module, recompute: bool = False) -> Stage:
-    return Stage(model, Together([]), recompute)
+    return Stage(model, Cooperative([]), recompute)
 
 
 def forward(stage: Stage, number: int, inputs: Values, compute: Compute) -> list[Tensor | int]:
@@ -192,7 +192,7 @@ class Neighbours(nn.Module):
 def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute: bool) -> None:
     torch.manual_seed(0)
     model, generator = Neighbours(), torch.default_generator
-    together = Together([generator])
+    together = Cooperative([generator])
     stage = Stage(model.own, together, recompute, [model.borrowed])
 
     def compute(number: int, values: Values) -> Sequence[Tensor]:

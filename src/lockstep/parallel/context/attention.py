@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.together import Together
+from lockstep.parallel.cooperative import Cooperative
 
 KEY: Final = "recipe.model.sequence_chunks"
 _HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, heads, positions, channels]
@@ -28,7 +28,7 @@ _HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, head
 class Attention(TorchFunctionMode):
     """A context for the forward of one chunk, whose calls of torch's attention see the whole sequence."""
 
-    def __init__(self, exchange: Exchange, together: Together) -> None:
+    def __init__(self, exchange: Exchange, together: Cooperative) -> None:
         super().__init__()
         self.calls = 0
         self._exchange = exchange

@@ -2,7 +2,7 @@
 
 What lies before a module's first call can be cut off there if only tensors and whole numbers cross and no weight is
 used on both sides. A module's cost is the mean of two shares: of the model's operations, which are time, and of its
-parameters, which are memory. Modules are entered (pipeline_trace.py) only where that makes more stages, or evener ones.
+parameters, which are memory. Modules are entered (graph_trace.py) only where that makes more stages, or evener ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lockstep.core.batch import Inputs, call
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import compiled_units
+from lockstep.parallel.pipeline.call_trace import CallTrace
+from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, computed_in, place_of, tensors_of
 from lockstep.parallel.pipeline.partition import balanced
 from lockstep.parallel.pipeline.replay import Part
-from lockstep.parallel.pipeline.trace import Line, TracedLine, UntraceableError, computed_in, place_of, tensors_of
-from lockstep.parallel.pipeline.watch import WatchedLine
 from lockstep.parallel.tensor.plan import region_names
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
@@ -100,8 +100,8 @@ def _untraced(model: nn.Module, start: Cut, error: UsageError, find: Callable[[C
 def line_of(model: nn.Module, cut: Cut, training: bool) -> Line:
     """Return the model's forward as a row of what its own code and that of the modules entered calls."""
     if cut.watched and cut.example is not None:
-        return WatchedLine(model, cut.entered, training, cut.kept, cut.example)
-    return TracedLine(model, cut.entered, training, cut.kept, cut.example)
+        return CallTrace(model, cut.entered, training, cut.kept, cut.example)
+    return GraphTrace(model, cut.entered, training, cut.kept, cut.example)
 
 
 def owners(model: nn.Module, cut: Cut) -> dict[str, int]:
@@ -169,7 +169,7 @@ def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
 
 def stage_module(model: nn.Module, cut: Cut, stage: int) -> fx.GraphModule:
     """Return a stage in the model's present mode: from the tensors that cross into it to a list of those that leave."""
-    line = TracedLine(model, cut.entered, model.training, cut.kept, cut.example)
+    line = GraphTrace(model, cut.entered, model.training, cut.kept, cut.example)
     part = _parts(line, cut)[stage]
     return line.module(part.start, part.stop)
 
@@ -177,7 +177,7 @@ def stage_module(model: nn.Module, cut: Cut, stage: int) -> fx.GraphModule:
 def replayed_parts(model: nn.Module, cut: Cut, training: bool) -> list[Part]:
     """Return the stages of a model whose code is run, each with what crosses into it and out of it."""
     assert cut.example is not None
-    line = WatchedLine(model, cut.entered, training, cut.kept, cut.example)
+    line = CallTrace(model, cut.entered, training, cut.kept, cut.example)
     names = dict(line.calls())
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
     nothing: tuple[str, ...] = ()

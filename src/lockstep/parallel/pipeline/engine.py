@@ -39,7 +39,8 @@ from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.compiled import compile_blocks
-from lockstep.parallel.context.seats import leaves_of
+from lockstep.parallel.context.sequence_chunks import leaves_of
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
@@ -47,16 +48,15 @@ from lockstep.parallel.layouts.base import Slots, check_names, take_over, traine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
-from lockstep.parallel.pipeline.ghost import Ghost
 from lockstep.parallel.pipeline.layout import StageLayout
-from lockstep.parallel.pipeline.loans import Loan, Loans
+from lockstep.parallel.pipeline.meta_model import MetaModel
 from lockstep.parallel.pipeline.part import keep_only, part_of
 from lockstep.parallel.pipeline.replay import Replay
 from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
 from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
+from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
-from lockstep.parallel.together import Together
 from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
@@ -122,12 +122,12 @@ class PipelineEngine:
         self._last = self._ranks * pipe.stages_per_rank - 1
         self._model = problem.build_model().train()
         self._generators = world.generators()
-        self._together = Together(self._generators)
+        self._together = Cooperative(self._generators)
         chunks = numerics.sequence_chunks
         self._leaves = leaves_of(problem.task, self._model, chunks, world, self._mesh, self._together)
         cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
         owner, borrower = owners(self._model, cut), borrowers(self._model, cut)
-        ghost = Ghost(self._model, world.device) if cut.watched else None
+        ghost = MetaModel(self._model, world.device) if cut.watched else None
         parts = {training: replayed_parts(self._model, cut, training) for training in (True, False) if cut.watched}
         self._outputs = line_of(self._model, cut, training=False).outputs
         self._model.train()  # a line has put it into its own mode
@@ -144,7 +144,7 @@ class PipelineEngine:
         keep_only(self._model, own | borrowed, world.device, memory_format)
         self._part = part_of(self._model, own)
         numbers = range(self._rank, self._last + 1, self._ranks)
-        self._loans = Loans(self._model, owner, borrower)
+        self._loans = TiedWeights(self._model, owner, borrower)
         self._stages = {
             number: Stage(
                 part_of(self._model, {name for name in own if owner[name] == number}),
@@ -388,7 +388,7 @@ class PipelineEngine:
         self._layout.reload()
         self._lend()
 
-    def _loan_line(self, loan: Loan) -> int:
+    def _loan_line(self, loan: TiedWeight) -> int:
         """Return the line of a loan, behind those on which stages pass values and gradients."""
         return 2 * (self._last + 1) + loan.number
 

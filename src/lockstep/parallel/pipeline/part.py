@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import Shard
-from lockstep.parallel.pipeline.trace import tensors_of
+from lockstep.parallel.pipeline.graph_trace import tensors_of
 
 
 def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:

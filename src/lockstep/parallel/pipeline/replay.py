@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError
-from lockstep.parallel.pipeline.ghost import Forward, Ghost, intercept, leaves_of, without_values
-from lockstep.parallel.pipeline.watch import paths_of
+from lockstep.parallel.pipeline.call_trace import paths_of
+from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaves_of, without_values
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Run:
 
 @final
 class _Under(local):
-    """The forward that is under way in this thread: those of several leaves have one each (parallel/together.py)."""
+    """The forward that is under way in this thread: those of several leaves have one each (parallel/cooperative.py)."""
 
     run: _Run | None = None
     inside = False  # a module that stays whole
@@ -64,7 +64,7 @@ class Replay:
     """Runs stages of `model`, of whose tensors those in `own` have values here; `ghost` is a copy without any."""
 
     def __init__(
-        self, model: nn.Module, ghost: Ghost, entered: frozenset[str], kept: frozenset[str], own: Collection[str]
+        self, model: nn.Module, ghost: MetaModel, entered: frozenset[str], kept: frozenset[str], own: Collection[str]
     ) -> None:
         self._model = model
         self._ghost = ghost

@@ -4,7 +4,7 @@ What crosses into a stage enters its graph by a function that catches the gradie
 it: a leaf's `grad` would be laid out anew, and a stage that writes into its input could not do so with a leaf.
 
 Of a micro-batch that is cut into several leaves of the tree (parallel/leaves.py) the forwards of a stage are under way
-together, and one backward goes through all of them (parallel/together.py, parallel/apart.py).
+together, and one backward goes through all of them (parallel/cooperative.py, parallel/apart.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
 from lockstep.core.tree import Block, Counter, total
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.gradients import summed_dtype, wide_gradient
 from lockstep.parallel.still import Still
-from lockstep.parallel.together import Together
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
@@ -91,7 +91,7 @@ class Stage:
     def __init__(
         self,
         part: nn.Module,
-        together: Together,
+        together: Cooperative,
         recompute: bool = False,
         borrowed: Sequence[Tensor] = (),
         guarded: bool = True,

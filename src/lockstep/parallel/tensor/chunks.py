@@ -34,7 +34,7 @@ from lockstep.core.tree import Block, Counter
 
 
 class Spreads(Protocol):
-    """What the layers of a region call where the ranks share sequences outside of it (spread.py)."""
+    """What the layers of a region call where the ranks share sequences outside of it (sequence_parallel.py)."""
 
     @property
     def under_way(self) -> bool: ...
@@ -74,7 +74,7 @@ class Chunks:
         self._called(call, arguments, named, len(self.own) - 1)
 
     def visited(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Call a region for all chunks in the place of a forward that another rank computes (spread.py)."""
+        """Call a region for all chunks in the place of a forward that another rank computes (sequence_parallel.py)."""
         self._called(call, arguments, named, len(self.own))
 
     def _called(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], times: int) -> None:
@@ -168,7 +168,7 @@ class _Call:
 
 
 class _Calls(threading.local):
-    """The call that is under way: one for each forward of those that run together in threads (parallel/together.py)."""
+    """The call that is under way: one for each forward of those that have a thread each (parallel/cooperative.py)."""
 
     now: _Call | None = None
 

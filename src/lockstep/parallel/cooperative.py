@@ -1,7 +1,14 @@
 """Functions that go through exchanges together: at each one a function waits until all have come to it.
 
 The forwards of several micro-batches in one process are such functions, where a layer computes over all of them. Each
-has a thread of its own, but one alone runs at any time, and which one is a matter of their order alone. A round:
+has a thread of its own, but one alone runs at any time, and which one is a matter of their order alone:
+
+    caller       GoOn        GoOn        Compute       GoOn        GoOn
+                  |           |             |           |           |
+    thread 0     runs       waits         waits        runs       waits         until the next exchange,
+    thread 1     waits      runs        computes       waits      runs          or its end
+                  |           |             |           |           |
+    caller       Came        Came        Computed      Came        Came
 
 1. One after the other runs, from where it stopped, to its next exchange. The generators are set to what it left in
    them, so each draws the random numbers that it would draw alone.
@@ -72,7 +79,7 @@ class _GoOn(NamedTuple):
 
 
 @final
-class Together:
+class Cooperative:
     """Runs functions together, of which each may call `exchange`; what they draw comes from `generators`."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:

@@ -1,4 +1,4 @@
-"""The layout of a slice of a model, whose ranks share sequences outside of what is cut (parallel/tensor/spread.py).
+"""The layout of a slice of a model whose ranks share sequences outside of regions (tensor/sequence_parallel.py).
 
 What is cut has gradients of all chunks of a sequence on each rank that has it, all else of the rank's own chunks alone:
 so they are two sums, over other ranks.
@@ -24,7 +24,7 @@ from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
 
 
-def spread_out(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
+def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
     """Return what puts a slice of a model on each of the ranks, where sequences are cut into so many `chunks`."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -41,13 +41,13 @@ def spread_out(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> Make
             )
             for is_cut, over in ((False, mesh.spread), (True, mesh))
         )
-        return ReplicatedLayout(weights), SpreadGradients(of_whole, of_cut)
+        return ReplicatedLayout(weights), SequenceParallelGradients(of_whole, of_cut)
 
     return make
 
 
 @final
-class SpreadGradients:
+class SequenceParallelGradients:
     """Adds the gradients of what is `whole` over this rank's leaves, and of what is `cut` over dummies, too."""
 
     def __init__(self, whole: GradientSum, cut: GradientSum) -> None:

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lockstep.core.batch import mapped
-from lockstep.parallel.pipeline.trace import computed_in, tensors_of
+from lockstep.parallel.pipeline.graph_trace import computed_in, tensors_of
 
 Forward = Callable[..., Any]
 
 
 @final
-class Ghost:
+class MetaModel:
     """A copy of `model` whose tensors have no values, and seem to lie on `device`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

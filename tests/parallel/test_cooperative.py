@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.parallel.together import Together
+from lockstep.parallel.cooperative import Cooperative
 
 
 class _Pass(torch.autograd.Function):
@@ -31,7 +31,7 @@ def _passed(given: Sequence[Tensor]) -> Sequence[Tensor]:
     return outputs
 
 
-def _run(functions: Sequence[Callable[[], Any]], together: Together) -> list[Any]:
+def _run(functions: Sequence[Callable[[], Any]], together: Cooperative) -> list[Any]:
     return together.run(functions, lambda number: None)
 
 
@@ -40,7 +40,7 @@ def _threads() -> int:
 
 
 def test_they_take_turns_in_their_order() -> None:
-    together, seen, before = Together([]), list[str](), list[int]()
+    together, seen, before = Cooperative([]), list[str](), list[int]()
 
     def function(number: int) -> int:
         seen.append(f"{number} begins")
@@ -55,7 +55,7 @@ def test_they_take_turns_in_their_order() -> None:
 
 
 def test_one_alone_runs_where_it_is_called() -> None:
-    together = Together([])
+    together = Cooperative([])
     own = threading.current_thread()
 
     def function() -> str:
@@ -67,7 +67,7 @@ def test_one_alone_runs_where_it_is_called() -> None:
 
 
 def test_each_draws_what_it_would_draw_alone() -> None:
-    together = Together([torch.default_generator])
+    together = Cooperative([torch.default_generator])
 
     def function(seed: int) -> list[float]:
         torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def test_each_draws_what_it_would_draw_alone() -> None:
 
 
 def test_each_keeps_the_state_that_torch_has_by_thread() -> None:
-    together = Together([])
+    together = Cooperative([])
 
     def function(number: int) -> tuple[bool, bool, bool]:
         with torch.set_grad_enabled(number == 1), torch.autocast("cpu", torch.bfloat16, enabled=number == 2):
@@ -96,7 +96,7 @@ def test_each_keeps_the_state_that_torch_has_by_thread() -> None:
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_are_added_in_the_order_in_which_they_are_alone(count: int) -> None:
     """What several exchanges use gets gradients whose sum shows their order; what uses these comes in another."""
-    together = Together([])
+    together = Cooperative([])
 
     def function(x: Tensor) -> Tensor:
         y = x * 1.0
@@ -115,7 +115,7 @@ def test_gradients_are_added_in_the_order_in_which_they_are_alone(count: int) ->
 
 
 def test_what_one_raises_ends_all_and_is_what_is_raised() -> None:
-    together, ended = Together([]), list[int]()
+    together, ended = Cooperative([]), list[int]()
 
     def function(number: int) -> None:
         try:
@@ -135,7 +135,7 @@ def test_what_one_raises_ends_all_and_is_what_is_raised() -> None:
 
 
 def test_what_a_joint_computation_raises_is_raised() -> None:
-    together = Together([])
+    together = Cooperative([])
 
     def joint(given: Sequence[int]) -> Sequence[int]:
         raise ZeroDivisionError("in the exchange")
@@ -147,7 +147,7 @@ def test_what_a_joint_computation_raises_is_raised() -> None:
 
 @pytest.mark.parametrize("ways", [("here", "there"), ("here", None)])
 def test_other_ways_are_refused(ways: tuple[str, str | None]) -> None:
-    together = Together([])
+    together = Cooperative([])
 
     def function(place: str | None) -> None:
         if place is not None:
@@ -159,7 +159,7 @@ def test_other_ways_are_refused(ways: tuple[str, str | None]) -> None:
 
 
 def test_an_interrupt_ends_all() -> None:
-    together = Together([])
+    together = Cooperative([])
 
     def before(number: int) -> None:
         if number == 1:

@@ -3,10 +3,23 @@
 Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section
 4.2. Outside of regions a rank computes its own chunks of each sequence, in regions its chunks of features for all of
 them. So a region's first layers gather their inputs from all ranks, and its last layer adds what all have for a chunk
-of a sequence where that is; in backward it is the other way round. A forward of this rank's (parallel/context/seats.py)
-goes through a region together with those of the other ranks, whose code this rank calls in their place: they have a
-thread each (parallel/together.py), which *visits* regions. Of all these calls autograd records one node for each layer:
-so all ranks exchange in one order, in backward too.
+of a sequence where that is; in backward it is the other way round.
+
+Two ranks, two chunks of each sequence (A on rank 0, B on rank 1), two chunks of features (0 and 1). Each rank has a
+thread for each chunk of a sequence (parallel/cooperative.py). That of its own chunk runs the model's forward; that of
+the other rank's *visits* regions: it calls their code in the place of the forward that runs elsewhere.
+
+    rank 0, thread A    rank 0, thread B        rank 1, thread A    rank 1, thread B
+    ----------------    ----------------        ----------------    ----------------
+    norm(A)             waits                   waits               norm(B)
+    enter ------------> visit                   visit <------------ enter
+    ========= gather: both ranks have the inputs of A and of B, [n, i] each =========
+    chunk 0 of A        chunk 0 of B            chunk 1 of A        chunk 1 of B
+    ========= scatter: chunks 0 and 1 of A are added on rank 0, those of B on rank 1 ==
+    goes on with A      waits                   waits               goes on with B
+
+The threads of a rank come to `=====` together, where autograd records one node for all of them: so all ranks exchange
+in one order, in backward too. A last `enter` with nothing to visit, `leave`, ends the visits.
 
 The sums are added by the tree, as they are where each rank has all chunks of the sequence: so the bits are the same.
 """
@@ -36,7 +49,8 @@ from lockstep.core.tree import Block, blocks, total
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import Attention
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.context.seats import Seats, cutting, taken_by
+from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, sequence_task
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.leaves import Leaves
 from lockstep.parallel.tensor.chunks import ChunkDone, Chunks
 from lockstep.parallel.tensor.layers import (
@@ -49,15 +63,14 @@ from lockstep.parallel.tensor.layers import (
     row_gradients,
 )
 from lockstep.parallel.tensor.slices import CutLayer, cut_layers
-from lockstep.parallel.together import Together
 from lockstep.tasks.base import MicroBatch, Task
 
 _KEY: Final = "placement.strategy.sequence_parallel"
 _NEXT: Final = "its next region, or its end"
 
 
-def spread_leaves(
-    slices: Mesh, task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Together
+def sequence_parallel_leaves(
+    slices: Mesh, task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
 ) -> Leaves:
     """Return the leaves of this rank, where `mesh` is that of `slices`, spread (core/mesh.py).
 
@@ -66,18 +79,17 @@ def spread_leaves(
     at = slices.coordinate(world.rank)
     carrier = world.carrier(slices, "context", beside=False) if slices.context > 1 else None
     local = part(chunks, slices.context, at.context)
-    seats = Seats(
-        cutting(task), taken_by(model), local, Exchange(chunks, at.context, slices.context, carrier), together
-    )
+    exchange = Exchange(chunks, at.context, slices.context, carrier)
+    seats = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
     across = world.canonical(slices, "tensor", beside=False)
     along = world.carrier(slices, "tensor", beside=False)
     spread = Spread(len(local), at.tensor, slices.tensor, across, along, together, world.generators())
     for layer in cut_layers(model).values():
         layer.chunks.spread = spread
-    return SpreadSeats(seats, spread)
+    return SpreadChunks(seats, spread)
 
 
-def check_spread(model: nn.Module, example: Inputs | None) -> None:
+def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     """Raise UsageError where a model cannot be computed so; it is on the meta device, as its inputs `example`."""
     layers = cut_layers(model)
     for name, layer in layers.items():
@@ -93,7 +105,7 @@ def check_spread(model: nn.Module, example: Inputs | None) -> None:
             call(model, example)
     except LockstepError:
         raise
-    except Exception:  # it reads values: then its first forward says so, on all ranks (parallel/together.py)
+    except Exception:  # it reads values: then its first forward says so, on all ranks (parallel/cooperative.py)
         return
 
 
@@ -116,10 +128,10 @@ class _InRegions(TorchFunctionMode):
 
 
 @final
-class SpreadSeats:
+class SpreadChunks:
     """The chunks of sequences that go through this rank's regions: those of other ranks are dummies."""
 
-    def __init__(self, seats: Seats, spread: Spread) -> None:
+    def __init__(self, seats: SequenceChunks, spread: Spread) -> None:
         self.count = seats.count
         self._seats = seats
         self._spread = spread
@@ -176,7 +188,7 @@ class Spread:
         ranks: int,
         across: CanonicalSum,
         carrier: Carrier | None,
-        together: Together,
+        together: Cooperative,
         generators: Sequence[Generator],
     ) -> None:
         self.count = count

@@ -19,12 +19,12 @@ from lockstep.core.mesh import DataRank
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.tensor.built_in import known_plan
 from lockstep.parallel.tensor.chunks import Chunks
 from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.sequence_parallel import Spread, check_sequence_parallel
 from lockstep.parallel.tensor.slices import cut_layers
-from lockstep.parallel.tensor.spread import Spread, check_spread
-from lockstep.parallel.together import Together
 
 SEATS = 2
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 PLAN = {"before": "whole", "up": "colwise", "gate": "colwise", "norm": "shared", "down": "rowwise"}
 
 
-def _net(together: Together, spread: bool) -> nn.Module:
+def _net(together: Cooperative, spread: bool) -> nn.Module:
     torch.manual_seed(0)
     net = Net()
     cut_into_chunks(net, PLAN, 2)
@@ -63,7 +63,7 @@ def _net(together: Together, spread: bool) -> nn.Module:
 
 def _trained(spread: bool) -> list[Tensor]:
     """Return what forwards of two chunks of a sequence give together, and the gradients of it."""
-    together = Together([torch.default_generator])
+    together = Cooperative([torch.default_generator])
     net = _net(together, spread)
     given = [torch.randn(3, 6, generator=torch.Generator().manual_seed(seat)).requires_grad_() for seat in range(SEATS)]
 
@@ -87,7 +87,7 @@ def test_one_node_for_all_forwards_computes_what_one_for_each_does() -> None:
 
 
 def test_forwards_that_come_to_different_regions_are_refused() -> None:
-    together = Together([])
+    together = Cooperative([])
     spread = Spread(SEATS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
 
     def forward(seat: int) -> None:
@@ -141,7 +141,7 @@ def test_models_that_do_not_fit_are_refused(plan: dict[str, str], problem: str |
     build: Callable[[], nn.Module] = partial(_gpt, plan)
     example: Inputs = (torch.zeros(2, 8, dtype=torch.long, device="meta"),)
     if problem is None:
-        check_spread(on_meta(build), example)
+        check_sequence_parallel(on_meta(build), example)
         return
     with pytest.raises(UsageError, match=re.escape(problem)):
-        check_spread(on_meta(build), example)
+        check_sequence_parallel(on_meta(build), example)

@@ -1,7 +1,7 @@
 """The chunks of sequences that a rank computes, each by a forward of its own: its *seats*.
 
 Layers see the positions of one chunk, whoever computes them, and a chunk's random numbers and gradients are those of a
-leaf of its own in the tree (core/tree.py). The forwards of one micro-batch run together (parallel/together.py), and
+leaf of its own in the tree (core/tree.py). The forwards of one micro-batch run together (parallel/cooperative.py), and
 know of each other in attention alone (parallel/context/attention.py).
 
 With M micro-batches in a step, leaf c * M + m is chunk c of micro-batch m.
@@ -24,22 +24,22 @@ from lockstep.core.order import part
 from lockstep.errors import UsageError
 from lockstep.parallel.context.attention import KEY, Attention
 from lockstep.parallel.context.exchange import Exchange
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.leaves import Leaves, WholeMicroBatches
-from lockstep.parallel.together import Together
 from lockstep.tasks.base import CutsSequences, MicroBatch, Task
 
 POSITIONS: Final = "position_ids"  # what models call the argument, as transformers does
 
 
 @final
-class Seats:
+class SequenceChunks:
     """The chunks `own` of the sequences of a micro-batch, whose forwards run in `together`.
 
     `takes` are the names of what the model's forward takes, in order.
     """
 
     def __init__(
-        self, task: CutsSequences, takes: Sequence[str], own: range, exchange: Exchange, together: Together
+        self, task: CutsSequences, takes: Sequence[str], own: range, exchange: Exchange, together: Cooperative
     ) -> None:
         self.count = exchange.seats
         self._task = task
@@ -63,7 +63,7 @@ class Seats:
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
         """See Leaves: a chunk has the positions that it has in the sequence."""
-        return positioned(self._task.inputs(leaf.batch), self._takes, leaf.index // self._microbatches)
+        return with_positions(self._task.inputs(leaf.batch), self._takes, leaf.index // self._microbatches)
 
     def around(self) -> Attention:
         """See Leaves."""
@@ -75,7 +75,7 @@ class Seats:
 
     def evaluated(self, inputs: Inputs) -> Inputs:
         """See Leaves."""
-        return positioned(inputs, self._takes)
+        return with_positions(inputs, self._takes)
 
     def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
         """Return what a whole model gives for a chunk; UsageError where it attends to nothing."""
@@ -85,7 +85,7 @@ class Seats:
         return outputs
 
 
-def positioned(inputs: Inputs, takes: Sequence[str], chunk: int = 0) -> Inputs:
+def with_positions(inputs: Inputs, takes: Sequence[str], chunk: int = 0) -> Inputs:
     """Return the inputs of a forward that takes arguments of these names, with the positions of such a chunk."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
@@ -94,22 +94,22 @@ def positioned(inputs: Inputs, takes: Sequence[str], chunk: int = 0) -> Inputs:
     return {**named, POSITIONS: positions}
 
 
-def taken_by(model: nn.Module) -> Sequence[str]:
+def argument_names(model: nn.Module) -> Sequence[str]:
     """Return the names of what the model's forward takes."""
     return [*inspect.signature(model.forward).parameters]
 
 
-def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Together) -> Leaves:
+def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative) -> Leaves:
     """Return the leaves of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
     if chunks == 1:
         return WholeMicroBatches(task)
     rank, ranks = mesh.coordinate(world.rank).context, mesh.context
     carrier = world.carrier(mesh, "context", beside=False) if ranks > 1 else None
     exchange = Exchange(chunks, rank, ranks, carrier)
-    return Seats(cutting(task), taken_by(model), part(chunks, ranks, rank), exchange, together)
+    return SequenceChunks(sequence_task(task), argument_names(model), part(chunks, ranks, rank), exchange, together)
 
 
-def cutting(task: Task) -> CutsSequences:
+def sequence_task(task: Task) -> CutsSequences:
     """Return the task as one that cuts sequences; UsageError where it is none."""
     if not isinstance(task, CutsSequences):
         raise UsageError(

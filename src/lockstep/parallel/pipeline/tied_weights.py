@@ -19,7 +19,7 @@ from lockstep.errors import TrainingError
 
 
 @dataclass(frozen=True, eq=False)
-class Loan:
+class TiedWeight:
     """A tensor that stage `owner` lends to stage `borrower`; `number` is the same on all ranks."""
 
     number: int
@@ -38,28 +38,28 @@ class _LookedUp(local):
 
 
 @final
-class Loans:
+class TiedWeights:
     """The loans of a model, given the stages of its tensors by name; those lent to this rank are real here."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
         lent = [(name, tensor) for name, tensor in named if name in borrower]
         self.all = [
-            Loan(number, name, tensor, owner[name], borrower[name]) for number, (name, tensor) in enumerate(lent)
+            TiedWeight(number, name, tensor, owner[name], borrower[name]) for number, (name, tensor) in enumerate(lent)
         ]
         self._looked_up = _LookedUp()
-        self._loan_of: dict[nn.Module, Loan] = {}
+        self._loan_of: dict[nn.Module, TiedWeight] = {}
         for module in model.modules():
             for loan in self.all:
                 if isinstance(module, nn.Embedding) and module.weight is loan.tensor:
                     self._loan_of[module] = loan
                     module.register_forward_pre_hook(self._count)
 
-    def of_owner(self, stage: int) -> Iterator[Loan]:
+    def of_owner(self, stage: int) -> Iterator[TiedWeight]:
         """Yield what a stage lends and gets gradients of."""
         return (loan for loan in self.all if loan.owner == stage and loan.tensor.requires_grad)
 
-    def of_borrower(self, stage: int) -> Iterator[Loan]:
+    def of_borrower(self, stage: int) -> Iterator[TiedWeight]:
         """Yield what a stage has borrowed and makes gradients of."""
         return (loan for loan in self.all if loan.borrower == stage and loan.tensor.requires_grad)
 

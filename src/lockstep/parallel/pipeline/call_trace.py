@@ -21,8 +21,8 @@ from lockstep.common.own_code import described
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline.ghost import Forward, Ghost, intercept, leaves_of, without_values
-from lockstep.parallel.pipeline.trace import UntraceableError, generators, tensors_of
+from lockstep.parallel.pipeline.graph_trace import UntraceableError, generators, tensors_of
+from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaves_of, without_values
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Call:
 
 
 @final
-class WatchedLine:
+class CallTrace:
     """A forward that was run; see Line for its methods. `crossing` are the arguments that a ghost's modules gave.
 
     The model is put into the mode that `training` says. Code that cannot be run so raises UsageError.
@@ -49,7 +49,7 @@ class WatchedLine:
         model.train(training)
         self._model = model
         self._modules = dict(model.named_modules())
-        self._ghost = Ghost(model, torch.device("cpu"))
+        self._ghost = MetaModel(model, torch.device("cpu"))
         self._leaves = dict(leaves_of(self._ghost.model, entered, kept))
         self._names = {id(fake): name for name, fake in self._ghost.tensors.items()}
         self._own = dict(tensors_of(model))
@@ -179,7 +179,7 @@ class WatchedLine:
 class _Reading(TorchFunctionMode):
     """Notes what code between modules computes, and from what; to look at a shape is no use of a tensor."""
 
-    def __init__(self, line: WatchedLine) -> None:
+    def __init__(self, line: CallTrace) -> None:
         super().__init__()
         self._line = line
 

@@ -17,7 +17,7 @@ from lockstep.tasks.base import MicroBatch
 
 
 @final
-class UsualShapes:
+class CanonicalState:
     """`engine`, with the tensors of `chunked`, and what the optimizer keeps for them, as if nothing were cut."""
 
     def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:

@@ -28,7 +28,7 @@ _ROOT: Final = "model"
 
 
 class UntraceableError(UsageError):
-    """Raised for a model whose code a trace cannot follow; it may still be run on a ghost (pipeline_watch.py)."""
+    """Raised for a model whose code a trace cannot follow; it may still be run on a ghost (call_trace.py)."""
 
 
 class Line(Protocol):
@@ -79,7 +79,7 @@ def place_of(line: Line, name: str) -> int | None:
 
 
 @final
-class TracedLine:
+class GraphTrace:
     """A traced forward: `body` are its nodes in order, without its inputs, its output and its weights.
 
     The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container.
