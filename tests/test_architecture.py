@@ -36,7 +36,7 @@ ALLOWED = {
     "run": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
-        *("launchers", "checkup", "verification/first_look"),
+        *("launchers", "checkup"),
     ],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),

@@ -28,7 +28,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_eval.py": "run: evaluation",
     "commands/test_export.py": "exports: as_user base check export sample to_onnx to_safetensors to_timm to_torch "
     "to_transformers",
-    "commands/test_first_look.py": "run: user_code\nverification: first_look",
+    "commands/test_first_look.py": "run: user_code\nrun/probe: first_look",
     "commands/test_import.py": "run: imported",
     "commands/test_jobs.py": "run: listing",
     "commands/test_launch.py": "launchers: agents\nrun: launching",
@@ -48,7 +48,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_commands_watch.py": "run: following",
     "commands/test_train.py": "run: build computing engine events examples rank_training session training",
     "commands/test_verify.py": "verification: cases",
-    "commands/test_verify_probe.py": "verification: probe probe_state probe_witness probing",
+    "commands/test_verify_probe.py": "run/probe: findings probe state witness",
     "commands/test_commands_usual.py": "reporting: usual\nrun: usual",
     "config/test_load.py": "config: across base placement recipe run schema wording",
     "common/test_schemas.py": "training/checkpoint: saved_state",
@@ -88,7 +88,7 @@ TOGETHER: Final[dict[str, str]] = {
     "test_cli.py": ".: __main__",
     "test_library.py": "run: aside plain",
     "training/test_loop.py": "training: events",
-    "verification/test_compare.py": "verification: trace values",
+    "verification/test_compare.py": "verification: trace",
     "verification/test_own_loop.py": "run: script",
 }
 

@@ -17,10 +17,10 @@ from torch import nn
 from lockstep.config.load import load
 from lockstep.models.find import build_model
 from lockstep.run.build import Setup, setup
+from lockstep.run.probe import findings as causes
+from lockstep.run.probe import first_look as looking
+from lockstep.run.probe.first_look import first_look, is_known, is_plain
 from lockstep.tasks.facts import facts
-from lockstep.verification import causes
-from lockstep.verification import first_look as looking
-from lockstep.verification.first_look import first_look, is_known, is_plain
 
 NOISY = 'recipe.model={{name: "planted:noisy", options: {{source: {}}}}}'
 LOOKING = (*DIGITS, 'recipe.loss={name: "cross_entropy"}', "run.probe=auto", "run.dir=run")

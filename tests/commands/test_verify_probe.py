@@ -13,8 +13,10 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.verification import causes, probe, probing
-from lockstep.verification.causes import ProbeResult, findings
+from lockstep.run.probe import findings as causes
+from lockstep.run.probe import probe
+from lockstep.run.probe.findings import ProbeResult, findings
+from lockstep.verification import trace
 from lockstep.verification.traced_run import prepared
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
@@ -269,8 +271,8 @@ def test_a_data_set_that_draws_from_seeded_generators_is_not_random():
 def test_facts_survive_being_written(tmp_path):
     probed = look('recipe.model={name: "planted:Remembering"}')
     probed = replace(probed, random_samples=[causes.RandomSample("training", 3, "inputs")])
-    probing.write(tmp_path, probed)
-    assert probing.read(tmp_path) == probed
+    trace.write(tmp_path / "facts", probed)
+    assert trace.read(tmp_path / "facts", ProbeResult) == probed
 
 
 def test_noise_in_a_cache_is_named_with_the_function_that_is_cached():

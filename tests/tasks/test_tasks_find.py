@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import Classification
-from lockstep.tasks.find import Wanted, find_task, wanted
+from lockstep.tasks.find import find_task
 from lockstep.tasks.language import Language
 from lockstep.tasks.own import OwnTask
 from lockstep.tasks.regression import Regression
@@ -17,6 +17,11 @@ from lockstep.tasks.segmentation import Segmentation
 FLOATS = (torch.zeros(2, 3), torch.zeros(2))
 WHOLE = (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
 CLASSES = {"classes": ["a", "b"]}
+
+
+def recipe(name: str = "auto", loss: str = "cross_entropy", **options: Any) -> dict[str, Any]:
+    loss_section = {"name": loss, "label_smoothing": 0.1 if loss != "cross_entropy" else 0.0}
+    return {"task": {"name": name, **options}, "loss": loss_section, "topk": [1, 3], "batch": 8}
 
 
 class Mine:
@@ -40,52 +45,47 @@ class Mine:
     ],
 )
 def test_auto_follows_from_the_data_and_says_so(facts: Any, example: Any, kind: type, said: str) -> None:
-    task, words = find_task(Wanted(), facts, example)
+    task, words = find_task(recipe(), "model m", facts, example)
     assert isinstance(task, kind)
     assert words.startswith(said)
 
 
 def test_options_reach_their_task() -> None:
-    task, said = find_task(Wanted("regression", {"loss": "huber", "delta": 2}), {}, FLOATS)
-    assert (task, said) == (Regression("huber", 2.0), "task regression")
-    task, _ = find_task(Wanted("classification", {"weights": [1, 3]}), CLASSES, WHOLE)
+    given = {"name": "regression", "loss": "huber", "delta": 2}
+    task, said = find_task({**recipe(), "task": given}, "model m", {}, FLOATS)
+    assert (task, said) == (Regression("huber", 2.0, model_name="model m"), "task regression")
+    assert given == {"name": "regression", "loss": "huber", "delta": 2}  # as it was
+    task, _ = find_task(recipe("classification", weights=[1, 3]), "model m", CLASSES, WHOLE)
     assert isinstance(task, Classification)
     assert (task.class_weights, task.topk) == ((1.0, 3.0), (1,))
 
 
 def test_the_users_own_gets_options_and_facts() -> None:
-    task, said = find_task(Wanted(f"{__name__}:Mine", {"scale": 2}), CLASSES, WHOLE)
+    task, said = find_task(recipe(f"{__name__}:Mine", scale=2), "model m", CLASSES, WHOLE)
     assert isinstance(task, OwnTask)
     assert (task.unit, said) == ("2 2", f"task {__name__}:Mine")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "facts", "message"),
+    ("recipe", "facts", "message"),
     [
-        (Wanted(), {}, "recipe.task: auto, but the data has neither classes nor a vocabulary"),
-        (Wanted("regresion"), {}, "no task regresion; did you mean 'regression'"),
-        (Wanted("classification"), {}, "classification needs data with classes"),
+        (recipe(), {}, "recipe.task: auto, but the data has neither classes nor a vocabulary"),
+        (recipe("regresion"), {}, "no task regresion; did you mean 'regression'"),
+        (recipe("classification"), {}, "classification needs data with classes"),
         (
-            Wanted("regression", {"los": "mse"}),
+            recipe("regression", los="mse"),
             {},
             r"recipe.task.los: task regression has no such option; did you mean",
         ),
-        (Wanted("regression", {"delta": "x"}), {}, "recipe.task.delta: input should be a valid number"),
-        (Wanted("regression", loss="a:b"), {}, "recipe.loss: it is that of classification, and the task is regression"),
-        (Wanted("classification", {"weights": [1]}), CLASSES, "recipe.task.weights: 1 of them, but the data has 2"),
-        (Wanted("classification", {"weights": [1, -1]}), CLASSES, "none may be negative"),
-        (Wanted("nowhere.to:Be"), {}, "there is no module nowhere"),
-        (Wanted(f"{__name__}:CLASSES"), {}, "it is of type dict; name a class"),
-        (Wanted(f"{__name__}:Mine", {"scal": 1}), CLASSES, "has no such option; did you mean 'scale'"),
+        (recipe("regression", delta="x"), {}, "recipe.task.delta: input should be a valid number"),
+        (recipe("regression", loss="a:b"), {}, "recipe.loss: it is that of classification, and the task is regression"),
+        (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 of them, but the data has 2"),
+        (recipe("classification", weights=[1, -1]), CLASSES, "none may be negative"),
+        (recipe("nowhere.to:Be"), {}, "there is no module nowhere"),
+        (recipe(f"{__name__}:CLASSES"), {}, "it is of type dict; name a class"),
+        (recipe(f"{__name__}:Mine", scal=1), CLASSES, "has no such option; did you mean 'scale'"),
     ],
 )
-def test_mistakes_are_told(wanted: Wanted, facts: Any, message: str) -> None:
+def test_mistakes_are_told(recipe: Any, facts: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        find_task(wanted, facts, WHOLE)
-
-
-def test_every_key_of_a_recipe_is_wanted() -> None:
-    loss = {"name": "a:b", "label_smoothing": 0.1}
-    given = {"task": {"name": "regression", "delta": 2}, "loss": loss, "topk": [1, 3], "batch": 8}
-    assert wanted(given, "model m") == Wanted("regression", {"delta": 2}, "a:b", 0.1, [1, 3], "model m")
-    assert given["task"] == {"name": "regression", "delta": 2}  # as it was
+        find_task(recipe, "model m", facts, WHOLE)

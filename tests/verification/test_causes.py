@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.verification import causes, compare, trace
-from lockstep.verification.causes import Diagnosis, ProbeResult, RandomSample, cause, findings
+from lockstep.run.probe import findings as look
+from lockstep.run.probe.findings import ProbeResult, RandomSample, findings
+from lockstep.verification import compare, trace
+from lockstep.verification.causes import Diagnosis, cause
 from lockstep.verification.compare import Difference
 
 CLEAN = ProbeResult(buffers=["bn.running_mean", "table"])
@@ -25,8 +27,8 @@ def diagnosis(
 def test_buffers_and_weights_are_told_apart():
     assert diagnosis(trace.MODEL, "bn.running_mean").what == "buffer"
     assert diagnosis(trace.MODEL, "conv.weight").what == "weight"
-    assert diagnosis(compare.OWN_LOSS, "2").microbatch == 2
-    assert diagnosis(compare.OWN_LOSS, "2").name == ""
+    assert diagnosis(trace.OWN_LOSS, "2").microbatch == 2
+    assert diagnosis(trace.OWN_LOSS, "2").name == ""
 
 
 def test_a_buffer_that_forward_changes_is_the_cause_itself():
@@ -54,30 +56,28 @@ def test_a_buffer_that_forward_changes_is_the_cause_itself():
     ],
 )
 def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs(probed, words):
-    assert words in cause(diagnosis(compare.OWN_LOSS, "2", probed))
+    assert words in cause(diagnosis(trace.OWN_LOSS, "2", probed))
     assert words in cause(diagnosis(trace.GRADIENT, "a", probed))
 
 
 @pytest.mark.parametrize(
     ("what", "where"),
-    [(compare.DATA, " (data.py:7)"), (compare.OWN_LOSS, " (net.py:3)"), (trace.GRADIENT, " (net.py:3)")],
+    [(trace.DATA, " (data.py:7)"), (trace.OWN_LOSS, " (net.py:3)"), (trace.GRADIENT, " (net.py:3)")],
 )
 def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(what, where):
     probed = ProbeResult(attributes={"steps": "0 -> 1"}, places={"model": "net.py:3", "training": "data.py:7"})
     by_seed = replace(diagnosis(what, "2", probed, "single on 1"), hashes=True)
     assert cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where} that goes through one")
     assert "the order of a set" not in cause(replace(by_seed, again=False))
-    if what != compare.DATA:
+    if what != trace.DATA:
         assert "computed again by a fresh copy" in cause(replace(by_seed, probed=ProbeResult(repeated="loss")))
 
 
 def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_else_is():
     probed = ProbeResult(attributes={"steps": "0 -> 1"})
-    assert cause(diagnosis(compare.OWN_LOSS, "2", probed)).startswith("perhaps what was noted, which may matter after")
-    assert "steps (0 -> 1)" in cause(diagnosis(compare.OWN_LOSS, "2", probed))
-    assert "draws from NumPy's" in cause(
-        diagnosis(compare.OWN_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss"))
-    )
+    assert cause(diagnosis(trace.OWN_LOSS, "2", probed)).startswith("perhaps what was noted, which may matter after")
+    assert "steps (0 -> 1)" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
+    assert "draws from NumPy's" in cause(diagnosis(trace.OWN_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss")))
     assert "please report it" in cause(diagnosis(compare.EVALUATION, "loss", probed))
 
 
@@ -85,27 +85,27 @@ def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs(
     probed = ProbeResult(evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
     told = cause(diagnosis(compare.EVALUATION, "loss", probed))
     assert "depend on what was evaluated before: forward draws from torch's random generator (net.py:3)" in told
-    assert "please report it" in cause(diagnosis(compare.OWN_LOSS, "2", probed))
+    assert "please report it" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
 
 
 def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
-    (finding,) = causes.findings(ProbeResult(by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"}))
+    (finding,) = findings(ProbeResult(by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"}))
     assert "the code reads the rank or the number of ranks (net.py:3); make it a function" in finding.text
-    (finding,) = causes.findings(ProbeResult(by_rank="loss", places={"model": "net.py:1"}))
+    (finding,) = findings(ProbeResult(by_rank="loss", places={"model": "net.py:1"}))
     assert "the model (net.py:1) or the loss depends on the rank; make it" in finding.text
 
 
 def test_other_data_is_the_data_sets_doing_whatever_else_is_wrong():
     probed = ProbeResult(random_samples=[RandomSample("training", 7, "inputs")], repeated="loss")
-    assert "item 7 of the training data set changes when" in cause(diagnosis(compare.DATA, "2", probed))
-    assert "depends on the process" in cause(diagnosis(compare.DATA, "2", ProbeResult(repeated="loss")))
+    assert "item 7 of the training data set changes when" in cause(diagnosis(trace.DATA, "2", probed))
+    assert "depends on the process" in cause(diagnosis(trace.DATA, "2", ProbeResult(repeated="loss")))
 
 
 def test_without_a_suspect_the_kind_of_the_departure_tells():
     told = {
         what: cause(diagnosis(what, "2"))
         for what in (
-            *(compare.OWN_LOSS, compare.LOSS, compare.EVALUATION, compare.SCALARS),
+            *(trace.OWN_LOSS, trace.LOSS, compare.EVALUATION, trace.SCALARS),
             *(trace.GRADIENT, trace.MODEL, trace.OPTIMIZER, trace.AVERAGE),
         )
     }
@@ -115,27 +115,27 @@ def test_without_a_suspect_the_kind_of_the_departure_tells():
 
 
 def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run():
-    assert "second run of itself" in cause(diagnosis(compare.LOSS, "", place="single on 1"))
-    assert "saw something else again" in cause(diagnosis(compare.LOSS, "", again=False))
-    assert "the checkpoint does not hold" in cause(diagnosis(compare.LOSS, "", place="single on 1", resumed=True))
+    assert "second run of itself" in cause(diagnosis(trace.LOSS, "", place="single on 1"))
+    assert "saw something else again" in cause(diagnosis(trace.LOSS, "", again=False))
+    assert "the checkpoint does not hold" in cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
 
 
 @pytest.mark.parametrize(
     ("loss", "culprit"),
     [
-        (causes.LossFact(16, 2.0, 32.0), causes.MEAN_LOSS),
-        (causes.LossFact(16, 32.001, 32.0), None),
-        (causes.LossFact(16, 20.0, 32.0), causes.NO_SUM),
-        (causes.LossFact(1, 2.0, 2.0), None),
-        (causes.LossFact(4, 0.0, 0.0), None),
+        (look.LossFact(16, 2.0, 32.0), look.MEAN_LOSS),
+        (look.LossFact(16, 32.001, 32.0), None),
+        (look.LossFact(16, 20.0, 32.0), look.NO_SUM),
+        (look.LossFact(1, 2.0, 2.0), None),
+        (look.LossFact(4, 0.0, 0.0), None),
     ],
 )
 def test_a_mean_is_told_from_a_sum_by_its_size(loss, culprit):
-    assert [finding.culprit for finding in causes.findings(ProbeResult(loss=loss))] == ([culprit] if culprit else [])
+    assert [finding.culprit for finding in findings(ProbeResult(loss=loss))] == ([culprit] if culprit else [])
 
 
 def test_long_lists_of_names_are_cut():
-    (finding,) = causes.findings(ProbeResult(unused=[f"p{number}" for number in range(12)]))
+    (finding,) = findings(ProbeResult(unused=[f"p{number}" for number in range(12)]))
     assert "p7 and 4 more" in finding.text
     assert len(finding.names) == 12
 
@@ -144,7 +144,7 @@ def test_a_draw_that_seldom_matters_is_the_fault_where_placements_differ_and_not
     probed = ProbeResult(streams=["Python's"], attributes={"steps": "0 -> 1"}, reads={"Python's": "net.py:3"})
     assert [each.fault for each in findings(probed)] == [False, False]
     faults = [each for each in findings(probed, departed=True) if each.fault]
-    assert [each.culprit for each in faults] == [causes.FOREIGN_RANDOMNESS]
-    assert cause(diagnosis(compare.OWN_LOSS, "2", probed)) == faults[0].text
+    assert [each.culprit for each in faults] == [look.FOREIGN_RANDOMNESS]
+    assert cause(diagnosis(trace.OWN_LOSS, "2", probed)) == faults[0].text
     known = replace(probed, by_rank="loss")
-    assert [each.culprit for each in findings(known, departed=True) if each.fault] == [causes.RANKED]
+    assert [each.culprit for each in findings(known, departed=True) if each.fault] == [look.RANKED]

@@ -72,7 +72,7 @@ def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other()
 def test_the_first_departure_is_named():
     told = (
         r"ddp on 2: differs: step 2: the loss is .*, not .*; likely cause: the loop reads the rank or the number of "
-        r"ranks \([^ ]*loops\.py:\d+\); let a loss follow from its batch and the model alone"
+        r"ranks \([^ ]*loops\.py:\d+\); compute the loss from its batch and the model alone"
     )
     with pytest.raises(lockstep.VerificationError, match=told):
         lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))

@@ -100,7 +100,7 @@ def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
     seen = traced_run.run()
     assert [event.step for event in driven] == [1, 2, 6]
     assert [step.number for step in seen.steps] == [0, 1, 5]
-    assert seen.evaluation["counted"] == 40
+    assert seen.evaluation["counted"] == "40"
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
     resumed = replace(job, first=1, resume=tmp_path / "checkpoints/step-00000001", save_after=None)
     again = verify_run._TracedRun(resumed, verify_run.prepared(loaded, 40), World(ALONE, torch.device("cpu"))).run()

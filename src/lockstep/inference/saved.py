@@ -30,7 +30,7 @@ from lockstep.run.computing import computing_device
 from lockstep.run.evaluation import Asked, opened
 from lockstep.run.resume import check_tensors
 from lockstep.tasks.base import Task
-from lockstep.tasks.find import find_task, wanted
+from lockstep.tasks.find import find_task
 from lockstep.training.checkpoint import saved_state, store
 
 Weights = Literal["model", "ema"]
@@ -89,7 +89,7 @@ class Saved:
 
     def task(self, example: Batch = None) -> Task:
         """Return what the model learned; `example` is a few samples, where the facts do not say it."""
-        return find_task(wanted(values(self.recipe), self.name), self.known, example).task
+        return find_task(values(self.recipe), self.name, self.known, example).task
 
     def model(self) -> nn.Module:
         """Build the model on the CPU, in evaluation and without chunks, with its trained weights.

@@ -48,8 +48,8 @@ from lockstep.run.sequences import check_sequences
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import Problem, Task
-from lockstep.tasks.find import find_task, wanted
-from lockstep.tasks.measured import measured
+from lockstep.tasks.find import find_task
+from lockstep.tasks.own import with_metrics
 
 _FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
 _CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
@@ -170,8 +170,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     steps = planning.steps(recipe, len(data.train))
     example, evaluation = examples(recipe, data)
     name = f"model {recipe.model.name}"
-    task, task_line = find_task(wanted(values(recipe), name), data.facts, example)
-    task = measured(task, recipe.metrics)
+    task, task_line = find_task(values(recipe), name, data.facts, example)
+    task = with_metrics(task, recipe.metrics)
     plain = plain_model(recipe, data.facts)
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)

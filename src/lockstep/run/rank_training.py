@@ -44,6 +44,7 @@ from lockstep.run.events import evaluated, started
 from lockstep.run.facts import seen_by_model
 from lockstep.run.first_weights import described
 from lockstep.run.foreign import handed_over
+from lockstep.run.probe.first_look import Look
 from lockstep.run.resolved import Resolved
 from lockstep.run.resume import carried_on, feedback_lost, signing_key
 from lockstep.run.schedule import find_rate
@@ -55,7 +56,6 @@ from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.events import Done, Evaluated, Event, Saved, Skipped, Stepped, Stopped, Warned
 from lockstep.training.loop import Every, Plan, Progress, train
-from lockstep.verification.first_look import Look
 
 _FILES: Final = 100  # that could not be read, in one event
 

@@ -24,12 +24,12 @@ from lockstep.run.compared import started_with
 from lockstep.run.computing import computing_device
 from lockstep.run.facts import setup_facts
 from lockstep.run.first_weights import opened
+from lockstep.run.probe.first_look import first_look
 from lockstep.run.rank_training import RankTraining, Resumed, Start, sources
 from lockstep.run.resolved import Resolved
 from lockstep.run.resume import check_at_hand, check_first, read_alike, signing_key
 from lockstep.run.resume import resumed as checked_state
 from lockstep.run.watching import watched
-from lockstep.verification.first_look import first_look
 
 
 def run_rank(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError, validate_call
@@ -30,34 +29,6 @@ _CROSS_ENTROPY: Final = "cross_entropy"
 Facts = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A recipe's task: the name and its options, and what stands elsewhere in it for classification."""
-
-    name: str = AUTO
-    options: Mapping[str, Any] = field(default_factory=dict)
-    loss: str = _CROSS_ENTROPY
-    label_smoothing: float = 0.0
-    topk: Sequence[int] = (1, 5)
-    model: str = "model"
-
-
-def wanted(recipe: Mapping[str, Any], model: str) -> Wanted:
-    """Return what a recipe, as plain values, says of its task; some of classification's words have keys of their own.
-
-    `model` is what errors call the model.
-    """
-    options = dict(recipe["task"])
-    return Wanted(
-        name=options.pop("name"),
-        options=options,
-        loss=recipe["loss"]["name"],
-        label_smoothing=recipe["loss"]["label_smoothing"],
-        topk=recipe["topk"],
-        model=model,
-    )
-
-
 class Found(NamedTuple):
     """A task, and one line with its name and the reason for it."""
 
@@ -65,29 +36,40 @@ class Found(NamedTuple):
     line: str
 
 
-def find_task(wanted: Wanted, facts: Facts, example: Batch) -> Found:
-    """Return the task for data with these facts, of which `example` has a few samples as training sees them.
+def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> Found:
+    """Return the task of a recipe, as plain values, for data with these facts; `model` is what errors call the model.
 
-    UsageError where there is no such task, the data lacks what it needs, or an option is wrong.
+    `example` has a few samples of the data as training sees them. UsageError where there is no such task, the data
+    lacks what it needs, or an option is wrong.
     """
-    name, why = (wanted.name, "") if wanted.name != AUTO else _followed(facts, example)
+    options = dict(recipe["task"])
+    name, why = options.pop("name"), ""
+    if name == AUTO:
+        name, why = _followed(facts, example)
     if ":" in name:
-        return Found(_own(name, wanted.options, facts), f"task {name}")
+        return Found(_own(name, options, facts), f"task {name}")
     if name not in NAMES:
         raise UsageError(f"recipe.task: no task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
-    if name != "classification" and (wanted.loss != _CROSS_ENTROPY or wanted.label_smoothing):
+    loss = recipe["loss"]
+    if name != "classification" and (loss["name"] != _CROSS_ENTROPY or loss["label_smoothing"]):
         raise UsageError(f"recipe.loss: it is that of classification, and the task is {name}{why}; leave it out")
     task: Task
-    given = {"model": wanted.model}
     match name:
         case "classification":
-            task = _classification(wanted, _names(name, facts, "classes"))
+            classes = _names(name, facts, "classes")
+            topk = tuple(k for k in recipe["topk"] if k < len(classes)) or (1,)
+            own_loss = find_loss(loss["name"])
+
+            def classification(weights: tuple[float, ...] = ()) -> Classification:
+                return Classification(own_loss, loss["label_smoothing"], topk, model, classes, weights)
+
+            task = _made(classification, options, {})
         case "regression":
-            task = _made(regression, wanted.options, given)
+            task = _made(regression, options, {"model": model})
         case "language":
-            task = _made(language, wanted.options, {**given, "vocabulary": facts.get("vocabulary")})
+            task = _made(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
         case _:
-            task = _made(segmentation, wanted.options, {**given, "classes": _names(name, facts, "classes")})
+            task = _made(segmentation, options, {"model": model, "classes": _names(name, facts, "classes")})
     return Found(task, f"task {name}{why}")
 
 
@@ -125,17 +107,6 @@ def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
     return tuple(map(str, facts[fact]))
 
 
-def _classification(wanted: Wanted, classes: tuple[str, ...]) -> Classification:
-    topk = tuple(k for k in wanted.topk if k < len(classes)) or (1,)
-    loss = find_loss(wanted.loss)
-
-    def classification(weights: tuple[float, ...] = ()) -> Classification:
-        return Classification(loss, wanted.label_smoothing, topk, wanted.model, classes, weights)
-
-    made: Classification = _made(classification, wanted.options)
-    return made
-
-
 def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
     """Return the user's task: what the class, or the function, of the path gives for the options."""
     made = import_object(path, "task")
@@ -149,11 +120,10 @@ def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
         return OwnTask(f"task {path}", made(**given))
 
 
-def _made(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts | None = None) -> Any:
+def _made(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
     """Call what makes a task with what follows from the data, and the options of a recipe, whose types are checked."""
-    name, facts = function.__name__, facts or {}
     valid = [each for each in inspect.signature(function).parameters if each not in facts]
-    _check_names(name, options, valid)
+    _check_names(function.__name__, options, valid)
     try:
         return validate_call(function)(**{**facts, **options})
     except ValidationError as error:

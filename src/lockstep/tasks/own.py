@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -13,8 +13,9 @@ from lockstep.common.own_code import OwnCode
 from lockstep.common.reserved import OF_TRAINING, first_taken
 from lockstep.core.batch import Batch, Inputs, length, mapped, tensors_of
 from lockstep.errors import UsageError
-from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
 from lockstep.tasks.batches import parts
+from lockstep.tasks.metrics import Metrics, check_metrics, find_metrics, metric_figures, metric_sums
 from lockstep.tasks.own_loss import is_mean
 
 _MEMBERS: Final = (
@@ -28,11 +29,13 @@ class OwnTask:
     """The Task that `task` means, of which only `loss` must be there; `name` is what errors call it.
 
     Without `inputs` the model is given all of a batch but its targets (tasks/batches.py), without `weight` a batch
-    weighs its samples, without `sums` and `figures` there is the loss alone, which `monitor` watches.
+    weighs its samples, without `sums` and `figures` there is the loss alone, which `monitor` watches. Sums and figures
+    of `metrics` are beside the task's.
     """
 
-    def __init__(self, name: str, task: Any) -> None:
+    def __init__(self, name: str, task: Any, metrics: Metrics | None = None) -> None:
         self._name = name
+        self._metrics = metrics or {}
         self._own: dict[str, Any] = {}
         for member in _MEMBERS:
             with self._code(member):
@@ -91,7 +94,7 @@ class OwnTask:
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
-        return self._named_tensors("sums", outputs, batch)
+        return self._named_tensors("sums", outputs, batch) | metric_sums(self._metrics, outputs, batch)
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
@@ -102,7 +105,8 @@ class OwnTask:
                 f"another name"
             )
         with self._code("figures"):
-            return {str(name): float(value) for name, value in given.items()}
+            figures = {str(name): float(value) for name, value in given.items()}
+        return figures | metric_figures(self._metrics, sums, figures)
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
@@ -119,6 +123,7 @@ class OwnTask:
         """
         if self._own["check"] is not None:
             self._called("check", outputs, batch)
+        check_metrics(self._metrics, outputs, batch)
         filled = mapped(_filled, outputs)
         samples = length(batch)
         if samples > 1:
@@ -192,6 +197,11 @@ class OwnTask:
 
     def _code(self, member: str) -> OwnCode:
         return OwnCode(f"{self._name}: {member}")
+
+
+def with_metrics(task: Task, paths: Sequence[str]) -> Task:
+    """Return the task with the metrics of these import paths; UsageError where one is not there or no function."""
+    return OwnTask("task", task, find_metrics(paths)) if paths else task
 
 
 def _filled(tensor: Tensor) -> Tensor:

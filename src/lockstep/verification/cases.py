@@ -32,18 +32,17 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
 from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checks import check_cut, check_kernels, check_placement
+from lockstep.run.probe.findings import ProbeResult, findings
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import in_workers_silently
 from lockstep.run.user_code import import_paths
 from lockstep.strategies import names
-from lockstep.verification import probing, trace
-from lockstep.verification.causes import EVALUATED, Diagnosis, ProbeResult, cause, findings
-from lockstep.verification.compare import Difference, differences
-from lockstep.verification.plan_check import check_chunks
-from lockstep.verification.sequence_check import check_sequence_chunks
+from lockstep.verification import trace
+from lockstep.verification.causes import EVALUATED, Diagnosis, cause
+from lockstep.verification.chunk_check import check_chunks, check_sequence_chunks
+from lockstep.verification.compare import Difference, Values, differences, largest, values, wanted
 from lockstep.verification.trace import Trace
-from lockstep.verification.traced_run import Job, checkpoint_of, prepared, work
-from lockstep.verification.values import Values, largest, values, wanted
+from lockstep.verification.traced_run import FACTS, Job, checkpoint_of, prepared, probe, work
 
 _SINGLE: Final = Strategy(name="single")
 _LARGEST: Final = 4  # processes, with --all
@@ -255,9 +254,9 @@ class _Comparison:
         """Probe data, model and loss in a process of their own."""
         self._tell("a look at data, model and loss")
         job = self._new(self._single, self._job)
-        code, said = self._launch(probing.probe, self._single, job)
+        code, said = self._launch(probe, self._single, job)
         self._demanded(Outcome(job, code, [], said))
-        self._facts = probing.read(job.folder)
+        self._facts = trace.read(job.folder / FACTS, ProbeResult)
         return self._facts
 
     def rows(self, cases: Sequence[Case]) -> list[Row]:
@@ -403,7 +402,8 @@ class _Comparison:
         """Run a case, with another seed of Python's hashes if one is given."""
         job = self._new(case, job)
         code, said = self._launch(work, case, job, hashes)
-        return Outcome(job, code, trace.read(job.folder, case.processes) if code == EXIT_DONE else [], said)
+        ranks = range(case.processes) if code == EXIT_DONE else ()
+        return Outcome(job, code, [trace.read(trace.file_of(job.folder, rank), Trace) for rank in ranks], said)
 
     def _new(self, case: Case, job: Job) -> Job:
         """Return the job for this placement, with a folder of its own."""

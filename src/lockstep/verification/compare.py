@@ -1,22 +1,24 @@
-"""Compares what a case saw with what the reference saw, in the order in which it came about."""
+"""Compares what a case saw with what the reference saw: what differs, in the order in which it came about, and by how
+much."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Final
 
-from lockstep.verification.trace import AVERAGE, GRADIENT, MODEL, OPTIMIZER, StepTrace, Trace, Wanted
+import torch
+from torch import Tensor
 
-DATA: Final = "data of a micro-batch"
-OWN_LOSS: Final = "loss of a micro-batch"
-LOSS: Final = "loss"
-NORM: Final = "norm of the gradient"
-SCALARS: Final = "figures of the engine"
+from lockstep.verification import trace
+from lockstep.verification.trace import DATA, KINDS, OF_TENSORS, OWN_LOSS, Trace, Wanted
+
 EVALUATION: Final = "evaluation"
 NOT_THERE: Final = "not there"
 
-Value = TypeVar("Value")
+_BUDGET_BYTES: Final = 512 << 20  # of tensors that are written whole
 
 
 @dataclass(frozen=True)
@@ -38,79 +40,118 @@ class Difference:
     @property
     def wanted(self) -> Wanted | None:
         """What to ask for to see the values; None where they are known, or on one side alone."""
-        if self.position is None or self.what not in (GRADIENT, MODEL, OPTIMIZER, AVERAGE) or self.found == NOT_THERE:
+        if self.position is None or self.what not in OF_TENSORS or NOT_THERE in (self.reference, self.found):
             return None
-        return None if self.reference == NOT_THERE else Wanted(self.position, self.what, self.name)
+        return Wanted(self.position, self.what, self.name)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The pair of values that lies farthest apart.
+
+    `apart` is their distance, infinite for NaN against a number; None for what has no distance, such as data, or a
+    tensor that is not there.
+    """
+
+    index: tuple[int, ...] | None
+    reference: str
+    found: str
+    apart: float | None
+    scale: float = 1.0  # the largest magnitude in the reference
 
 
 def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
     """Return all differences, the first to come about first; the case began at position `first`."""
     found: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
-        found += _in_step(position, expected, {rank.rank: rank.steps[position - first] for rank in ranks})
+        for kind in KINDS:
+            seen = {rank.rank: rank.steps[position - first].seen.get(kind, {}) for rank in ranks}
+            found += _of_kind(position, expected.number + 1, kind, expected.seen.get(kind, {}), seen)
     evaluations = {rank.rank: rank.evaluation for rank in ranks}
-    found += _names(None, None, EVALUATION, reference.evaluation, evaluations)
+    found += _of_kind(None, None, EVALUATION, reference.evaluation, evaluations)
     return found
 
 
-def _in_step(position: int, expected: StepTrace, ranks: Mapping[int, StepTrace]) -> Iterator[Difference]:
-    step = expected.number + 1
-    owners = {rank: seen.data for rank, seen in ranks.items()}
-    yield from _shared(position, step, DATA, expected.data, owners)
-    yield from _shared(
-        position, step, OWN_LOSS, expected.own_losses, {rank: seen.own_losses for rank, seen in ranks.items()}
-    )
-    yield from _each(position, step, LOSS, expected.loss, {rank: seen.loss for rank, seen in ranks.items()})
-    yield from _tensors(position, expected, ranks, GRADIENT)
-    yield from _each(position, step, NORM, expected.norm, {rank: seen.norm for rank, seen in ranks.items()})
-    for kind in (MODEL, OPTIMIZER, AVERAGE):
-        yield from _tensors(position, expected, ranks, kind)
-    yield from _each(position, step, SCALARS, expected.scalars, {0: ranks[0].scalars})
-
-
-def _shared(
-    position: int, step: int, what: str, expected: Mapping[str, Value], ranks: Mapping[int, Mapping[str, Value]]
-) -> Iterator[Difference]:
-    """Compare what each micro-batch gave, wherever it was computed."""
-    for index, value in expected.items():
-        found = {rank: own[index] for rank, own in ranks.items() if index in own}
-        wrong = tuple(rank for rank, each in found.items() if _text(each) != _text(value))
-        if not found:
-            yield Difference(position, step, what, index, (), _text(value), NOT_THERE)
-        elif wrong:
-            yield Difference(position, step, what, index, wrong, _text(value), _text(found[wrong[0]]))
-
-
-def _each(position: int, step: int, what: str, expected: Value, ranks: Mapping[int, Value]) -> Iterator[Difference]:
-    """Compare what all ranks must have alike."""
-    wrong = tuple(rank for rank, each in ranks.items() if _text(each) != _text(expected))
-    if wrong:
-        yield Difference(position, step, what, "", wrong, _text(expected), _text(ranks[wrong[0]]))
-
-
-def _tensors(position: int, expected: StepTrace, ranks: Mapping[int, StepTrace], kind: str) -> Iterator[Difference]:
-    seen = {rank: each.tensors.get(kind, {}) for rank, each in ranks.items()}
-    yield from _names(position, expected.number + 1, kind, expected.tensors.get(kind, {}), seen)
-
-
-def _names(
+def _of_kind(
     position: int | None,
     step: int | None,
     what: str,
-    expected: Mapping[str, Value],
-    ranks: Mapping[int, Mapping[str, Value]],
+    expected: Mapping[str, str],
+    ranks: Mapping[int, Mapping[str, str]],
 ) -> Iterator[Difference]:
-    """Compare by name; rank 0 has all names, another rank those of which it has the whole."""
+    """Compare by name. Any rank may have a micro-batch; of all else rank 0 has all, others what they hold whole."""
+    holders = () if what in (DATA, OWN_LOSS) else (0,)
     for name in [*expected, *(name for name in ranks[0] if name not in expected)]:
-        value = _text(expected[name]) if name in expected else NOT_THERE
-        own = {rank: _text(found[name]) for rank, found in ranks.items() if name in found}
-        wrong = tuple(rank for rank, each in own.items() if each != value)
-        if 0 not in own:
-            yield Difference(position, step, what, name, (0,), value, NOT_THERE)
+        value = expected.get(name, NOT_THERE)
+        found = {rank: seen[name] for rank, seen in ranks.items() if name in seen}
+        wrong = tuple(rank for rank, each in found.items() if each != value)
+        if not found or not found.keys() >= {*holders}:
+            yield Difference(position, step, what, name, holders, value, NOT_THERE)
         elif wrong:
-            yield Difference(position, step, what, name, wrong, value, own[wrong[0]])
+            yield Difference(position, step, what, name, wrong, value, found[wrong[0]])
 
 
-def _text(value: object) -> str:
-    """Write a value so that two of them are the same only if their bits are; every NaN is one value."""
-    return value.hex() if isinstance(value, float) else str(value)
+def wanted(differences: Sequence[Difference]) -> frozenset[Wanted]:
+    """Return which tensors to look at: the first that differ, and as many of the others as is reasonable."""
+    chosen: list[Wanted] = []
+    room = _BUDGET_BYTES
+    for each in differences:
+        if each.wanted is not None:
+            room -= trace.size_of(each.reference)
+            if chosen and room < 0:
+                break
+            chosen.append(each.wanted)
+    return frozenset(chosen)
+
+
+def values(difference: Difference, reference: Path, found: Path) -> Values | None:
+    """Return the values of a difference; None where the tensors were not written, or agree this time.
+
+    `reference` and `found` are the folders of both cases.
+    """
+    if difference.wanted is None:
+        return _figures(difference)
+    expected = trace.kept(reference, 0, difference.wanted)
+    other = trace.kept(found, difference.ranks[0], difference.wanted)
+    return None if expected is None or other is None else farthest(expected, other)
+
+
+def farthest(reference: Tensor, found: Tensor) -> Values | None:
+    """Return the pair of elements that differ most; None where all are the same."""
+    if reference.shape != found.shape or reference.dtype != found.dtype:
+        one, other = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (reference, found))
+        return Values(None, one, other, None)
+    expected, seen = reference.double().flatten(), found.double().flatten()
+    apart = (expected - seen).abs()
+    same = expected.isnan() & seen.isnan() | (expected == seen)
+    apart = torch.where(same, 0.0, apart.nan_to_num(math.inf, math.inf))
+    if not apart.numel() or not bool(apart.max() > 0):
+        return None
+    at = int(apart.argmax())
+    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), reference.shape))
+    scale = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return Values(index, f"{float(expected[at]):.9g}", f"{float(seen[at]):.9g}", float(apart[at]), scale)
+
+
+def largest(found: Sequence[tuple[Difference, Values]]) -> float | None:
+    """Return the largest distance as a part of the largest magnitude of its kind at its step; None for no pair."""
+    scales: dict[tuple[int | None, str], float] = {}
+    for difference, each in found:
+        key = difference.position, difference.what
+        scales[key] = max(scales.get(key, 0.0), each.scale)
+    measured = [(each.apart, scales[key.position, key.what]) for key, each in found if each.apart is not None]
+    return max((apart / scale if scale else math.inf for apart, scale in measured), default=None)
+
+
+def _figures(difference: Difference) -> Values:
+    """Compare figures that the differences hold themselves, as hexadecimal text."""
+    one, other = _float(difference.reference), _float(difference.found)
+    if one is None or other is None:
+        return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's may be long
+    apart = abs(one - other)
+    return Values(None, repr(one), repr(other), math.inf if math.isnan(apart) else apart, abs(one))
+
+
+def _float(text: str) -> float | None:
+    number = text.removeprefix("-").startswith("0x") or text in ("nan", "inf", "-inf")
+    return float.fromhex(text) if number else None

@@ -26,20 +26,18 @@ from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Verdict, against
 from lockstep.run.ambient import AMBIENT, Ambient
+from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, witnessed
 from lockstep.run.script import run_script
 from lockstep.run.start import can_be_spawned, in_workers_silently
 from lockstep.verification.cases import import_for_all, verify_on
 from lockstep.verification.causes import of_hashes
-from lockstep.verification.probe_witness import NUMPY, PYTHON, TORCH, witnessed
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
-_READS: Final = "reads-*.json"  # of a rank
+_READS: Final = "reads-{}.json"  # of a rank
 _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
 _STEPS: Final = 4  # of a recipe, as the command compares
-
-_Run = Callable[..., tuple[int, str]]  # `_ran`, given the function, its steps and whether it is guarded
 
 Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
 
@@ -127,58 +125,50 @@ def checked(
     shows is refused all the same: a loss divided by a constant gives one set of weights everywhere (run/own_loss.py).
     """
     import_for_all()
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
-        folder = Path(name)
-        run: _Run = partial(_ran, function, steps, guarded)
-        code, said = run("single", 1, folder / "reference")
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        loop = _Loop(function, steps, guarded, Path(folder))
+        code, message = loop.run("single", 1, "reference")
         if code != EXIT_DONE:
             kind = UsageError if code == EXIT_USAGE else VerificationError
-            raise kind(f"the reference, one process: {said}")
-        reference = _read(folder / "reference")
+            raise kind(f"the reference, one process: {message}")
+        reference = loop.trace("reference")
         for number, (strategy, count) in enumerate(_places(processes, strategies)):
             if count == 1:
-                yield _again(run, folder, reference, can_be_spawned(function))
+                yield _again(loop, reference, can_be_spawned(function))
                 continue
-            own = folder / str(number)
-            code, said = run(strategy, count, own)
+            code, message = loop.run(strategy, count, str(number))
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:
-                yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=said)
+                yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=message)
                 continue
-            found = _read(own)
+            found = loop.trace(str(number))
             departure = _mismatch(reference, found)
             if departure:
-                departure += _likely_cause(run, strategy, count, folder / f"{number}-witnessed")
+                departure += _likely_cause(loop.reads(strategy, count, f"{number}-witnessed"))
             yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
 
 
-def _again(run: _Run, folder: Path, reference: Sequence[Trace], spawned: bool) -> Checked:
+def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> Checked:
     """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
     hashes = other_seed() if spawned else None
-    code, said = run("single", 1, folder / "again", hashes)
+    code, message = loop.run("single", 1, "again", hashes)
     if code != EXIT_DONE:
-        return Checked("single", 1, "failed", reason=said)
-    found = _read(folder / "again")
+        return Checked("single", 1, "failed", reason=message)
+    found = loop.trace("again")
     departure = _mismatch(reference, found)
     if not departure:
         note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
         return Checked("single", 1, "identical", len(found), note)
-    if hashes and run("single", 1, folder / "third")[0] == EXIT_DONE:
-        same = not _mismatch(reference, _read(folder / "third"))
-        departure += f"; likely cause: {of_hashes()}" if same else ""
+    if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
+        departure += f"; likely cause: {of_hashes()}"
     return Checked("single", 1, "differs", len(found), departure)
 
 
-def _likely_cause(run: _Run, strategy: str | Mapping[str, Any], count: int, folder: Path) -> str:
-    """Run a placement again, with an eye on what the loop reads besides its batches; return that, and the lines."""
-    run(strategy, count, folder, witness=True)
-    reads: dict[str, str] = {}
-    for path in sorted(folder.glob(_READS)):
-        reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
+def _likely_cause(reads: Mapping[str, str]) -> str:
     if not reads:
         return ""
     found = " and ".join(f"{what} ({where})" for what, where in reads.items())
-    return f"; likely cause: the loop reads {found}; let a loss follow from its batch and the model alone"
+    return f"; likely cause: the loop reads {found}; compute the loss from its batch and the model alone"
 
 
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
@@ -186,70 +176,87 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     return partial(run_script, str(path), [str(path), *arguments])
 
 
-def _ran(
-    function: Callable[[], object],
-    steps: int | None,
-    guarded: bool,
-    strategy: str | Mapping[str, Any],
-    count: int,
-    folder: Path,
-    hashes: str | None = None,
-    witness: bool = False,
-) -> tuple[int, str]:
-    """Run the function on a placement; return the exit code, and the message of a failure.
-
-    `hashes` is a seed of Python's hashes for it, left out this process's. A `witness` writes down what it reads.
-    """
-    folder.mkdir()
-    given = strategy if isinstance(strategy, str) else dict(strategy)
-    work = partial(_work, function, given, folder, steps, guarded, witness)
-    code, text = in_workers_silently(work, None, Placement(), count, hashes)
-    return code, text.partition("error: ")[2] or text
-
-
 class _Enough(BaseException):
     """Ends the function after the steps that are asked for."""
 
 
-def _work(
-    function: Callable[[], object],
-    strategy: str | dict[str, Any],
-    folder: Path,
-    steps: int | None,
-    guarded: bool,
-    witness: bool,
-    _ready: None,
-    rendezvous: Rendezvous,
-) -> int:
-    """Be one of the ranks of a placement."""
-    sys.stderr = sys.__stderr__
+@dataclass(frozen=True)
+class _Loop:
+    """The function on a placement, in processes of its own that write what they see into a folder below `folder`."""
 
-    def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
-        if rendezvous.info.rank == 0:
-            with (folder / _TRACE).open("a", encoding="utf-8") as trace:
-                trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
-        if steps is not None and number >= steps:
-            raise _Enough
+    function: Callable[[], object]
+    steps: int | None
+    guarded: bool
+    folder: Path
 
-    ambient = Ambient(rendezvous, strategy, folder / "run", observe, guarded)
-    AMBIENT.set(ambient)
-    reads: dict[str, str] = {}
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-        try:
-            with _seen(ambient, reads) if witness else nullcontext():
-                function()
-        except _Enough:
-            pass
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        if not ambient.joined:
-            raise UsageError("it joined no run: call lockstep.join in it")
-        for run in ambient.joined:
-            run.close()
-    if reads:
-        (folder / _READS.replace("*", str(rendezvous.info.rank))).write_text(json.dumps(reads), encoding="utf-8")
-    return EXIT_DONE
+    def run(
+        self,
+        strategy: str | Mapping[str, Any],
+        count: int,
+        name: str,
+        hashes: str | None = None,
+        witness: bool = False,
+    ) -> tuple[int, str]:
+        """Run the function; return the exit code, and the message of a failure.
+
+        `hashes` is a seed of Python's hashes for it, left out this process's. A `witness` writes down what it reads.
+        """
+        folder = self.folder / name
+        folder.mkdir()
+        given = strategy if isinstance(strategy, str) else dict(strategy)
+        work = partial(self._work, given, folder, witness)
+        code, text = in_workers_silently(work, None, Placement(), count, hashes)
+        return code, text.partition("error: ")[2] or text
+
+    def trace(self, name: str) -> list[Trace]:
+        """Return what rank 0 saw; UsageError where it made no step."""
+        path = self.folder / name / _TRACE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if not lines:
+            raise UsageError("the function made no step: go through run.steps(...) in it")
+        return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parsed, lines)]
+
+    def reads(self, strategy: str | Mapping[str, Any], count: int, name: str) -> dict[str, str]:
+        """Run the function again; return what it reads besides its batches, and in which line."""
+        self.run(strategy, count, name, witness=True)
+        reads: dict[str, str] = {}
+        for path in sorted((self.folder / name).glob(_READS.format("*"))):
+            reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
+        return reads
+
+    def _work(
+        self, strategy: str | dict[str, Any], folder: Path, witness: bool, _ready: None, rendezvous: Rendezvous
+    ) -> int:
+        """Be one of the ranks of a placement."""
+        sys.stderr = sys.__stderr__
+        rank = rendezvous.info.rank
+
+        def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
+            if rank == 0:
+                with (folder / _TRACE).open("a", encoding="utf-8") as trace:
+                    trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
+            if self.steps is not None and number >= self.steps:
+                raise _Enough
+
+        ambient = Ambient(rendezvous, strategy, folder / "run", observe, self.guarded)
+        AMBIENT.set(ambient)
+        reads: dict[str, str] = {}
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            try:
+                with _seen(ambient, reads) if witness else nullcontext():
+                    self.function()
+            except _Enough:
+                pass
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+            if not ambient.joined:
+                raise UsageError("it joined no run: call lockstep.join in it")
+            for run in ambient.joined:
+                run.close()
+        if reads:
+            (folder / _READS.format(rank)).write_text(json.dumps(reads), encoding="utf-8")
+        return EXIT_DONE
 
 
 @contextmanager
@@ -262,19 +269,8 @@ def _seen(ambient: Ambient, reads: dict[str, str]) -> Iterator[None]:
         try:
             yield
         finally:
-            reads |= {_named(what): where for what, where in found.items() if what != TORCH}
-
-
-def _named(what: str) -> str:
-    return f"{what} random generator" if what in (PYTHON, NUMPY) else what
-
-
-def _read(folder: Path) -> list[Trace]:
-    path = folder / _TRACE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    if not lines:
-        raise UsageError("the function made no step: go through run.steps(...) in it")
-    return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parsed, lines)]
+            generators = {what: f"{what} random generator" for what in (PYTHON, NUMPY)}
+            reads |= {generators.get(what, what): where for what, where in found.items() if what != TORCH}
 
 
 def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:

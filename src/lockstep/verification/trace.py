@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import safetensors.torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from lockstep.common import plainfile
-from lockstep.training.checkpoint import tensorfile
-
+DATA: Final = "data of a micro-batch"
+OWN_LOSS: Final = "loss of a micro-batch"
+LOSS: Final = "loss"
 GRADIENT: Final = "gradient"
+NORM: Final = "norm of the gradient"
 MODEL: Final = "model"  # weights and buffers
 OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
+SCALARS: Final = "figures of the engine"  # what it keeps that is no tensor, as JSON
+KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # as they come about
+OF_TENSORS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
+
+T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
@@ -31,15 +37,10 @@ class Wanted(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """One step; micro-batches are keyed by their numbers, tensors by kind and name."""
+    """One step: texts and digests by kind, and then by the number of a micro-batch, the name of a tensor or ""."""
 
     number: int  # of the run, from 0
-    data: dict[str, str] = field(default_factory=dict)  # digests of the micro-batches that this rank was given
-    own_losses: dict[str, float] = field(default_factory=dict)
-    loss: float = 0.0
-    norm: float | None = None
-    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
-    scalars: str = ""  # what the engine keeps that is no tensor, as JSON
+    seen: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,34 +49,34 @@ class Trace:
 
     rank: int
     steps: list[StepTrace]
-    evaluation: dict[str, float]
+    evaluation: dict[str, str]
     seconds: float
     peak_bytes: int
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of dtypes, shapes and bytes, and the number of bytes; device and memory format do not matter."""
-    found, size = hashlib.sha256(), 0
-    for tensor in tensors:
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensorfile.raw(tensor))
-        size += tensor.numel() * tensor.element_size()
-    return f"{found.hexdigest()[:32]}:{size}"
+def text(value: object) -> str:
+    """Write a value so that two of them are the same only if their bits are; every NaN is one value."""
+    return value.hex() if isinstance(value, float) else str(value)
 
 
 def size_of(digest: str) -> int:
-    """Return the number of bytes of what a digest was made of."""
+    """Return the number of bytes of what a digest was made of (run/probe/state.py)."""
     return int(digest.partition(":")[2])
 
 
-def write(folder: Path, seen: Trace) -> None:
-    """Write what a rank saw into `folder`."""
-    _file(folder, seen.rank).write_text(json.dumps(asdict(seen)), encoding="utf-8")
+def write(path: Path, seen: Any) -> None:
+    """Write a dataclass of plain values."""
+    path.write_text(json.dumps(asdict(seen)), encoding="utf-8")
 
 
-def read(folder: Path, ranks: int) -> list[Trace]:
-    """Return what each of so many ranks saw."""
-    return [_read(_file(folder, rank)) for rank in range(ranks)]
+def read(path: Path, kind: type[T]) -> T:
+    """Return the dataclass of this kind that `write` wrote."""
+    return TypeAdapter(kind).validate_json(path.read_bytes())
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return where a rank writes what it saw."""
+    return folder / f"rank-{rank}.json"
 
 
 def keep(folder: Path, rank: int, wanted: Wanted, tensor: Tensor) -> None:
@@ -87,15 +88,6 @@ def kept(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
     """Return a tensor that a rank wrote; None where it had none of the name."""
     path = _place(folder, rank, wanted)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
-
-
-def _read(path: Path) -> Trace:
-    content = plainfile.parsed(path.read_text(encoding="utf-8"))
-    return Trace(**{**content, "steps": [StepTrace(**step) for step in content["steps"]]})
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
 
 
 def _place(folder: Path, rank: int, wanted: Wanted) -> Path:

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,6 +37,8 @@ from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
 from lockstep.run.first_weights import opened
+from lockstep.run.probe.probe import facts_of
+from lockstep.run.probe.state import digest
 from lockstep.run.rank_training import engine_state
 from lockstep.run.resolved import resolve
 from lockstep.run.schedule import find_rate
@@ -47,6 +50,7 @@ from lockstep.training.loop import Every, Plan, Progress, train
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
+FACTS: Final = "facts.json"
 _NEVER: Final = Every(steps=1 << 62)
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
@@ -80,15 +84,26 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
 
 
+def probe(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    """Be the process that looks at data, model and loss (run/probe/probe.py); write what it sees to the folder."""
+    device = _device(job, rendezvous)
+    trace.write(job.folder / FACTS, facts_of(ready or prepared(job.loaded, job.validation), device))
+    return EXIT_DONE
+
+
 def work(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be one rank of a case."""
-    recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
-    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
+    device = _device(job, rendezvous)
     ready = ready or prepared(job.loaded, job.validation)
-    world = open_world(rendezvous, device, placement.backend)
-    trace.write(job.folder, _TracedRun(job, ready, world).run())
+    world = open_world(rendezvous, device, job.loaded.config.placement.backend)
+    trace.write(trace.file_of(job.folder, world.rank), _TracedRun(job, ready, world).run())
     world.close()
     return EXIT_DONE
+
+
+def _device(job: Job, rendezvous: Rendezvous) -> torch.device:
+    recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
+    return computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
 
 
 @final
@@ -157,41 +172,41 @@ class _TracedRun:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Stepping."""
-        seen = StepTrace(step.number)
-        seen.data = {str(each.index): trace.digest(tensors_of(each.batch)) for each in microbatches}
+        data = {str(each.index): digest(tensors_of(each.batch)) for each in microbatches}
         began = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
-        seen.loss = float(sums.total)  # waits for the device
+        loss = trace.text(float(sums.total))  # waits for the device
         self._seconds += time.perf_counter() - began
-        seen.own_losses = _own_losses(sums, microbatches)
-        self._steps.append(seen)
-        self._note(seen, {trace.GRADIENT: self._engine.gradients()})
+        seen = {trace.DATA: data, trace.OWN_LOSS: _own_losses(sums, microbatches), trace.LOSS: {"": loss}}
+        self._steps.append(StepTrace(step.number, seen))
+        self._note({trace.GRADIENT: self._engine.gradients()})
         return sums
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Stepping."""
-        seen = self._steps[-1]
+        seen = self._steps[-1].seen
         began = time.perf_counter()
         update = self._engine.update(lr, max_norm)
-        seen.norm = None if update.norm is None else float(update.norm)
+        seen[trace.NORM] = {} if update.norm is None else {"": trace.text(float(update.norm))}
         self._seconds += time.perf_counter() - began
         state = self._engine.state()
-        self._note(seen, {trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
+        self._note({trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
         if self._world.rank == 0:  # which speaks for all where they are cut
-            seen.scalars = json.dumps(state.scalars, sort_keys=True)
+            seen[trace.SCALARS] = {"": json.dumps(state.scalars, sort_keys=True)}
         return update
 
-    def _note(self, seen: StepTrace, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
-        """Add digests of tensors to `seen`. What is cut is gathered, some at a time, and noted by rank 0."""
+    def _note(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
+        """Add digests of tensors to the step. What is cut is gathered, some at a time, and noted by rank 0."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
-            seen.tensors[kind] = dict.fromkeys(tensors, "")  # in the order of the state
+            found = {}
             for name, whole in wholes(self._world, tensors):
-                seen.tensors[kind][name] = trace.digest([whole])
+                found[name] = digest([whole])
                 wanted = Wanted(position, kind, name)
                 if wanted in self._job.wanted:
                     trace.keep(self._job.folder, self._world.rank, wanted, whole)
-            seen.tensors[kind] = {name: digest for name, digest in seen.tensors[kind].items() if digest}
+            # In the order of the state.
+            self._steps[-1].seen[kind] = {name: found[name] for name in tensors if name in found}
 
     def _save(self, progress: Progress) -> list[Saved]:
         done = self._job.save_after
@@ -205,13 +220,13 @@ class _TracedRun:
             store.save(folder, done, snapshot, keep=1, best=False)
         return []
 
-    def _evaluate(self) -> dict[str, Any]:
+    def _evaluate(self) -> dict[str, str]:
         if self._ready.data.validation is None:
             return {}
         batch = evaluation_batch(self._ready.recipe)
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         sums, _ = evaluate(self._engine, self._world, self._ready.task, batches, number)
-        return {name: value.tolist() for name, value in sums.items()}
+        return {name: trace.text(value.tolist()) for name, value in sums.items()}
 
 
 def _not_due(_: Progress) -> Evaluated:
@@ -243,12 +258,12 @@ def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
         yield group
 
 
-def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, float]:
+def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
     """Return the loss of each micro-batch, where this rank is one that computes losses: a pipeline's last stage is."""
     own = [each for each in microbatches if not each.dummy]
     if len(sums.own_losses) != len(own):
         return {}
-    return {str(microbatch.index): float(loss) for microbatch, loss in zip(own, sums.own_losses, strict=True)}
+    return {str(each.index): trace.text(float(loss)) for each, loss in zip(own, sums.own_losses, strict=True)}
 
 
 def checkpoint_of(folder: Path, done: int) -> Path:

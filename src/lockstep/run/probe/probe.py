@@ -37,11 +37,10 @@ from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in
 from lockstep.run import user_code
 from lockstep.run.build import Setup
+from lockstep.run.probe.findings import LossFact, ProbeResult, RandomSample
+from lockstep.run.probe.state import CACHE, Globals, ModelState, digest, streams, weights
+from lockstep.run.probe.witness import CLOCK, RANK, witnessed
 from lockstep.tasks.base import MicroBatch
-from lockstep.verification import trace
-from lockstep.verification.causes import LossFact, ProbeResult, RandomSample
-from lockstep.verification.probe_state import CACHE, Globals, ModelState, streams, weights
-from lockstep.verification.probe_witness import CLOCK, RANK, witnessed
 
 _SAMPLES: Final = 8  # fetched twice, of each part
 _FEW: Final = 4  # the same, and of a micro-batch, for a quick look
@@ -237,7 +236,7 @@ class _Probe:
         model.eval()
         torch.manual_seed(self._ready.recipe.seed)
         with autocast(self._look.precision, self._world.device):
-            return [trace.digest(tensors_of(self._given_out(model, batch))) for batch in batches][-1]
+            return [digest(tensors_of(self._given_out(model, batch))) for batch in batches][-1]
 
     def _fresh(self) -> nn.Module:
         """Build the model; Python's and NumPy's generators are then in one state too."""
@@ -249,10 +248,10 @@ class _Probe:
         model.zero_grad(set_to_none=True)
         loss = self._ready.task.loss(self._outputs(model, microbatch), microbatch.batch)
         if not self._look.backward:
-            return {"": trace.digest([loss])}
+            return {"": digest([loss])}
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"": trace.digest([loss])} | {name: trace.digest([each]) for name, each in gradients.items()}
+        return {"": digest([loss])} | {name: digest([each]) for name, each in gradients.items()}
 
     def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         key = random.key(random.FORWARD, self._ready.recipe.seed)
@@ -326,7 +325,7 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def _fetched(split: Split, index: int, draw: int | None) -> dict[str, str]:
     """Return a digest of each tensor of a sample, by where it stands."""
     leaves = with_paths(split.fetch(np.array([index]), draw))
-    return {path: trace.digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)}
+    return {path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """A look at the user's own code beside the start of a run: warns of what would make its numbers depend on placement.
 
-It is the probe of `lockstep verify` (verification/probe.py) on a few samples, in a process of its own: it advances
+It is the probe of `lockstep verify` (run/probe/probe.py) on a few samples, in a process of its own: it advances
 generators, globals and the state of models and data, of which the run must see nothing.
 """
 
@@ -30,9 +30,9 @@ from lockstep.models.find import OURS
 from lockstep.ranks.signals import stopping
 from lockstep.reporting.verification import Finding
 from lockstep.run.build import Setup
+from lockstep.run.probe.findings import NOT_DETERMINISTIC, findings
+from lockstep.run.probe.probe import quick_facts_of
 from lockstep.run.user_code import import_paths
-from lockstep.verification.causes import NOT_DETERMINISTIC, findings
-from lockstep.verification.probe import quick_facts_of
 
 NOT_LOOKED: Final = "not looked at"
 

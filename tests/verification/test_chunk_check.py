@@ -1,5 +1,6 @@
-"""A model that mixes positions outside of attention, or does not heed where it is, is found by its loss in chunks."""
+"""A model that computes something else in chunks is found: by its region, its loss or its gradients."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,9 +12,55 @@ from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import known_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.tasks.language import Language
-from lockstep.verification.sequence_check import departure
+from lockstep.verification.chunk_check import feature_departure, sequence_departure
 
 IDS = torch.randint(20, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+def _gpt(plan: dict[str, str]) -> tuple[nn.Module, nn.Module]:
+    whole = gpt(vocabulary=20, context=8, layers=2, heads=2, width=16).eval()
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    in_chunks = copy.deepcopy(whole)
+    cut_into_chunks(in_chunks, plan | known_plan(whole) | plan, 2)
+    return whole, in_chunks
+
+
+@pytest.mark.parametrize("plan", [{}, {"*.tokens": "vocab", "head": "vocab"}])
+def test_a_right_plan_agrees(plan: dict[str, str]) -> None:
+    assert feature_departure(*_gpt(plan), (IDS[:, :8],)) is None
+
+
+def test_heads_that_were_forgotten_are_found_where_they_are() -> None:
+    found = feature_departure(*_gpt({"blocks.1.attention": "whole"}), (IDS[:, :8],))
+    assert found is not None
+    assert found[0] == "blocks.1.attention"
+    assert found[1] > 1e-3
+
+
+class OnlySingle(nn.Module):
+    """Knows no float64, as some kernels do not."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.normed = normed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("not in float64")
+        x = self.up(x)
+        down: torch.Tensor = self.down(x / x.norm(dim=-1, keepdim=True) if self.normed else x.relu())
+        return down
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_float64_cannot_be_tried_in_is_tried_in_float32(normed: bool) -> None:
+    whole = OnlySingle(normed)
+    in_chunks = copy.deepcopy(whole)
+    cut_into_chunks(in_chunks, {"up": "colwise", "down": "rowwise"}, 2)
+    found = feature_departure(whole, in_chunks, (torch.randn(5, 6),))
+    assert (found is not None) == normed
 
 
 class Mixing(nn.Module):
@@ -54,20 +101,20 @@ def _model(fault: str, narrow: bool = False) -> nn.Module:
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_what_is_right_agrees(narrow: bool) -> None:
-    assert departure(_model("", narrow), Language(), IDS, 2) is None
+    assert sequence_departure(_model("", narrow), Language(), IDS, 2) is None
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_ours_agrees(positions: str) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32, positions=positions)  # type: ignore[arg-type]
-    assert departure(model.eval(), Language(), IDS, 4) is None
+    assert sequence_departure(model.eval(), Language(), IDS, 4) is None
 
 
 @pytest.mark.parametrize(("parts", "what"), [(3, None), (1, "the loss")])
 def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, what: str | None) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32).eval()
     plan = {**known_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
-    found = departure(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
+    found = sequence_departure(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
     assert (found and found[0]) == what
 
 
@@ -77,7 +124,7 @@ def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, wha
     [("convolves", "the loss"), ("ignores", "the loss"), ("shifts", "the gradient of table.weight")],
 )
 def test_what_mixes_positions_is_found(fault: str, what: str, narrow: bool) -> None:
-    found = departure(_model(fault, narrow), Language(), IDS, 2)
+    found = sequence_departure(_model(fault, narrow), Language(), IDS, 2)
     assert found is not None
     assert found[0] == what
     assert found[1] > 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random as python_random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,8 +17,8 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.run import user_code
-from lockstep.verification import trace
-from lockstep.verification.probe_witness import NUMPY, PYTHON
+from lockstep.run.probe.witness import NUMPY, PYTHON
+from lockstep.training.checkpoint import tensorfile
 
 CACHE: Final = "cache of"  # what a cached function is shown as
 SPECTRAL_NORM: Final = "spectral_norm"  # in place of the class of a module whose buffers are those of torch's
@@ -26,6 +27,16 @@ _DEPTH: Final = 4  # of containers and objects in attributes
 _BRIEF: Final = 24  # characters of a value that is shown
 _ITEMS: Final = 1_000  # of a container that are looked at; its length always is
 _BYTES: Final = 16 << 20  # of a tensor or an array in a global; a larger one is a data set
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of dtypes, shapes and bytes, and the number of bytes; device and memory format do not matter."""
+    found, size = hashlib.sha256(), 0
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensorfile.raw(tensor))
+        size += tensor.numel() * tensor.element_size()
+    return f"{found.hexdigest()[:32]}:{size}"
 
 
 @final
@@ -44,7 +55,7 @@ class ModelState:
                 kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
-                    (self.norms if norm else self.buffers)[prefix + name] = trace.digest([buffer])
+                    (self.norms if norm else self.buffers)[prefix + name] = digest([buffer])
             for name, value in _plain(module):
                 self.attributes[prefix + name] = _shown(value, _DEPTH)
 
@@ -117,7 +128,7 @@ def streams() -> dict[str, str]:
 
 def weights(model: nn.Module) -> dict[str, str]:
     """Return digests of the parameters of a model."""
-    return {name: trace.digest([parameter]) for name, parameter in model.named_parameters()}
+    return {name: digest([parameter]) for name, parameter in model.named_parameters()}
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
@@ -181,7 +192,7 @@ def _shown(value: Any, depth: int) -> str:
     if isinstance(value, bool | int | float | complex | str | bytes | count | None):
         return repr(value)
     if isinstance(value, Generator):
-        return f"generator {trace.digest([value.get_state()])}"
+        return f"generator {digest([value.get_state()])}"
     if isinstance(value, np.random.Generator):
         return f"generator {value.bit_generator.state}"
     if isinstance(value, np.random.RandomState):
@@ -206,7 +217,7 @@ def _shown(value: Any, depth: int) -> str:
 def _digest(tensor: Tensor) -> str:
     if tensor.is_meta or tensor.numel() * tensor.element_size() > _BYTES:
         return str(tuple(tensor.shape))
-    return trace.digest([tensor])
+    return digest([tensor])
 
 
 def _more(container: Any) -> str:

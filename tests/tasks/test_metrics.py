@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS
-from lockstep.tasks.measured import check_metrics, measured
+from lockstep.tasks.metrics import check_metrics, find_metrics
+from lockstep.tasks.own import with_metrics
 
 OUTPUTS, BATCH = torch.tensor([[1.0], [3.0]]), (torch.zeros(2), torch.tensor([0.5, 1.0]))
 
@@ -48,7 +49,10 @@ number = 3
 @pytest.fixture
 def task() -> Any:
     return SimpleNamespace(
-        sums=lambda outputs, batch: {"correct": torch.tensor(1)}, figures=lambda sums: {"top1": 0.5}, monitor=LOSS
+        loss=lambda outputs, batch: outputs.sum(),
+        sums=lambda outputs, batch: {"correct": torch.tensor(1)},
+        figures=lambda sums: {"top1": 0.5},
+        monitor=LOSS,
     )
 
 
@@ -57,16 +61,16 @@ def named(name: str) -> list[str]:
 
 
 def test_figures_are_sums_over_the_weight(task: Any) -> None:
-    found = measured(task, named("absolute"))
+    found = with_metrics(task, named("absolute"))
     sums = {**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4), "loss": torch.tensor(1.0)}
     assert found.figures(sums) == {"top1": 0.5, "absolute": 2.5 / 4, "above": 2 / 4}
     assert found.monitor == LOSS
-    check_metrics(named("absolute"), OUTPUTS, BATCH)
-    check_metrics(named("absolute"), OUTPUTS.to("meta"), BATCH)
+    check_metrics(find_metrics(named("absolute")), OUTPUTS, BATCH)
+    check_metrics(find_metrics(named("absolute")), OUTPUTS.to("meta"), BATCH)
 
 
 def test_without_metrics_the_task_is_itself(task: Any) -> None:
-    assert measured(task, []) is task
+    assert with_metrics(task, []) is task
 
 
 @pytest.mark.parametrize(
@@ -76,20 +80,20 @@ def test_without_metrics_the_task_is_itself(task: Any) -> None:
         ("nothing", "it returned NoneType; return a mapping of names to sums"),
         ("vector", r"each has shape \(2,\); return 0-dim sums"),
         ("reserved", "lr is what each evaluation is written with already; give it another name"),
-        ("broken", r"KeyError: 'label' \(.*test_measured\.py:\d+\); mend it there"),
+        ("broken", r"KeyError: 'label' \(.*test_metrics\.py:\d+\); mend it there"),
     ],
 )
 def test_what_is_no_sum_is_refused(name: str, told: str) -> None:
     with pytest.raises(UsageError, match=f"metric {__name__}:{name}: {told}"):
-        check_metrics(named(name), OUTPUTS, BATCH)
+        check_metrics(find_metrics(named(name)), OUTPUTS, BATCH)
 
 
 def test_a_name_that_is_taken_is_refused(task: Any) -> None:
-    found = measured(task, named("taken"))
+    found = with_metrics(task, named("taken"))
     with pytest.raises(UsageError, match="there is a figure top1 already"):
         found.figures({**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4)})
 
 
 def test_what_is_no_function_is_refused(task: Any) -> None:
     with pytest.raises(UsageError, match="it is of type int; name a function"):
-        measured(task, named("number"))
+        with_metrics(task, named("number"))
