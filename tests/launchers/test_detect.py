@@ -3,22 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
-from environments import (
-    HOROVOD,
-    MPICH,
-    MPICH_IN_SLURM,
-    OPENMPI,
-    SLURM_ARBITRARY,
-    SLURM_BATCH,
-    SLURM_BLOCK,
-    SLURM_CYCLIC,
-    SLURM_ONE_HOST,
-    SLURM_ONE_TASK,
-    SLURM_PMI2,
-    SLURM_SALLOC,
-    SLURM_UNEVEN,
-    TORCHRUN,
-)
+from environments import ENV
 
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
@@ -32,7 +17,7 @@ ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     [
         ({}, None),
         ({"PATH": "/bin", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}, None),  # left over from something else
-        (TORCHRUN, RankInfo(3, 4, 1, 2, "torchrun", "node0", 29500, hosted=True)),
+        (ENV.torchrun, RankInfo(3, 4, 1, 2, "torchrun", "node0", 29500, hosted=True)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo(0, 1, 0, 1, "environment")),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"},
@@ -43,24 +28,24 @@ ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
             {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
             RankInfo(5, 8, 1, 4, "environment"),
         ),
-        (SLURM_BLOCK, RankInfo(3, 4, 0, 1, "slurm", "n1", 20016)),
-        (SLURM_CYCLIC, RankInfo(2, 4, 1, 3, "slurm", "n1", 20032)),
-        (SLURM_UNEVEN, RankInfo(4, 5, 3, 4, "slurm", "n1", 20048)),
-        (SLURM_ONE_HOST, RankInfo(1, 2, 1, 2, "slurm", "127.0.0.1", 20097)),
-        (SLURM_PMI2, RankInfo(1, 3, 1, 2, "slurm", "n1", 20064)),
-        (SLURM_BLOCK | ADDRESS, RankInfo(3, 4, 0, 1, "slurm", "node7", 29500)),
-        (SLURM_ARBITRARY | ADDRESS, RankInfo(0, 3, 0, 2, "slurm", "node7", 29500)),
-        (SLURM_ONE_TASK, None),  # a place like any machine
-        (SLURM_BATCH, None),
-        (SLURM_SALLOC, None),
+        (ENV.slurm_block, RankInfo(3, 4, 0, 1, "slurm", "n1", 20016)),
+        (ENV.slurm_cyclic, RankInfo(2, 4, 1, 3, "slurm", "n1", 20032)),
+        (ENV.slurm_uneven, RankInfo(4, 5, 3, 4, "slurm", "n1", 20048)),
+        (ENV.slurm_one_host, RankInfo(1, 2, 1, 2, "slurm", "127.0.0.1", 20097)),
+        (ENV.slurm_pmi2, RankInfo(1, 3, 1, 2, "slurm", "n1", 20064)),
+        (ENV.slurm_block | ADDRESS, RankInfo(3, 4, 0, 1, "slurm", "node7", 29500)),
+        (ENV.slurm_arbitrary | ADDRESS, RankInfo(0, 3, 0, 2, "slurm", "node7", 29500)),
+        (ENV.slurm_one_task, None),  # a place like any machine
+        (ENV.slurm_batch, None),
+        (ENV.slurm_salloc, None),
         ({"SLURM_JOB_ID": "17"}, None),
-        (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967290"}, None),  # what salloc starts on the first host
-        (SLURM_BLOCK | {"SLURM_STEP_ID": "4294967291"}, None),  # a batch script
-        (OPENMPI | ADDRESS, RankInfo(1, 3, 1, 3, "openmpi", "node7", 29500, openmpi._ADVICE)),
-        (MPICH, RankInfo(1, 3, 1, 3, "mpich", "127.0.0.1", 29500, mpich._ADVICE)),
-        (MPICH | ADDRESS, RankInfo(1, 3, 1, 3, "mpich", "node7", 29500, mpich._ADVICE)),
-        (MPICH_IN_SLURM, RankInfo(3, 5, 3, 4, "mpich", None, 29500, mpich._ADVICE)),
-        (HOROVOD | ADDRESS, RankInfo(3, 4, 1, 2, "horovodrun", "node7", 29500, horovodrun._ADVICE)),
+        (ENV.slurm_block | {"SLURM_STEP_ID": "4294967290"}, None),  # what salloc starts on the first host
+        (ENV.slurm_block | {"SLURM_STEP_ID": "4294967291"}, None),  # a batch script
+        (ENV.openmpi | ADDRESS, RankInfo(1, 3, 1, 3, "openmpi", "node7", 29500, openmpi._ADVICE)),
+        (ENV.mpich, RankInfo(1, 3, 1, 3, "mpich", "127.0.0.1", 29500, mpich._ADVICE)),
+        (ENV.mpich | ADDRESS, RankInfo(1, 3, 1, 3, "mpich", "node7", 29500, mpich._ADVICE)),
+        (ENV.mpich_in_slurm, RankInfo(3, 5, 3, 4, "mpich", None, 29500, mpich._ADVICE)),
+        (ENV.horovod | ADDRESS, RankInfo(3, 4, 1, 2, "horovodrun", "node7", 29500, horovodrun._ADVICE)),
     ],
 )
 def test_who_a_process_is(env: Mapping[str, str], info: RankInfo | None) -> None:
@@ -70,12 +55,12 @@ def test_who_a_process_is(env: Mapping[str, str], info: RankInfo | None) -> None
 def test_each_launcher_knows_its_own() -> None:
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
     envs = {
-        "torchrun": TORCHRUN,
+        "torchrun": ENV.torchrun,
         "environment": by_hand,
-        "horovodrun": HOROVOD,
-        "openmpi": OPENMPI,
-        "mpich": MPICH,
-        "slurm": SLURM_BLOCK,
+        "horovodrun": ENV.horovod,
+        "openmpi": ENV.openmpi,
+        "mpich": ENV.mpich,
+        "slurm": ENV.slurm_block,
     }
     assert [launcher.name for launcher in ORDER if launcher.detect] == list(envs)
     for name, env in envs.items():
@@ -86,15 +71,15 @@ def test_each_launcher_knows_its_own() -> None:
 @pytest.mark.parametrize(
     ("env", "name"),
     [
-        (SLURM_BLOCK | TORCHRUN, "torchrun"),
-        (OPENMPI | TORCHRUN, "torchrun"),
-        (SLURM_BLOCK | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
-        (OPENMPI | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
-        (SLURM_BLOCK | {"WORLD_SIZE": "4"}, "slurm"),  # as batch scripts set it
-        (OPENMPI | {"HOROVOD_CONTROLLER": "mpi"}, "openmpi"),  # horovodrun over mpirun
-        (SLURM_BLOCK | OPENMPI, "openmpi"),
-        (MPICH_IN_SLURM, "mpich"),
-        (SLURM_PMI2, "slurm"),
+        (ENV.slurm_block | ENV.torchrun, "torchrun"),
+        (ENV.openmpi | ENV.torchrun, "torchrun"),
+        (ENV.slurm_block | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
+        (ENV.openmpi | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
+        (ENV.slurm_block | {"WORLD_SIZE": "4"}, "slurm"),  # as batch scripts set it
+        (ENV.openmpi | {"HOROVOD_CONTROLLER": "mpi"}, "openmpi"),  # horovodrun over mpirun
+        (ENV.slurm_block | ENV.openmpi, "openmpi"),
+        (ENV.mpich_in_slurm, "mpich"),
+        (ENV.slurm_pmi2, "slurm"),
     ],
 )
 def test_the_launcher_that_came_last_decides(env: Mapping[str, str], name: str) -> None:
@@ -111,19 +96,19 @@ def test_all_processes_of_a_job_have_one_port_and_jobs_have_others() -> None:
         assert info.port is not None
         return info.port
 
-    assert port(OPENMPI) == port(OPENMPI | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"})
-    assert port(HOROVOD) == port(HOROVOD | {"HOROVOD_RANK": "0", "HOROVOD_HOSTNAME": "a"})
-    ports = {port(OPENMPI | {"PMIX_NAMESPACE": f"prterun-a-{job}@1"}) for job in range(50)}
-    ports |= {port(HOROVOD | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(job)}) for job in range(32768, 32818)}
+    assert port(ENV.openmpi) == port(ENV.openmpi | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"})
+    assert port(ENV.horovod) == port(ENV.horovod | {"HOROVOD_RANK": "0", "HOROVOD_HOSTNAME": "a"})
+    ports = {port(ENV.openmpi | {"PMIX_NAMESPACE": f"prterun-a-{job}@1"}) for job in range(50)}
+    ports |= {port(ENV.horovod | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(job)}) for job in range(32768, 32818)}
     assert len(ports) > 95
     steps = {("7", "0"), ("7", "1"), ("7", "15"), ("8", "0"), ("4294901760", "5")}
-    ports = {port(SLURM_BLOCK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job, step in steps}
+    ports = {port(ENV.slurm_block | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job, step in steps}
     assert len(ports) == len(steps)
     assert all(20_000 <= each < 29_000 for each in ports)
 
 
 def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
-    info = openmpi.detect(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "6"})
+    info = openmpi.detect(ENV.openmpi | {"OMPI_COMM_WORLD_SIZE": "6"})
     assert info is not None
     assert info.master is None
     assert "mpirun -x MASTER_ADDR=HOST" in info.advice
@@ -134,7 +119,7 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
     [
         ({"RANK": "0"}, ["WORLD_SIZE is not set; set RANK and WORLD_SIZE"]),
         ({"WORLD_SIZE": "2"}, ["RANK is not set; set RANK and WORLD_SIZE"]),
-        ({"WORLD_SIZE": "2"} | SLURM_BATCH, ["RANK is not set; set RANK and WORLD_SIZE"]),
+        ({"WORLD_SIZE": "2"} | ENV.slurm_batch, ["RANK is not set; set RANK and WORLD_SIZE"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"]),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1: expected a whole number"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, ["LOCAL_RANK=: expected a whole number"]),
@@ -154,14 +139,14 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
             ],
         ),
         (
-            OPENMPI | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "4"},
+            ENV.openmpi | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "4"},
             [
                 "OMPI_COMM_WORLD_RANK=3 with OMPI_COMM_WORLD_SIZE=3: ranks go from 0 to 2",
                 "OMPI_COMM_WORLD_LOCAL_RANK=4 with OMPI_COMM_WORLD_LOCAL_SIZE=3: ranks go from 0 to 2",
             ],
         ),
         (
-            MPICH | {"MPI_LOCALNRANKS": "4"},
+            ENV.mpich | {"MPI_LOCALNRANKS": "4"},
             ["MPI_LOCALNRANKS=4 with PMI_SIZE=3: more on this host than in all"],
         ),
         (
@@ -173,7 +158,8 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
             ["HOROVOD_RANK is not set; horovodrun sets it in each process"],
         ),
         (
-            SLURM_BLOCK | {"SLURM_STEP_TASKS_PER_NODE": "2(x", "SLURM_STEP_NODELIST": "n[2-1]", "SLURM_LOCALID": "a"},
+            ENV.slurm_block
+            | {"SLURM_STEP_TASKS_PER_NODE": "2(x", "SLURM_STEP_NODELIST": "n[2-1]", "SLURM_LOCALID": "a"},
             [
                 "SLURM_LOCALID=a: expected a whole number",
                 "SLURM_STEP_TASKS_PER_NODE=2(x: expected counts such as 2(x3),1",
@@ -181,21 +167,21 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
             ],
         ),
         (
-            SLURM_BLOCK | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1"},
+            ENV.slurm_block | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1"},
             [
                 "SLURM_PROCID=4 with SLURM_STEP_NUM_TASKS=4: ranks go from 0 to 3",
                 "SLURM_LOCALID=1 with 1 tasks on host 1",
             ],
         ),
         (
-            SLURM_BLOCK | {"SLURM_STEP_NODELIST": "n1"},
+            ENV.slurm_block | {"SLURM_STEP_NODELIST": "n1"},
             [
                 "SLURM_STEP_TASKS_PER_NODE says 4 tasks on 2 hosts, SLURM_STEP_NUM_TASKS 4, "
                 "SLURM_STEP_NODELIST 1 hosts, SLURM_NODEID host 1"
             ],
         ),
         (
-            SLURM_ARBITRARY,
+            ENV.slurm_arbitrary,
             [
                 "SLURM_DISTRIBUTION=arbitrary: rank 0 is not on the first host of n[1-2], and srun does not say on "
                 "which; export MASTER_ADDR=HOST"
@@ -211,7 +197,7 @@ def test_what_cannot_be_is_told_all_at_once(env: Mapping[str, str], problems: li
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST"])
 def test_a_step_without_its_variables_is_told(name: str) -> None:
-    env = {key: value for key, value in SLURM_BLOCK.items() if key != name}
+    env = {key: value for key, value in ENV.slurm_block.items() if key != name}
     with pytest.raises(UsageError, match=f"{name} is not set; srun sets it in each task"):
         slurm.detect(env)
 

@@ -1,8 +1,8 @@
 """Which device a process takes, as each launcher starts it and shows it devices."""
 
-import environments
 import pytest
 import torch
+from environments import ENV
 
 from lockstep.comm.world import choose_device
 from lockstep.common.rank import RankInfo
@@ -23,7 +23,7 @@ STARTED = {  # task 5 of 8, local rank 1 of 4
     | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
     "openmpi": MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
     "mpich": {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
-    "slurm": environments.SLURM_BLOCK
+    "slurm": ENV.slurm_block
     | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
 }
 
