@@ -30,6 +30,19 @@ FOLDER = (
     f"recipe.model={{name: digits_convnet, source: lockstep, options: {{width: {WIDTH}}}}}",
 )
 
+TINY = """
+recipe:
+  task: language
+  model: {name: gpt, sequence_chunks: 4, options: {layers: 1, heads: 4, width: 16, dropout: 0.1}}
+  data: {name: text, root: numbers.txt, options: {context: 16}}
+  batch: 6
+  microbatches: 3
+  steps: 8
+  optimizer: {name: adamw, lr: 0.01}
+  clip_norm: 1.0
+run: {log_every: 1}
+"""
+
 Start = Callable[..., Command]
 
 
@@ -108,3 +121,11 @@ def images(tmp_path: Path) -> Path:
             for index in range(samples):
                 Image.new("RGB", (12, 10), (100 * number, 20 * index, 50)).save(folder / f"{index}.jpg")
     return tmp_path / "images"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """Return the recipe tiny.yaml of eight steps, a language model of sequences in chunks, in the test's folder."""
+    (tmp_path / "numbers.txt").write_text(" ".join(str(number) for number in range(600)))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return str(tmp_path / "tiny.yaml")

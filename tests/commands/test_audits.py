@@ -42,22 +42,5 @@ def test_a_flipped_bit_ends_the_run_and_nothing_of_its_step_is_saved(run):
     assert (result["event"], result["exit_code"]) == ("failed", 1)
 
 
-def test_a_pipeline_refuses_audits_before_it_starts(run):
-    refused = run(
-        "train",
-        *DIGITS,
-        "run.dir=run",
-        "placement.audit_every=5",
-        "placement.processes=2",
-        "placement.strategy=pipeline",
-        code=2,
-    )
-    assert refused.err == (
-        "error: placement.audit_every: strategy pipeline has but a part of the model on each rank, so none can repeat "
-        "another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp\n"
-    )
-    assert not (refused.folder / "run").exists()
-
-
 def test_verify_audits_as_training_does(run):
     run("verify", "digits", "recipe.microbatches=4", "placement.processes=2", "placement.audit_every=1")

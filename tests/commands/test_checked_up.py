@@ -4,7 +4,6 @@ import json
 import socket
 from pathlib import Path
 
-import pytest
 from conftest import Start
 
 RANK = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -58,21 +57,3 @@ def test_a_rank_that_does_not_come_is_named_in_time(start: Start) -> None:
     alone = start("doctor", "--timeout", "3", RANK="0", MASTER_PORT=port, **RANK)
     assert alone.wait(40) == 1
     assert "timed out after 3 s waiting for rank 1" in alone.err
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "said"),
-    [
-        (("--json", "gpu"), {}, "doctor: options of the check-up before gpu; write them after gpu, if it has them"),
-        (
-            ("--processes", "3"),
-            {"RANK": "0", "MASTER_PORT": "29999", **RANK},
-            "--processes: 3 asked for, but environment started 2; leave it out",
-        ),
-        (("--rendezvous", "nowhere"), {}, "--rendezvous: nowhere: expected env://, tcp://HOST:PORT or file:///PATH"),
-    ],
-)
-def test_what_cannot_be_asked_for(run: Start, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
-    found = run("doctor", *words, code=2, **env)
-    assert said in found.err
-    assert "Traceback" not in found.err

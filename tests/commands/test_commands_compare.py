@@ -101,25 +101,6 @@ def test_all_that_cannot_run_is_refused_together_before_anything_does(run):
     assert not (command.folder / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--processes", "1,two"), "--processes 1,two: expected whole numbers from 1, such as 1,2,4"),
-        (("--processes", "0"), "--processes 0: expected whole numbers from 1"),
-        (("--placements", "[ddp"), "--placements [ddp: expected strategies"),
-        (("--placements", "3"), "--placements 3: expected strategies"),
-        (("placement.processes=2",), "placement.processes=2: lockstep compare sets placement.processes for each run"),
-        (("--also", "run.dir=x"), "run.dir=x: lockstep compare sets run.dir"),
-        (("recipe.epoch=1",), "recipe.epoch"),
-        (("recipe.data.name=folder", "recipe.data.root=nowhere"), "nowhere"),
-    ],
-)
-def test_bad_words(run, words, said):
-    command = run("compare", "digits", *words, "--dir", "a", code=2)
-    assert said in command.err
-    assert not (command.folder / "a").exists()
-
-
 def test_a_folder_of_another_recipe_is_refused(run):
     run("train", "digits", *QUICK, "recipe.seed=3", "run.dir=a/ddp-2")
     command = run("compare", "digits", *QUICK, "--dir", "a", code=2)

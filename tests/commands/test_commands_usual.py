@@ -128,19 +128,6 @@ def test_an_interruption_leaves_no_process_and_it_begins_anew(run, start):
     assert logged() == [*range(1, 10 * 12 + 1)]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("recipe.precision=bf16",), "usual script: it trains in fp32, and recipe.precision is bf16"),
-        (("recipe.last_batch=drop", "recipe.batch=900"), "of 2 each has 718 samples, which do not fill one of 900"),
-    ],
-)
-def test_what_it_cannot_train_is_refused(run, words, said):
-    command = run("compare", *RECIPE, *QUICK, *words, "--processes", "2,1", "--usual", code=2)
-    assert command.err.count(said) == 1
-    assert not (command.folder / "a").exists()
-
-
 def events(folder: Path) -> list[dict[str, Any]]:
     path = folder / "events.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

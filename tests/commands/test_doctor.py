@@ -117,6 +117,13 @@ def test_another_rendezvous(free, rendezvous, meet):
     assert f"meet    {meet.replace('PORT', free)}\n" in found.stdout
 
 
+def test_a_place_that_is_none() -> None:
+    found = doctor("--json", "--rendezvous", "tcp://localhost", **HYDRA)
+    assert found.exit_code == 2
+    problem, *_ = json.loads(found.stdout)["problems"]
+    assert problem.startswith("rendezvous tcp://localhost: expected env://, tcp://HOST:PORT or file:///PATH")
+
+
 def test_under_torchrun_the_agent_listens():
     env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     env["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -29,51 +29,6 @@ def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("recipe.model={name: resnet19}",), "did you mean 'resnet1"),
-        (('recipe.model={name: "held:linear", options: {extra: 1}}',), "gives outputs of shape (2, 11) for 2 samples"),
-        (('recipe.model={name: "held:nothing"}',), "has no 'nothing'"),
-        (("recipe.optimizer={name: sdg, lr: 0.1}",), "did you mean 'sgd'"),
-        (("recipe.data={name: digit}",), "did you mean 'digits'"),
-        (("recipe.data={name: folder, root: nowhere}",), "nowhere"),
-        (("placement.device=cuda",), "placement.device: cuda asked for, but torch finds no CUDA device here"),
-        (("placement.backend=nccl",), "placement.backend: nccl asked for, but this run is on the CPU, whose tensors"),
-        (("placement.strategy={name: ddp, bucket: 1}",), "strategy ddp has no such option; did you mean 'bucket_mib'"),
-        (
-            ("placement.strategy=single", "placement.processes=2"),
-            "strategy single: 2 processes; use 1, or strategy ddp",
-        ),
-        (
-            ("recipe.microbatches=", "recipe.batch=2", "placement.processes=3"),
-            "use at most 2 processes, or set recipe.microbatches=3, which is another recipe",
-        ),
-        (
-            (
-                "recipe.compile=true",
-                "placement.strategy={name: pipeline, schedule: zero_bubble}",
-                "placement.processes=2",
-            ),
-            "recipe.compile: strategy pipeline takes the backward of a block apart",
-        ),
-        (
-            ("recipe.compile=true", "placement.strategy={name: pipeline, cut: [3.relu]}", "placement.processes=2"),
-            "no stage can begin within 3, which recipe.compile or recipe.model.chunks takes as one; cut before it",
-        ),
-        (("run.dir=held.txt",), "run.dir held.txt: cannot be used: File exists; choose another run.dir"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else value[0],
-)
-def test_a_mistake_is_told_before_a_run_begins(run, tmp_path, words, told):
-    (tmp_path / "held.txt").touch()
-    refused = run(*TRAIN, *words, code=2)
-    assert told in refused.err
-    assert refused.err.startswith("error: ")
-    assert refused.out == ""
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_loss_that_is_not_finite_stops_with_step_rank_and_rate(run):
     failed = run(*TRAIN, "recipe.optimizer.lr=1e30", "recipe.clip_norm=", "placement.processes=2", code=1)
     assert "error: loss is nan at step 2 (epoch 1), on rank 0, 1, at learning rate " in failed.err

@@ -264,39 +264,3 @@ def test_a_port_in_use_is_told_before_anything_starts(by_hand, busy_port, by):
     assert rank_0.wait() == 2
     assert f"rendezvous 127.0.0.1:{busy_port}: rank 0 cannot listen there: Address already in use" in rank_0.err
     assert not (rank_0.folder / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "told"),
-    [
-        ((), {"RANK": "0"}, "WORLD_SIZE is not set; set RANK and WORLD_SIZE"),
-        ((), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set"),
-        (
-            ("placement.processes=4",),
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "4 asked for, but the launcher says WORLD_SIZE=2",
-        ),
-        (
-            (),
-            {"RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "5 processes but only 4",
-        ),
-        (("placement.rendezvous=tcp://127.0.0.1:99999",), {"RANK": "0", "WORLD_SIZE": "2"}, "99999"),
-        (
-            ("placement.rendezvous=tcp://no.such.host.invalid:1",),
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "does not know the host no.such.host.invalid",
-        ),
-        (
-            ("placement.rendezvous=udp://a:1",),
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "expected env://, tcp://HOST:PORT or file",
-        ),
-    ],
-)
-def test_impossible_launches_are_told(run, words, env, told):
-    refused = run("train", *DIGITS, "run.dir=run", *words, code=2, **env)
-    assert told in refused.err
-    assert "Traceback" not in refused.err
-    assert not (refused.folder / "run").exists()

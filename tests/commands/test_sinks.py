@@ -87,14 +87,6 @@ def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fa
             "sink mine:Sink: RuntimeError: no room (mine.py:8); mend it there",
         ),
         ("['mine:half']", "sink mine:half: it has no write and no close; add it"),
-        ("['mine:json']", "sink mine:json: it is not callable; name a class or a function"),
-        ("['mine:Sing']", "has no 'Sing'; did you mean 'Sink'?"),
-        ("[cvs]", "run.sinks.0.name: no such sink; did you mean 'csv'?"),
-        ("[csv, csv]", "run.sinks: csv is given twice"),
-        ("[{name: csv, folder: x}]", "run.sinks.0.folder: sink csv has no such option"),
-        ("[{name: mlflow, uri: 'http://me:pw@host'}]", "run.sinks.0.uri: a secret, which config.yaml and environment"),
-        ("[{name: wandb, api_key: secret}]", "run.sinks.0.api_key: sink wandb has no such option"),
-        ("[{name: wandb, tags: a}]", "run.sinks.0.tags: expected a list of texts; got 'a'"),
     ],
 )
 def test_what_cannot_be_opened_is_told_before_the_run(run, words: str, told: str) -> None:

@@ -87,26 +87,3 @@ def test_a_strategy_that_does_not_fit_is_refused_by_eval_too(run):
 def _said(out: str) -> list[str]:
     """Return what was said of the weights and the counts, without the seconds."""
     return [line.split("  ")[0] for line in out.splitlines() if line.startswith(("evaluated", "weights"))]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("placement.strategy=zero3", "placement.processes=1"), "strategy zero3: one process has nobody to share with"),
-        (
-            ("placement.strategy=hsdp", "placement.processes=3"),
-            "strategy hsdp: replicate=2 does not divide 3 processes",
-        ),
-        (("placement.strategy={name: zero2, offlaod: true}",), "did you mean 'offload'?"),
-        (("placement.recompute=some",), "placement.recompute: expected none, full, or every_2, every_3, ..."),
-        (
-            ("placement.strategy=zero1", "placement.processes=2", "recipe.optimizer={name: adafactor, lr: 0.01}"),
-            "strategy zero1: optimizer Adafactor treats rows of a tensor otherwise than the whole tensor",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_starts(run, words, problem):
-    refused = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", *words, code=2)
-    assert problem in refused.err
-    assert not (refused.folder / "run").exists()

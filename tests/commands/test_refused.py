@@ -1,0 +1,60 @@
+"""What users get wrong: each command of refused.txt ends with one error and code 2, and has made nothing."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from conftest import DIGITS, Start
+from test_sinks import SINK
+
+from lockstep.cli import main
+
+
+def _cases() -> Iterator[Any]:
+    begin = words = ""
+    for line in Path(__file__).with_name("refused.txt").read_text(encoding="utf-8").splitlines()[3:]:
+        if line.startswith("$ lockstep "):
+            begin = line.removeprefix("$ lockstep ").replace("$DIGITS", shlex.join(DIGITS))
+        elif line.startswith("=> "):
+            yield pytest.param(shlex.split(f"{begin} {words}"), line.removeprefix("=> "), id=f"{begin[:6]} {words}")
+        elif line and not line.startswith("#"):
+            words = line
+
+
+CASES = [*_cases()]
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny: str) -> Path:
+    """Return the test's folder, which is the current one, with the files that the commands name."""
+    (tmp_path / "mine.py").write_text(SINK)
+    (tmp_path / "held.txt").touch()
+    (tmp_path / "empty.txt").write_text("\n# nobody\n")
+    (tmp_path / "binary").write_bytes(b"\x7fELF\x93\xff")
+    return tmp_path
+
+
+def test_the_cases_are_found() -> None:
+    assert len(CASES) > 100
+
+
+@pytest.mark.parametrize(("words", "told"), CASES)
+def test_it_is_told_before_anything_is_made(run: Start, here: Path, words: list[str], told: str) -> None:
+    before = {*here.iterdir()}
+    if words[0] == "launch":
+        done = CliRunner().invoke(main, words)
+        code, out, err = done.exit_code, done.stdout, done.stderr
+    else:
+        env = [word for word in words if re.match("[A-Z_]+=", word)]
+        command = run(*(word for word in words if word not in env), code=2, **dict(word.split("=") for word in env))
+        code, out, err = 2, command.out, command.err
+        before |= {here / f"{command.name}.out", here / f"{command.name}.err"}
+    assert (code, out) == (2, "")
+    assert told in err
+    assert err.count("error: ") == 1
+    assert "Traceback" not in err
+    assert {*here.iterdir()} == before
