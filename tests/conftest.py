@@ -2,11 +2,9 @@
 
 import gc
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,10 @@ import pytest
 import tiers
 import torch
 import worlds
-from admission import admitted
 from durations import Durations, slow_of
 from hypothesis import settings
 
 LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds, commands or real those of a tier"
-QUEUE = "LOCKSTEP_TESTS_QUEUE"  # the folder of the locks by which the processes of a run wait for each other
 PROCESSES = 2  # of pytest-xdist, for the quick tests
 
 
@@ -29,11 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not _is_worker(config):
-        os.environ[QUEUE] = tempfile.mkdtemp(prefix="lockstep-queue-")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ[QUEUE]))
-        if (table := config.option.durations_table) is not None:
-            config.pluginmanager.register(Durations(table, write=config.option.durations_write))
+    if not _is_worker(config) and (table := config.option.durations_table) is not None:
+        config.pluginmanager.register(Durations(table, write=config.option.durations_write))
     torch.set_num_threads(1)
     if sys.platform == "linux":
         # gloo's thread, woken by an answer, would else take the core of the thread that sends and holds the lock it
@@ -78,8 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(tiers.tier(item))
         if tiers.is_quick(item):
             item.add_marker("quick")
-        if tiers.is_alone(item):
-            item.add_marker("alone")
         if tiers.is_extended(item):
             item.add_marker("extended")
     if config.option.durations_table is not None:
@@ -92,15 +83,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from queued import Queue  # of xdist, which plain pytest can do without
 
     return Queue(config, log) if config.option.durations_table is not None else None
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of a test begins to count
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Let a test wait for those beside which it cannot run."""
-    if not _is_worker(item.config):
-        return (yield)
-    with admitted(Path(os.environ[QUEUE]), alone=tiers.is_alone(item)):
-        return (yield)
 
 
 def _is_worker(config: pytest.Config) -> bool:

@@ -19,7 +19,6 @@ from pairs import pairs
     "place",
     [
         *tiers._REAL,
-        *tiers._ALONE,
         *tiers._COMMANDS,
         *tiers._QUICK,
         *tiers._SOME_QUICK,
@@ -52,12 +51,6 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
     stands = SimpleNamespace(path=tiers.TESTS / place, get_closest_marker=lambda name: name == marker)
     assert tiers.tier(cast("pytest.Item", stands)) == expected
     assert tiers.is_quick(cast("pytest.Item", stands)) == quick
-    assert tiers.is_alone(cast("pytest.Item", stands)) == place.startswith("faults")
-
-
-def test_what_runs_alone_is_real() -> None:
-    """Plain pytest has no time for it."""
-    assert all(any(place.startswith(real) for real in tiers._REAL) for place in tiers._ALONE)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,6 @@ _REAL: Final = (
     "test_tutorial_real.py",
     "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
 )
-# Of these, what has to be done within a time.
-_ALONE: Final = ("faults",)
 # Of these, what starts programs that would be in each other's way, and waits for them most of the time.
 _CLUSTERS: Final = (
     "faults",
@@ -104,11 +102,6 @@ def is_quick(item: pytest.Item) -> bool:
         return False
     marked = bool(item.get_closest_marker("quick"))
     return marked or tier(item) == "pure" or _stands_in(item.path, _QUICK)
-
-
-def is_alone(item: pytest.Item) -> bool:
-    """Say whether nothing may run beside a test."""
-    return _stands_in(item.path, _ALONE)
 
 
 def is_extended(item: pytest.Item) -> bool:
