@@ -38,6 +38,7 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "checkup"),
     ],
+    "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "run"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
         *("training", "reporting", "run"),
@@ -237,6 +238,7 @@ def test_only_commands_and_sinks_print() -> None:
     allowed = (
         "commands",
         "run",
+        "jobs",
         "reporting",
         "cli",
         "ranks/local_launcher",
@@ -248,7 +250,7 @@ def test_only_commands_and_sinks_print() -> None:
 
 def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
     users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
-    allowed = ("commands", "run", "inference", "exports", "verification", "config")
+    allowed = ("commands", "run", "jobs", "inference", "exports", "verification", "config")
     assert all(any(_within(module, place) for place in allowed) for module in users)
 
 

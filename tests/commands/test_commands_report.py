@@ -12,12 +12,12 @@ from event_examples import done, evaluated, saved, started, stepped
 
 from lockstep.cli import main
 from lockstep.config.load import load, to_yaml
+from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page import Table, Words
 from lockstep.reporting.run_page import charts, sections
-from lockstep.run.machine_record import machine_of
-from lockstep.run.reported import reported
+from lockstep.run.runs import machine_of
 from lockstep.training.events import Event
 
 
@@ -48,7 +48,7 @@ def report(*words: str, code: int = 0) -> Result:
 
 def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:
     """Return the tables of a page on the runs, by their headings."""
-    found, _ = reported(folders or [Path("runs")])
+    found, _ = runs_by_name(folders or [Path("runs")])
     made = [each for each in sections(found) if isinstance(each, Table)]
     return {each.title: [dict(zip(each.columns, row, strict=True)) for row in each.rows] for each in made}
 
@@ -103,7 +103,7 @@ def test_tables() -> None:
 
 def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
     run_folder("a", started(), stepped(), evaluated(), replace(evaluated(), weights="ema"), done())
-    found, _ = reported([Path("runs")])
+    found, _ = runs_by_name([Path("runs")])
     drawn = charts(found)
     assert [each.title for each in drawn] == [
         *("loss/train", "loss/validation", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
@@ -172,6 +172,6 @@ def test_cards_are_counted(folder: Path) -> None:
 
 def test_sections_are_what_a_page_takes() -> None:
     run_folder("a", started(), stepped(), done())
-    found, _ = reported([Path("runs/a"), Path("runs")])  # named twice
+    found, _ = runs_by_name([Path("runs/a"), Path("runs")])  # named twice
     assert len(found) == 1
     assert all(isinstance(each, Table | Words | Chart) for each in sections(found))

@@ -16,10 +16,10 @@ from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stop
 
 from lockstep.cli import main
 from lockstep.errors import UsageError
+from lockstep.jobs import reader
+from lockstep.jobs.reader import RunReader, Watch
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page_server import PageServer
-from lockstep.run import following
-from lockstep.run.following import Followed, Watch
 from lockstep.training.events import Event
 from lockstep.training.lock import lock
 
@@ -134,7 +134,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "_LOOK_S", 0.0)
+    monkeypatch.setattr(reader, "_LOOK_S", 0.0)
     run_folder(tmp_path / "old", started(), done())
     going = run_folder(tmp_path / "going", started(), stepped(10))
     new = tmp_path / "new"
@@ -143,11 +143,11 @@ def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
         assert [each.name for each in seen.refresh()] == [str(going)]
         with lock(new):
             found = seen.refresh()
-            assert [(each.run.folder, each.run.state) for each in found] == [
+            assert [(each.folder, each.state) for each in found] == [
                 (f"{going}", "running"),
                 (f"{new}", "running"),
             ]
-    assert [each.run.state for each in seen.refresh()] == ["died", "died"]
+    assert [each.state for each in seen.refresh()] == ["died", "died"]
     with pytest.raises(UsageError, match="no run is going on"):
         Watch([tmp_path], wait=False).refresh()
     assert Watch([tmp_path, tmp_path / "nowhere"], wait=True).refresh() == []
@@ -157,12 +157,12 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_folder(tmp_path / "run", started(), *(stepped(step) for step in range(1, 500)))
-    followed = Followed(run)
+    followed = RunReader(run)
     parsed: list[Any] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
     followed.refresh()
-    assert (len(parsed), followed.watched(None).run.status.step) == (500, 499)
+    assert (len(parsed), followed.view(None).status.step) == (500, 499)
     with (run / "events.jsonl").open("a") as log:
         log.write('{"event": "step", "half')
     for _ in range(3):
@@ -171,24 +171,24 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
     run_folder(run, stepped(500))  # which cuts the half line off, as a run that resumes does
     parsed.clear()
     followed.refresh()
-    assert (len(parsed), followed.watched(None).run.status.step) == (1, 500)
+    assert (len(parsed), followed.view(None).status.step) == (1, 500)
     (run / "events.jsonl").unlink()
     run_folder(run, started(), stepped(1), first=9_000.0)
     followed.refresh()
-    found = followed.watched(None)
-    assert (found.run.status.step, found.noticed, len(found.history.curves["loss/train"])) == (1, 1, 1)
+    found = followed.view(None)
+    assert (found.status.step, found.noticed, len(found.history.curves["loss/train"])) == (1, 1, 1)
 
 
 def test_a_long_log_is_read_in_parts_and_goes_on_until_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "_AT_ONCE", 10)
+    monkeypatch.setattr(reader, "_AT_ONCE", 10)
     run = run_folder(tmp_path / "run", started(), *(stepped(step) for step in range(1, 25)), done())
-    followed, states = Followed(run), []
+    followed, states = RunReader(run), []
     for _ in range(4):
         followed.refresh()
-        found = followed.watched(None)
-        states.append((found.is_whole, found.run.state, found.run.status.step))
+        found = followed.view(None)
+        states.append((found.is_whole, found.state, found.status.step))
     assert states == [(False, "running", 9), (False, "running", 19), (True, "done", 690), (True, "done", 690)]
 
 
@@ -197,15 +197,15 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     with (run / "events.jsonl").open("a") as log:
         log.write('{]\n[1]\n{"event": "step"}\n{"event": "started", "step": "x"}\n' + "1" * 2_000_000 + "\n")
     run_folder(run, stepped(2), evaluated(), first=200.0)
-    followed = Followed(run)
+    followed = RunReader(run)
     followed.refresh()
-    found = followed.watched(None)
+    found = followed.view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [1, 2]
     warnings = [each.words for each in found.notices if each.kind == "warning"]
     assert f"{run}/events.jsonl:3: not an event; left out" in warnings
     assert f"{run}/events.jsonl:4: not an event; left out" in warnings
     assert sum("an event of no known form is left out" in each for each in warnings) == 2
-    assert found.run.status.step == 69
+    assert found.status.step == 69
 
 
 def test_a_log_of_a_newer_version_or_none_at_all_is_unreadable(tmp_path: Path) -> None:
@@ -219,10 +219,10 @@ def test_a_log_of_a_newer_version_or_none_at_all_is_unreadable(tmp_path: Path) -
 
 def test_a_run_that_resumes_under_another_placement(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", started(), stepped(46), stepped(60))
-    followed = Followed(run)
+    followed = RunReader(run)
     followed.refresh()
     run_folder(run, started(46, RESUMED_FROM), stepped(50), first=500.0)
     followed.refresh()
-    found = followed.watched(None)
+    found = followed.view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [46, 50]
     assert found.notices[-1].words.startswith("resumed after step 46")

@@ -16,8 +16,7 @@ from click.testing import CliRunner, Result
 from lockstep.cli import main
 from lockstep.config.load import load, to_yaml
 from lockstep.launchers import batch
-from lockstep.run import submitted
-from lockstep.run.submitted import Submitted
+from lockstep.run.runs import Submitted, record_job
 
 STARTED = {"event": "started", "time": 100.0, "step": 0, "samples": 0, "steps": 50, "steps_per_epoch": 10, "epochs": 5}
 STEP = {"event": "step", "time": 110.0, "step": 10, "samples": 640, "loss": 0.25}
@@ -40,7 +39,7 @@ def run_folder(folder: Path, name: str, *events: dict[str, Any], tail: str = "",
     (run / "lock").touch()
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail, encoding="utf-8")
     if job is not None:
-        submitted.record(run, Submitted(job, 90.0))
+        record_job(run, Submitted(job, 90.0))
     return run
 
 

@@ -126,7 +126,7 @@ def test_ssh_brings_the_secret_by_stdin(folder):
 
 def test_a_name_that_stands_for_no_address_ends_it_in_seconds(folder, monkeypatch):
     """torchrun would look for it for ten minutes."""
-    monkeypatch.setattr("lockstep.run.launching.host_problem", lambda host: follow_parent.host_problem(host, 0.1))
+    monkeypatch.setattr("lockstep.jobs.launch.host_problem", lambda host: follow_parent.host_problem(host, 0.1))
     words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
     found = launch("--on", "torchrun", *words)
     assert found.exit_code == 2

@@ -18,7 +18,7 @@ from test_predict import SEGMENTS, plain
 
 from lockstep.data.images.digits import digits
 from lockstep.inference.examined import _compared
-from lockstep.reporting.history import History, Point
+from lockstep.reporting.run_log import History, Point
 
 WRONG = """
 from torch.nn import functional as F

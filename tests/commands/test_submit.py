@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.run.submitted import recorded
+from lockstep.run.runs import job_of
 
 SBATCH = """#!/bin/sh
 echo "$@" > asked
@@ -46,7 +46,7 @@ def left(folder: Path) -> list[str]:
     )
 
 
-def test_a_job_is_written_submitted_and_recorded(folder: Path) -> None:
+def test_a_job_is_written_submitted_and_job_of(folder: Path) -> None:
     said = submit("--nodes", "2", "--time", "30", "--python", "py", "--", "train", "digits", "run.dir=runs/a").stdout
     assert said == (
         "job 12 submitted: runs/a/job.sh\nlogs: runs/a/logs, from Slurm slurm-12.log\nhow it is: lockstep jobs runs/a\n"
@@ -56,7 +56,7 @@ def test_a_job_is_written_submitted_and_recorded(folder: Path) -> None:
     text = (folder / "runs" / "a" / "job.sh").read_text()
     srun = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
     assert f"{srun} py -m lockstep train digits run.dir=runs/a placement.processes=2\n" in text
-    submitted = recorded(folder / "runs" / "a")
+    submitted = job_of(folder / "runs" / "a")
     assert submitted is not None
     assert submitted.job == 12
 
@@ -152,7 +152,7 @@ def test_a_folder_that_was_there_stays(folder: Path) -> None:
     (folder / "a" / "notes").touch()
     submit("--", "train", "digits", "run.dir=a", code=1)
     assert (folder / "a" / "notes").exists()
-    assert recorded(folder / "a") is None
+    assert job_of(folder / "a") is None
 
 
 def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

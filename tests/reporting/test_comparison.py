@@ -13,9 +13,9 @@ from rich.console import Console
 from lockstep.reporting.comparison import Comparison, Row, cells, conclusion, drawn, to_json
 from lockstep.reporting.comparison_output import Shown, write
 from lockstep.reporting.comparison_page import sections
-from lockstep.reporting.history import History, history
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
+from lockstep.reporting.run_log import History, history
 
 OTHER = "f" * 64
 

@@ -1,23 +1,16 @@
 """What a watcher is told of events: one line each, of text that is fit to print, and nothing of a step."""
 
-import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from event_examples import RESUMED_FROM, SHA, done, evaluated, saved, started, stepped, stopped
+from view_examples import logged
 
-from lockstep.reporting.jsonl import figures
 from lockstep.reporting.notices import notice
 from lockstep.training.events import Event, Skipped, Warned
 
 WARNED = Warned(step=0, epoch=0, samples=0, culprit="x", text="the \x1b[2Jnumbers\nmay differ")
 SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
-
-
-def line(event: Event) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(figures(event, 7.0)))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -34,14 +27,15 @@ def line(event: Event) -> dict[str, Any]:
     ],
 )
 def test_what_is_told_of_an_event(event: Event, kind: str, words: str) -> None:
-    found = notice(line(event), frozenset({"top1", "top5"}))
+    [line] = logged((7.0, event))
+    found = notice(line, frozenset({"top1", "top5"}))
     assert found is not None
     assert (found.time, found.kind) == (7.0, kind)
     assert found.words.startswith(words)
 
 
 def test_of_a_step_nothing_is_told() -> None:
-    assert notice(line(stepped())) is None
+    assert notice(*logged((7.0, stepped()))) is None
 
 
 @pytest.mark.parametrize("kind", ["started", "evaluated", "saved", "warning", "skipped", "stopped", "done"])

@@ -5,18 +5,18 @@ import re
 
 import pytest
 from event_examples import evaluated, started, stepped
+from view_examples import logged
 
-from lockstep.reporting.jsonl import figures
-from lockstep.reporting.overview import Run, ago, cells, overview
-from lockstep.reporting.status import Status, status
+from lockstep.reporting.overview import ago, cells, overview
+from lockstep.reporting.run_log import history
+from lockstep.reporting.run_view import RunView
 
 EVENTS = [(0.0, started()), (10.0, evaluated()), (60.0, stepped(60, loss=0.5))]
-STATUS = status([figures(event, time) for time, event in EVENTS])
-RUNNING = Run("runs/a", "running", STATUS, 12, "RUNNING")
-QUEUED = Run("runs/a-name-that-is-long", "queued", Status(), 13, "PENDING (Resources)")
+RUNNING = RunView("runs/a", "running", history(logged(*EVENTS)), 12, "RUNNING")
+QUEUED = RunView("runs/a-name-that-is-long", "queued", job=13, queued="PENDING (Resources)")
 
 
-def lines(*runs: Run, terminal: bool = False) -> list[str]:
+def lines(*runs: RunView, terminal: bool = False) -> list[str]:
     stream = io.StringIO()
     overview(runs, 100.0, stream, terminal)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
@@ -76,7 +76,7 @@ def test_a_terminal_gets_colours_and_what_it_has_room_for(
 def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> None:
     recipe = {f"a.key{number}": "1" for number in range(7)} | {"loss.name": "x", "optimizer.lr.value": "0.1"}
     other = dict.fromkeys(recipe, "2")
-    runs = [Run(name, "running", Status(), recipe=each) for name, each in (("a", recipe), ("b", other), ("c", {}))]
+    runs = [RunView(name, "running", recipe=each) for name, each in (("a", recipe), ("b", other), ("c", {}))]
     assert lines(*runs[:1]) == ["run  state", "a    running"]
     head, a, b, c, rest = lines(*runs)
     assert head.split() == ["run", "state", *(f"key{number}" for number in range(5))]
@@ -86,20 +86,18 @@ def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> Non
 
 def test_headings_of_keys_are_short_where_no_two_are_alike() -> None:
     recipe = {"loss.name": "x" * 40, "optimizer.lr.value": "0.1", "model.name": "x", "one.x": "1", "two.x": "1"}
-    runs = [
-        Run(name, "running", Status(), recipe=each) for name, each in (("a", recipe), ("b", dict.fromkeys(recipe, "")))
-    ]
+    runs = [RunView(name, "running", recipe=each) for name, each in (("a", recipe), ("b", dict.fromkeys(recipe, "")))]
     head, first, _ = lines(*runs)
     assert head.split() == ["run", "state", "loss.name", "lr", "model", "one.x", "two.x"]
     assert "x" * 23 + "…" in first
 
 
 def test_why_runs_failed_stands_below_the_table() -> None:
-    assert lines(Run("a", "died", Status(), failure="no room"))[-1] == "a failed: no room"
+    assert lines(RunView("a", "died", failure="no room"))[-1] == "a failed: no room"
 
 
 def test_what_is_done_has_no_time_left() -> None:
-    assert cells(Run("runs/a", "done", STATUS), 100.0)[5] == ""
+    assert cells(RunView("runs/a", "done", RUNNING.history), 100.0)[5] == ""
 
 
 @pytest.mark.parametrize(

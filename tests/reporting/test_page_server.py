@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from event_examples import stepped
-from watched_examples import GOING, watched
+from view_examples import GOING, viewed
 
 from lockstep.errors import UsageError
 from lockstep.reporting import page_server
@@ -35,7 +35,7 @@ def test_a_page_and_its_data(server: PageServer) -> None:
     answer = ask(server, "/")
     assert answer.status == 200
     assert b'<div id="sections"' in answer.read()
-    server.publish([watched(*GOING)], over=False)
+    server.publish([viewed(*GOING)], over=False)
     answer = ask(server, "/data")
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -44,12 +44,12 @@ def test_a_page_and_its_data(server: PageServer) -> None:
 
 
 def test_what_is_known_is_not_sent_again_and_what_is_new_is(server: PageServer) -> None:
-    server.publish([watched(*GOING)], over=False)
+    server.publish([viewed(*GOING)], over=False)
     tag = ask(server, "/data").headers["ETag"]
-    server.publish([watched(*GOING)], over=False)
+    server.publish([viewed(*GOING)], over=False)
     answer = ask(server, "/data", If_None_Match=tag)
     assert (answer.status, answer.read()) == (304, b"")
-    server.publish([watched(*GOING, (170.0, stepped(138)))], over=False)
+    server.publish([viewed(*GOING, (170.0, stepped(138)))], over=False)
     answer = ask(server, "/data", If_None_Match=tag)
     assert answer.status == 200
     assert json.loads(answer.read())["title"] == "running 20 % runs/a"
@@ -115,13 +115,13 @@ def test_an_open_page_learns_of_the_end_and_without_one_nobody_waits(monkeypatch
     learned: list[bool] = []
     began = time.monotonic()
     with PageServer("127.0.0.1", 0) as server:
-        server.publish([watched(*GOING)], over=True)
+        server.publish([viewed(*GOING)], over=True)
     assert time.monotonic() - began < 5
     with PageServer("127.0.0.1", 0) as server:
         ask(server, "/data")
         later = threading.Timer(0.3, lambda: learned.append(json.loads(ask(server, "/data").read())["over"]))
         later.start()
-        server.publish([watched(*GOING)], over=True)
+        server.publish([viewed(*GOING)], over=True)
     later.join()
     assert learned == [True]
     assert time.monotonic() - began < 9

@@ -9,10 +9,10 @@ from browser import Browse, Tab, chromium
 from component import require_chromium
 from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped
 
+from lockstep.jobs.reader import Watch
 from lockstep.reporting import page_server
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page_server import PageServer
-from lockstep.run.following import Watch
 from lockstep.training.events import Event
 
 TRACE = "document.querySelector('[aria-label=\"loss/train\"]')"

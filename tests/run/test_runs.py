@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.run.runs import RESULT, failure, is_held, run_folders
+from lockstep.run.runs import JOB, RESULT, Submitted, failure, is_held, job_of, record_job, run_folders
 
 
 def test_folders_of_runs_are_found_below_and_hidden_ones_are_not(tmp_path: Path) -> None:
@@ -49,3 +49,19 @@ def test_a_run_is_at_work_while_its_lock_is_held(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
+
+
+def test_what_was_recorded_of_a_job_is_read_back(tmp_path: Path) -> None:
+    assert job_of(tmp_path) is None
+    record_job(tmp_path, Submitted(12, 1.5))
+    record_job(tmp_path, Submitted(13, 2.5))
+    assert job_of(tmp_path) == Submitted(13, 2.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"job": "12", "time": 1}', '{"job": 12, "time": -1}', '{"job": 12, "time": 1e300}']
+)
+def test_what_is_no_record_of_a_job_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
+    (tmp_path / JOB).write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"job\.json: cannot be read"):
+        job_of(tmp_path)

@@ -25,13 +25,13 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     A FOLDER is a run folder, or holds some, in folders of its own too. Where recipes differ, the table has the keys in
     which they do; below it stands why a run failed.
     """
+    from lockstep.jobs.reader import read_runs
     from lockstep.reporting.overview import for_json, overview
-    from lockstep.run.listing import listed
 
     if not folders and not Path(_RUNS).exists():
         click.echo("[]" if as_json else f"no runs yet: there is no folder {_RUNS}, where they go; name another, if so")
         return
-    runs, warnings = listed(map(Path, folders or (_RUNS,)))
+    runs, warnings = read_runs(map(Path, folders or (_RUNS,)))
     if as_json:
         click.echo(json.dumps(for_json(runs), indent=1))
     elif runs:

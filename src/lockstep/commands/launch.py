@@ -8,8 +8,8 @@ from typing import Final
 
 import click
 
+from lockstep.jobs.launch import named_hosts, number_of_hosts, start, starters
 from lockstep.launchers.job import PORT, Job, Resources
-from lockstep.run.launching import named_hosts, number_of_hosts, start, starters
 
 RESTARTS: Final = 10
 

@@ -43,11 +43,11 @@ def command(
     the pixels of segmentations. Overrides are dotted (placement.device=cpu). Code that a recipe names, such as
     recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
+    from lockstep.jobs.reader import runs_by_name
     from lockstep.reporting.charts import Chart
     from lockstep.reporting.page import page
     from lockstep.reporting.png import check_png, write_png
     from lockstep.reporting.run_page import sections
-    from lockstep.run.reported import reported
 
     overrides, places = _overrides.apart(folders)
     if not examples and (samples or best or trust or overrides):
@@ -56,7 +56,7 @@ def command(
         raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
     if png:
         check_png()
-    found, warnings = reported([Path(each) for each in places or ("runs",)])
+    found, warnings = runs_by_name([Path(each) for each in places or ("runs",)])
     shown = sections(found)
     if examples:
         from lockstep.inference.examined import Wish, examined
@@ -66,7 +66,7 @@ def command(
         shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
     for line in warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)
-    title = found[0].run.folder if len(found) == 1 else f"{len(found)} runs"
+    title = found[0].folder if len(found) == 1 else f"{len(found)} runs"
     try:
         out.write_text(page(title, shown), encoding="utf-8")
     except OSError as error:

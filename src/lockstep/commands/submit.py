@@ -48,8 +48,8 @@ def command(
 
     lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
     """
-    from lockstep.run.submitted import SCRIPT
-    from lockstep.run.submitting import batch_script, submit
+    from lockstep.jobs.submit import batch_script, submit
+    from lockstep.run.runs import JOB_SCRIPT
 
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     each = resources.processes_per_node(processes_per_node)
@@ -59,5 +59,5 @@ def command(
         click.echo(script, nl=False)
         return
     number = submit(run, script)
-    click.echo(f"job {number} submitted: {run / SCRIPT}")
+    click.echo(f"job {number} submitted: {run / JOB_SCRIPT}")
     click.echo(f"logs: {run}/logs, from Slurm slurm-{number}.log\nhow it is: lockstep jobs {run}")

@@ -30,10 +30,10 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
     reads, and ends with the runs: with exit code 0 if all are done, 75 if the others were saved to be resumed, else 1.
     """
     from lockstep.errors import UsageError
+    from lockstep.jobs.reader import Watch
     from lockstep.reporting.live_view import LiveView
     from lockstep.reporting.page_server import PageServer
-    from lockstep.reporting.watched import ending, exit_code, is_over
-    from lockstep.run.following import Watch
+    from lockstep.reporting.run_view import ending, exit_code, is_over
 
     if port is None and host != "127.0.0.1":
         raise UsageError(f"--host {host}: nothing is served without --port; add --port 0, or another")
@@ -59,4 +59,4 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
             found = watch.refresh()
     for each in found:
         click.echo(printable(ending(each)))
-    sys.exit(exit_code([each.run.state for each in found]))
+    sys.exit(exit_code([each.state for each in found]))

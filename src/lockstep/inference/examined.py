@@ -19,9 +19,9 @@ from lockstep.inference.saved import Saved, open_saved
 from lockstep.inference.validated import Totals, Validation, Visited, validation_of
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
-from lockstep.reporting.history import History
 from lockstep.reporting.page import Section, Table, Words
-from lockstep.reporting.run_page import Reported
+from lockstep.reporting.run_log import History
+from lockstep.reporting.run_view import RunView
 from lockstep.run.evaluation import Asked
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
@@ -74,7 +74,7 @@ class _One(NamedTuple):
     line: Sequence[tuple[float, float]]
 
 
-def examined(found: Sequence[Reported], wish: Wish, tell: Callable[[str], None]) -> Examined:
+def examined(found: Sequence[RunView], wish: Wish, tell: Callable[[str], None]) -> Examined:
     """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets lines on each.
 
     Code that a run folder names runs only where the wish says so (run/evaluation.py), and nothing is downloaded.
@@ -83,7 +83,7 @@ def examined(found: Sequence[Reported], wish: Wish, tell: Callable[[str], None])
     done: dict[str, _One] = {}
     problems: dict[str, str] = {}
     for each in found:
-        folder = each.run.folder
+        folder = each.folder
         try:
             done[folder] = _examined(folder, each.history, wish, tell)
         except LockstepError as error:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.reporting import wording
-from lockstep.reporting.history import History, by_rank, count, peaks
+from lockstep.reporting.run_log import History, by_rank, count, peaks
 
 State = Literal["waiting", "running", "done", "failed"]
 

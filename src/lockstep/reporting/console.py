@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TextIO, final
+from typing import Final, TextIO, final
 
-from rich.console import Console as Rich
+from rich.console import Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from lockstep.reporting import wording
-from lockstep.reporting.progress import Progress
+from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
+
+_SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 
 @final
@@ -22,15 +25,16 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, run_dir: str, rate_rule: str, terminal: bool | None = None) -> None:
-        terminal = stream.isatty() if terminal is None else terminal
-        # Said outright: rich would take an environment variable about colours for a terminal.
-        self._rich = Rich(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
-        self._moving = terminal and not self._rich.is_dumb_terminal
+        self._rich = terminal_on(stream, terminal)
+        self._moving = is_moving(self._rich)
         self._stream = stream
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._progress: Progress | None = None
+        self._live: Live | None = None  # where the run is and its figures
+        self._began = 0.0
+        self._drawn = -float("inf")
+        self._evaluated = ""  # the figures of the last evaluation
 
     def write(self, event: Event, time: float) -> None:
         match event:
@@ -42,8 +46,7 @@ class Console:
                 self._step(event, time)
             case Evaluated():
                 self._line(wording.evaluated(event))
-                if self._progress is not None:
-                    self._progress.evaluated(wording.of_task(event.figures, event.fractions))
+                self._evaluated = wording.of_task(event.figures, event.fractions)
             case Logged():
                 self._line(wording.logged(event))
             case Skipped():
@@ -59,9 +62,9 @@ class Console:
                 self._finish(event)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _start(self, event: Started, time: float) -> None:
         self.close()
@@ -69,13 +72,22 @@ class Console:
         for line in wording.started(event, self._rate_rule):
             self._line(line)
         if self._moving:
-            self._progress = Progress(self._rich, event, time)
+            self._began, self._drawn, self._evaluated = time, -float("inf"), ""
+            self._live = live_on(self._rich)
 
     def _step(self, event: Stepped, time: float) -> None:
-        if self._progress is not None:
-            self._progress.step(event, time)
-        elif self._run is not None:
-            self._line(f"{wording.place(event, self._run)}  {wording.figures(event, self._run)}")
+        """Say where the run is and its figures; on a terminal at most ten times a second."""
+        run = self._run
+        if run is None:
+            return
+        if self._live is None:
+            self._line(f"{wording.place(event, run)}  {wording.figures(event, run)}")
+        elif time - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
+            self._drawn = time
+            # The seconds left, if the run continues as it did: evaluation and saving are in.
+            left = (time - self._began) / max(event.step - run.step, 1) * (run.steps - event.step)
+            bar = progress_line(wording.place(event, run), event.step, run.steps, f"{wording.duration(left)} left")
+            self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
 
     def _finish(self, event: Done) -> None:
         if self._run is not None:

@@ -10,9 +10,8 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
-from itertools import count
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -79,31 +78,22 @@ def figures(event: Event, time: float) -> dict[str, Any]:
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log, which may be growing still: an unfinished last line is left out."""
-    try:
-        with plainfile.reader(path) as file:
-            for number in count(1):
-                line = file.readline(_LONGEST + 1)
-                if len(line) > _LONGEST:
-                    raise UsageError(f"{path}:{number}: a line of more than {_LONGEST:,} bytes; the log is damaged")
-                if not line.endswith(b"\n"):
-                    return
-                yield _parsed(path, number, line)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    if not os.path.lexists(path):
+        raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder")
+    yield from Tail(path, strict=True).new()
 
 
 @final
 class Tail:
     """Follows a log that grows: each `new` yields what was added since the last one, and reads no more than that.
 
-    A line that is no event is left out and noted in `problems`, of which the last 20 are kept; a last line without its
-    end is not there yet.
+    A line that is no event raises UsageError where it is `strict`, else it is left out and noted in `problems`, of
+    which the last 20 are kept; a last line without its end is not there yet.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, strict: bool = False) -> None:
         self._path = path
+        self._strict = strict
         self._offset = 0  # of the first byte that was not read
         self._line = 1  # in which it is
         self._head = b""  # how the log begins
@@ -128,15 +118,27 @@ class Tail:
                     self._head = self._head or line[:_HEAD]
                     self._offset += len(line)
                     self._line += line.endswith(b"\n")
-                    event = _json(line)
-                    if isinstance(event, dict):
-                        yield _known(event, self._path, number)
-                    else:
-                        self.problems.append(f"{self._path}:{number}: not an event; left out")
+                    if (event := self._event(line, number)) is not None:
+                        yield event
         except FileNotFoundError:
             return
         except OSError as error:
             raise UsageError(f"{self._path}: cannot be read: {error.strerror}") from error
+
+    def _event(self, line: bytes, number: int) -> dict[str, Any] | None:
+        """Return the event of a line, as one of this schema; UsageError where it is of a newer one."""
+        event, place = _json(line), f"{self._path}:{number}"
+        if isinstance(event, dict):
+            if "schema" in event:
+                schemas.check(event["schema"], place)
+            return schemas.event(event)
+        long = f"a line of more than {_LONGEST:,} bytes" if len(line) > _LONGEST else ""
+        if self._strict:
+            raise UsageError(
+                f"{place}: {long or ('not JSON' if event is None else 'not an event')}; the log is damaged"
+            )
+        self.problems.append(f"{place}: not an event; left out")
+        return None
 
 
 def last_step(path: Path) -> int:
@@ -168,22 +170,6 @@ def _finite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    event = _json(line)
-    if event is None:
-        raise UsageError(f"{path}:{number}: not JSON; the log is damaged")
-    if not isinstance(event, dict):
-        raise UsageError(f"{path}:{number}: not an event; the log is damaged")
-    return _known(event, path, number)
-
-
-def _known(event: Mapping[str, Any], path: Path, number: int) -> dict[str, Any]:
-    """Return an event of whatever schema as one of this schema; UsageError where it is of a newer one."""
-    if "schema" in event:
-        schemas.check(event["schema"], f"{path}:{number}")
-    return schemas.event(event)
 
 
 def _json(line: bytes) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from lockstep.common.text import printable_line
 from lockstep.reporting import wording
-from lockstep.reporting.history import count, figures, text
+from lockstep.reporting.run_log import count, figures, text
 
 Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import errno
 import hashlib
 import ipaddress
+import json
 import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, final
 
 from lockstep.errors import UsageError
-from lockstep.reporting.live_page import live_data
-from lockstep.reporting.page import live_page
-from lockstep.reporting.watched import Watched
+from lockstep.reporting.page import live_page, live_parts
+from lockstep.reporting.run_log import History
+from lockstep.reporting.run_page import live_sections, title
+from lockstep.reporting.run_view import RunView
 
 _EVERY_MS: Final = 2_000  # between two questions of a page
 _LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # after the end, for pages that are open to learn of it
@@ -58,12 +60,12 @@ class PageServer:
     def __init__(self, host: str, port: int) -> None:
         page = live_page("Runs", _EVERY_MS).encode()
         self._page = Answer(HTTPStatus.OK, "text/html; charset=utf-8", page, _tag(page))
-        self._watched: Sequence[Watched] = ()
+        self._runs: Sequence[RunView] = ()
         self._over = False
         self._data: Answer | None = None
         self._building = threading.Lock()
         self._asked = threading.Event()  # by a page since the last change
-        self._told = threading.Event()  # a page that nothing more comes
+        self._informed = threading.Event()  # a page that nothing more comes
         self._host = host
         self._server = _listening(host, port, self)
         self._thread = threading.Thread(target=self._server.serve_forever, name="page server")
@@ -80,16 +82,16 @@ class PageServer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._over and self._asked.is_set():
-            self._told.wait(_LINGER_S)
+            self._informed.wait(_LINGER_S)
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
-    def publish(self, watched: Sequence[Watched], over: bool) -> None:
+    def publish(self, runs: Sequence[RunView], over: bool) -> None:
         """Show these runs; with `over` nothing more is to come."""
-        if over != self._over or _state(watched) != _state(self._watched):
+        if over != self._over or _state(runs) != _state(self._runs):
             with self._building:
-                self._watched, self._over, self._data = watched, over, None
+                self._runs, self._over, self._data = runs, over, None
 
     def answer(self, path: str, host: str, tag: str) -> Answer:
         """Return the answer to GET: `host` is the name that was asked, `tag` the answer that is known there."""
@@ -108,9 +110,9 @@ class PageServer:
         """Return what was published last; it is made where a page asks for it, not before."""
         with self._building:
             if self._data is None:
-                body = live_data(self._watched, self._over)
+                body = live_data(self._runs, self._over)
                 self._data = Answer(HTTPStatus.OK, "application/json", body, _tag(body))
-            (self._told if self._over else self._asked).set()
+            (self._informed if self._over else self._asked).set()
             return self._data
 
 
@@ -129,9 +131,15 @@ def _tag(body: bytes) -> str:
     return f'"{hashlib.sha256(body).hexdigest()[:16]}"'
 
 
-def _state(watched: Collection[Watched]) -> list[object]:
+def live_data(runs: Sequence[RunView], over: bool) -> bytes:
+    """Return the JSON for a live page; `over` says that nothing more is to come."""
+    found = {"title": title(runs), "over": over, "parts": live_parts(live_sections(runs))}
+    return json.dumps(found, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
+def _state(runs: Collection[RunView]) -> list[object]:
     """Return what changes with all that is shown of runs."""
-    return [(each.run, each.noticed, each.history.last, each.is_whole) for each in watched]
+    return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 
 
 def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:

@@ -6,7 +6,7 @@ from typing import Final
 
 from lockstep.reporting import wording
 from lockstep.reporting.comparison import Comparison, Row
-from lockstep.reporting.history import count
+from lockstep.reporting.run_log import count
 
 USUAL: Final = "usual script"  # run/usual.py, as a strategy of a comparison
 PRINTED: Final = "printed "  # before the names of the figures that it prints, in its log

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.reporting.wording import counted
+
 Verdict = Literal["identical", "within tolerance", "differs", "failed", "not possible"]
 
 _GOOD: Final = ("identical", "within tolerance", "not possible")
@@ -119,7 +121,7 @@ def against(verification: Verification) -> str:
 
 def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines on how a placement disagrees; a cause among `findings` is not repeated."""
-    where = f"{row.strategy} on {_processes(row.processes)}"
+    where = f"{row.strategy} on {counted(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
         return
@@ -150,7 +152,7 @@ def _heading(verification: Verification) -> str:
     steps = ", ".join(map(str, verification.steps))
     return (
         f"{verification.recipe}: step{'s' if len(verification.steps) > 1 else ''} {steps}, "
-        f"{_counted(verification.microbatches, 'micro-batch')}, "
+        f"{counted(verification.microbatches, 'micro-batch')}, "
         f"{verification.evaluated} of {verification.validation_samples} validation samples; "
         f"reference: single on 1 process"
     )
@@ -187,23 +189,15 @@ def conclusion(verification: Verification) -> str:
     if verification.agree:
         return (
             f"all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed run of "
-            f"{_counted(good, 'placement')}"
+            f"{counted(good, 'placement')}"
         )
     faults = sum(finding.fault for finding in verification.findings)
     where = "in the recipe's own code"
     if good == len(possible):
-        found = f"{_counted(faults, 'fault')} {'was' if faults == 1 else 'were'} found {where}"
+        found = f"{counted(faults, 'fault')} {'was' if faults == 1 else 'were'} found {where}"
         return f"the placements agree, but {found}" if possible else f"nothing was compared: {found}"
-    found = f"; {_counted(faults, 'fault')} {where}" if faults else ""
+    found = f"; {counted(faults, 'fault')} {where}" if faults else ""
     return f"not the same: {good} of {len(possible)} placements agree{found}"
-
-
-def _processes(count: int) -> str:
-    return _counted(count, "process")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _plain(value: Any) -> Any:

@@ -23,11 +23,11 @@ def started(event: Started, rate_rule: str) -> list[str]:
     backend = f", backend {event.backend}" if event.backend else ""
     lines = [
         *([event.task] if event.task else []),
-        f"{_counted(event.parameters, 'parameter')}, {_counted(event.train_samples, 'training sample')}, "
-        f"{_counted(event.validation_samples, 'validation sample')}",
-        f"{_counted(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
-        f"batch {event.batch:,} in {_counted(event.microbatches, 'micro-batch')}",
-        f"{_counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
+        f"{counted(event.parameters, 'parameter')}, {counted(event.train_samples, 'training sample')}, "
+        f"{counted(event.validation_samples, 'validation sample')}",
+        f"{counted(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
+        f"batch {event.batch:,} in {counted(event.microbatches, 'micro-batch')}",
+        f"{counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device; {SLOWLY}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
         rate_rule,
@@ -37,7 +37,7 @@ def started(event: Started, rate_rule: str) -> list[str]:
         lines.append(f"resuming after step {event.step:,} from {printable_line(event.resumed_from)}")
     if event.again:
         verb = "is" if event.again == 1 else "are"
-        lines.append(f"{_counted(event.again, 'later step')}, by the log, {verb} recomputed")
+        lines.append(f"{counted(event.again, 'later step')}, by the log, {verb} recomputed")
     return lines
 
 
@@ -59,7 +59,7 @@ def figures(event: Stepped, run: Started, last: str = "") -> str:
     if event.loss_scale is not None:
         words.append(f"loss scale {event.loss_scale:g}")
     if event.skipped_steps:
-        words.append(f"{_counted(event.skipped_steps, 'step')} skipped")
+        words.append(f"{counted(event.skipped_steps, 'step')} skipped")
     return "  ".join(word for word in words if word)
 
 
@@ -157,6 +157,18 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def of(number: int | None, total: int | None) -> str:
+    """Give a number and of how many it is, as far as they are known."""
+    return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Give a number of things."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def _of_a_sample(event: Started) -> str:
     """Say what a sample costs, and what share of the devices' peak cannot be told of."""
     if event.flops_per_sample is None:
@@ -174,9 +186,3 @@ def _flops(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.4g} {unit}"
     return f"{number / 1e3:.4g} kFLOP"
-
-
-def _counted(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith(('ss', 'ch')) else 's'}"

@@ -22,17 +22,16 @@ from lockstep.config.write import flow
 from lockstep.errors import LockstepError, UsageError
 from lockstep.reporting import jsonl
 from lockstep.reporting.comparison import Comparison, Row
-from lockstep.reporting.history import History, history
+from lockstep.reporting.run_log import History, history
 from lockstep.reporting.usual import USUAL
 from lockstep.run.aside import Train, as_words, trained
 from lockstep.run.build import Setup, setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.finished import finished
 from lockstep.run.first_weights import opened
-from lockstep.run.machine_record import machine_of
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import check_first, check_recipe
-from lockstep.run.runs import CONFIG
+from lockstep.run.runs import CONFIG, machine_of
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
 from lockstep.run.usual import as_seen, check_usual, train_usual

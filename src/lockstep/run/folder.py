@@ -35,8 +35,7 @@ from lockstep.device import machine
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.run.finished import finished
 from lockstep.run.resume import check_recipe, saved_recipe, signing_key
-from lockstep.run.runs import CONFIG, RESULT
-from lockstep.run.submitted import RECORD, SCRIPT
+from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
 from lockstep.tasks.base import Report
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.lock import LOCK, Lock, lock
@@ -50,7 +49,7 @@ LAST_EVALUATION = "last-evaluation.json"
 _HANDED_OVER: Final = "deepspeed.json"
 _OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
 _OF_START: Final = (CONFIG, ENVIRONMENT, _HANDED_OVER)
-_FILES: Final = (*_OF_START, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, SCRIPT, RECORD, LOCK, *_OF_SINKS)
+_FILES: Final = (*_OF_START, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 

@@ -1,26 +1,40 @@
-"""Finds run folders, and asks whether a process is at work in one. Quick: no torch."""
+"""Run folders from outside: where they are, whether one is in use, its job, its machine, its failure. No torch."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lockstep.common import plainfile
 from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.reporting.jsonl import EVENTS
-from lockstep.run.submitted import RECORD
+from lockstep.training.checkpoint import durable
 from lockstep.training.lock import LOCK
 
 RESULT: Final = "result.json"
 CONFIG: Final = "config.yaml"
-_SIGNS: Final = (EVENTS, RECORD, LOCK)  # any of them makes a folder a run's
+JOB_SCRIPT: Final = "job.sh"  # what `lockstep submit` leaves
+JOB: Final = "job.json"
+_ENVIRONMENT: Final = "environment.json"
+_SIGNS: Final = (EVENTS, JOB, LOCK)  # any of them makes a folder a run's
 _DEEPEST: Final = 4
-_LARGEST: Final = 1 << 16  # bytes of result.json, which has some hundreds
+_LARGEST: Final = 1 << 20  # bytes of a file of JSON
 _LONGEST: Final = 500  # characters of a reason
+_LONGEST_MACHINE: Final = 200
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The last job of a run; `time` is when it was submitted, in seconds since 1970."""
+
+    job: int
+    time: float
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
@@ -33,14 +47,40 @@ def run_folders(folder: Path) -> Iterator[Path]:
         raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
 
 
+def record_job(folder: Path, submitted: Submitted) -> None:
+    """Keep the job of a run folder, whole or not at all."""
+    durable.replace(folder / JOB, (json.dumps(asdict(submitted)) + "\n").encode())
+
+
+def job_of(folder: Path) -> Submitted | None:
+    """Return the last job of a run folder, None where it was never submitted; UsageError where it cannot be read."""
+    try:
+        match plainfile.parsed(plainfile.content(folder / JOB, _LARGEST)):
+            case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
+                return Submitted(job, float(submitted))
+        raise ValueError("not a job's record")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it holds the number of the job") from error
+
+
 def failure(folder: Path) -> str:
     """Return why the last start of a run failed, as its result.json says; empty where it does not."""
-    try:
-        found = plainfile.parsed(plainfile.content(folder / RESULT, _LARGEST))
-    except (OSError, ValueError):
-        return ""
-    reason = found.get("reason") if isinstance(found, dict) and found.get("event") == "failed" else None
+    found = _json(folder / RESULT)
+    reason = found.get("reason") if found.get("event") == "failed" else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
+
+
+def machine_of(folder: Path) -> str:
+    """Return cores, GPUs and versions in words, as a run's environment.json says; empty where it cannot be read."""
+    found = _json(folder / _ENVIRONMENT)
+    cpu, packages, gpus = found.get("cpu"), found.get("packages"), found.get("gpus")
+    cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    words = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
+    words += [f"{cards.count(card)} {card}" for card in dict.fromkeys(cards)]
+    words += [f"torch {packages['torch']}"] if isinstance(packages, dict) and packages.get("torch") else []
+    return printable_line(", ".join(words))[:_LONGEST_MACHINE]
 
 
 def is_held(folder: Path) -> bool:
@@ -72,3 +112,12 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
                 yield from _below(folder / entry.name, depth - 1)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return what a file of JSON holds, empty where it cannot be read."""
+    try:
+        found = plainfile.parsed(plainfile.content(file, _LARGEST))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -4,20 +4,20 @@ import json
 import math
 
 from event_examples import stepped
-from watched_examples import GOING, watched
+from view_examples import GOING, viewed
 
-from lockstep.reporting.live_page import live_data, live_sections, title
 from lockstep.reporting.page import Progress, live_page
-from lockstep.reporting.run_page import charts
+from lockstep.reporting.page_server import live_data
+from lockstep.reporting.run_page import charts, live_sections, title
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 def test_the_charts_are_those_of_a_report() -> None:
-    run = watched(*GOING, (162.0, stepped(70, math.nan)))
+    run = viewed(*GOING, (162.0, stepped(70, math.nan)))
     found = json.loads(live_data([run], over=False), parse_constant=lambda name: 1 / 0)
     figures = {each["key"]: each["figure"] for each in found["parts"] if each["figure"]}
-    made = {f"Chart {each.title}": {**each.figure, "axes": [*each.axes]} for each in charts([run.reported])}
+    made = {f"Chart {each.title}": {**each.figure, "axes": [*each.axes]} for each in charts([run])}
     assert figures == made
     assert len({each["key"] for each in found["parts"]}) == len(found["parts"])
     assert figures["Chart loss/train"]["data"][0]["y"][-2:] == [0.43214, None]
@@ -25,7 +25,7 @@ def test_the_charts_are_those_of_a_report() -> None:
 
 
 def test_how_far_each_run_is_and_what_happened_last_come_first() -> None:
-    one, two, told, *_ = live_sections([watched(*GOING), watched(name="runs/b", whole=False)])
+    one, two, told, *_ = live_sections([viewed(*GOING), viewed(name="runs/b", whole=False)])
     assert isinstance(one, Progress)
     assert isinstance(two, Progress)
     assert (one.title, one.done, one.total) == ("runs/a  running  single on 1, cpu", 69, 690)
@@ -36,7 +36,7 @@ def test_how_far_each_run_is_and_what_happened_last_come_first() -> None:
 
 
 def test_what_runs_are_called_is_text() -> None:
-    run = watched(*GOING, name=EVIL, state="died", failure=EVIL)
+    run = viewed(*GOING, name=EVIL, state="died", failure=EVIL)
     html = "".join(each["html"] for each in json.loads(live_data([run], over=False))["parts"])
     assert "&lt;img" in html
     assert "<img" not in html

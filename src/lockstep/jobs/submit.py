@@ -15,7 +15,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers import batch
 from lockstep.launchers.job import Job, other_processes
 from lockstep.run.continued import continued
-from lockstep.run.submitted import SCRIPT, Submitted, record
+from lockstep.run.runs import JOB_SCRIPT, Submitted, record_job
 from lockstep.training.checkpoint import durable
 
 
@@ -43,7 +43,7 @@ def submit(run: Path, script: str) -> int:
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch is not found: submit from a host of the cluster, or load Slurm's module")
     made = [each for each in (run, run / "logs") if not each.exists()]
-    file = run / SCRIPT
+    file = run / JOB_SCRIPT
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and would run a job without a log
         durable.replace(file, script.encode())
@@ -60,7 +60,7 @@ def submit(run: Path, script: str) -> int:
             with suppress(OSError):
                 folder.rmdir()
         raise
-    record(run, Submitted(job, submitted))
+    record_job(run, Submitted(job, submitted))
     return job
 
 

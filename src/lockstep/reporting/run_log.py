@@ -1,30 +1,47 @@
-"""What an event log holds from its beginning to its end: the curves of a run, its starts and its checkpoints."""
+"""What an event log holds: how far the run is, its curves, its starts and its checkpoints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from lockstep.common.text import printable_line
 from lockstep.reporting.thinning import Point, Thinned
 from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
-_LARGEST: Final = 1e300
+_LARGEST: Final = 1e300  # of a figure
+_LARGEST_COUNT: Final = 1e15  # larger ones are no floats, or times that no calendar has
 _OF_STEP: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
 _MOST_CURVES: Final = 100  # of one run; a log of ours has some ten
+_REPORTS: Final = 20  # of steps, over which speed is measured: an evaluation now and then is in, former hours are not
+
+
+class Report(NamedTuple):
+    """A start, or a report of a step: what speed is measured by."""
+
+    time: float
+    step: int
+    samples: int
+
+
+class Figure(NamedTuple):
+    """A figure of an evaluation, and whether it is a share of one."""
+
+    name: str
+    value: float
+    is_fraction: bool
 
 
 @dataclass(frozen=True)
 class Start:
     """A start of the run, at `step`; `again` are the steps that it recomputes, `seconds` its place on the time axis."""
 
-    time: float
     step: int
-    samples: int
     seconds: float
     again: int
     processes: int | None
@@ -38,11 +55,32 @@ class Save:
     """A checkpoint that was written after `step` steps in `took_s` seconds."""
 
     step: int
-    samples: int
     seconds: float
     took_s: float
     best: bool
     weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a run is; None is what its log does not hold.
+
+    `last` is the name of its last event and `time` that event's, in seconds since 1970. `epoch` is the number of the
+    epoch that the last step belongs to, from 1. `samples_per_s` and `left_s`, the seconds to the last step, are at the
+    speed of the last reports since the last start, evaluating and saving included.
+    """
+
+    last: str | None = None
+    time: float | None = None
+    reason: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    samples_per_s: float | None = None
+    left_s: float | None = None
+    loss: float | None = None
+    figure: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +97,7 @@ class History:
     started: Mapping[str, Any] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    status: Status = field(default_factory=Status)
 
     @property
     def fractions(self) -> frozenset[str]:
@@ -81,17 +120,22 @@ class History:
         points = self.curves.get(curve)
         return points[-1].value if points else None
 
+    def is_share(self, curve: str) -> bool:
+        """Return whether a curve is of shares of one."""
+        name = curve.removesuffix("/train").removesuffix("/ema")
+        return name in self.fractions or name == "mfu"
+
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Return what the events of a log hold, in their order; what is no figure of an event of ours is left out."""
-    builder = HistoryBuilder()
+    """Return what the events of a log hold, in their order; KeyError or ValueError as RunLog raises them."""
+    log = RunLog()
     for event in events:
-        builder.take(event)
-    return builder.history()
+        log.take(event)
+    return log.history()
 
 
 @final
-class HistoryBuilder:
+class RunLog:
     """Takes the events of a log one by one; `history` is what they hold so far."""
 
     def __init__(self) -> None:
@@ -100,44 +144,81 @@ class HistoryBuilder:
         self._saves: list[Save] = []
         self._started: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
+        self._loss: float | None = None
+        self._figure: Figure | None = None
+        self._reports: deque[Report] = deque(maxlen=_REPORTS + 1)  # since the last start, its own first
         self._began: float | None = None  # when this start did
         self._before = self._now = 0.0  # the seconds of the former ones, and the time of the last event
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take the next event."""
-        self._last = event
-        time = _number(event, "time")
-        step, samples = count(event, "step"), count(event, "samples")
+        """Take the next event; KeyError or ValueError, and it is not taken, where it is none of this version."""
+        _check(event)
+        self._last, kind = event, event.get("event")
+        if kind == "evaluated":
+            self._figure = self._monitored(event)
+        time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
             return
         if self._began is None:
             self._began = self._now = time
-        if event.get("event") == "started":
+        if kind == "started":
             self._before += max(0.0, self._now - self._began)
             self._began, self._started = time, event
             self._forget(step)
-            self._starts.append(_start(event, time, step, samples, self._before))
+            self._reports.clear()
+            self._starts.append(_start(event, step, self._before))
+        if kind in ("started", "step"):
+            self._reports.append(Report(time, step, samples))
+            self._loss = _figure(event.get("loss")) if kind == "step" else self._loss
         self._now = time
         seconds = self._seconds
         for name, value in figures(event):
-            curve = self._curves.get(name)
-            if curve is None:
-                if len(self._curves) == _MOST_CURVES:
-                    continue
-                curve = self._curves[name] = Thinned()
-            curve.append(Point(step, samples, seconds, value))
-        if event.get("event") == "saved":
+            if name in self._curves or len(self._curves) < _MOST_CURVES:
+                self._curves.setdefault(name, Thinned()).append(Point(step, samples, seconds, value))
+        if kind == "saved":
             took, best = _number(event, "seconds") or 0.0, event.get("best") is True
-            self._saves.append(Save(step, samples, seconds, took, best, text(event, "weights_sha256")))
+            self._saves.append(Save(step, seconds, took, best, text(event, "weights_sha256")))
 
     def history(self) -> History:
         """Return what the events so far hold."""
         curves = {name: curve.points() for name, curve in self._curves.items()}
-        return History([*self._starts], curves, [*self._saves], self._started, self._last, self._seconds)
+        starts, saves = [*self._starts], [*self._saves]
+        return History(starts, curves, saves, self._started, self._last, self._seconds, self.status())
+
+    def status(self) -> Status:
+        """Return how far the run is by the events so far."""
+        event, started = self._last, self._started
+        step, steps = count(event, "step"), count(started, "steps")
+        per_epoch, epochs = count(started, "steps_per_epoch"), _number(started, "epochs")
+        steps_per_s, samples_per_s = _speed(self._reports)
+        return Status(
+            last=event.get("event"),
+            time=_number(event, "time"),
+            reason=event.get("reason") if event.get("event") == "stopped" else None,
+            step=step,
+            steps=steps,
+            epoch=-(-step // per_epoch) if step is not None and per_epoch else None,
+            epochs=None if epochs is None else math.ceil(epochs),
+            samples_per_s=samples_per_s,
+            left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
+            loss=self._loss,
+            figure=self._figure,
+        )
+
+    @property
+    def fractions(self) -> frozenset[str]:
+        """The figures that are shares of one."""
+        return History(started=self._started).fractions
 
     @property
     def _seconds(self) -> float:
         return self._before + max(0.0, self._now - (self._began or 0.0))
+
+    def _monitored(self, event: Mapping[str, Any]) -> Figure | None:
+        """Return the figure of an evaluation that says which is the best; None where that is its loss."""
+        name = History(started=self._started).monitor
+        value = None if name == "loss" else _figure(event.get(name))
+        return None if value is None else Figure(name, value, name in self.fractions)
 
     def _forget(self, step: int) -> None:
         """Drop what came after `step`: it is recomputed."""
@@ -155,7 +236,7 @@ def text(event: Mapping[str, Any], key: str) -> str:
 def count(event: Mapping[str, Any], key: str) -> int | None:
     """Return a count of an event, None where there is none."""
     value = event.get(key)
-    return value if type(value) is int and 0 <= value < _LARGEST else None
+    return value if _is_count(value) else None
 
 
 def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -182,11 +263,37 @@ def peaks(event: Mapping[str, Any]) -> list[float]:
     return _numbers(event.get("peak_bytes_by_rank"))
 
 
-def _start(event: Mapping[str, Any], time: float, step: int, samples: int, seconds: float) -> Start:
+def _check(event: Mapping[str, Any]) -> None:
+    """Raise KeyError or ValueError for an event whose fields, as far as all else relies on them, are of other types."""
+    kind = event.get("event")
+    required, forms = (_REQUIRED.get(kind, ()), _FORMS.get(kind, {})) if isinstance(kind, str) else ((), {})
+    for key in required:
+        if event.get(key) is None:
+            raise KeyError(key)
+    for key, is_right in (*_FORMS_OF_ALL.items(), *forms.items()):
+        if (value := event.get(key)) is not None and not is_right(value):
+            raise ValueError(f"{key}: not what an event has there")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _LARGEST_COUNT
+
+
+def _is_figure(value: Any) -> bool:
+    return _figure(value) is not None
+
+
+def _start(event: Mapping[str, Any], step: int, seconds: float) -> Start:
     return Start(
-        time=time,
         step=step,
-        samples=samples,
         seconds=seconds,
         again=count(event, "again") or 0,
         processes=count(event, "processes"),
@@ -194,6 +301,15 @@ def _start(event: Mapping[str, Any], time: float, step: int, samples: int, secon
         device=text(event, "device"),
         resumed=event.get("resumed_from") is not None,
     )
+
+
+def _speed(reports: Sequence[Report]) -> tuple[float | None, float | None]:
+    """Return steps and samples a second."""
+    if len(reports) < 2 or reports[-1].time <= reports[0].time:
+        return None, None
+    first, last = reports[0], reports[-1]
+    seconds = last.time - first.time
+    return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
 
 @lru_cache(maxsize=1_000)  # a log has many events of few kinds
@@ -213,17 +329,24 @@ def _name(kind: str, key: str, of_model: bool) -> str:
 def _figure(value: Any) -> float | None:
     """Return a figure, which may be not finite; None where it is no number."""
     if type(value) in (int, float):
-        return float(value) if abs(value) < _LARGEST else None
+        return None if abs(value) >= _LARGEST else float(value)
     return float(value) if value in _NOT_FINITE else None
 
 
 def _number(event: Mapping[str, Any], key: str) -> float | None:
-    value = _figure(event.get(key))
-    return value if value is not None and math.isfinite(value) and value >= 0 else None
+    value: Any = event.get(key)
+    return float(value) if _is_number(value) else None
 
 
 def _numbers(values: Any) -> list[float]:
-    if not isinstance(values, list):
-        return []
-    found = [_figure(each) for each in values]
+    found = [_figure(each) for each in values] if isinstance(values, list) else []
     return [each for each in found if each is not None and math.isfinite(each) and each >= 0]
+
+
+_REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
+_FORMS_OF_ALL: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
+_FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
+    "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
+    "step": {"loss": _is_figure},
+    "stopped": {"reason": _is_text},
+}
