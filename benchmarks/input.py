@@ -30,11 +30,11 @@ from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.order import Steps
-from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
@@ -171,7 +171,7 @@ def _large_newer(root: str) -> Callable[[], Iterator[Tensor]]:
 
 
 def _large_ours(root: str) -> Callable[[], Iterator[Tensor]]:
-    data = open_data(Asked("folder", root, images=ImageWords(224, 256, resized_crop=True)))
+    data = open_data(DataRequest("folder", root, image_size=224, resize_size=256, resized_crop=True))
     return _ours(data, ImageTransforms(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
 
 

@@ -61,14 +61,14 @@ def _be_measured(root: str) -> None:
     import torch
 
     from lockstep.core.order import Steps
-    from lockstep.data.asked import Asked
     from lockstep.data.base import NoTransforms
     from lockstep.data.loader import Loader
+    from lockstep.data.request import DataRequest
     from lockstep.data.text.tokens import Options, open_data
 
     torch.set_num_threads(1)
     began = time.perf_counter()
-    data = open_data(Asked("tokens", root), Options(context=CONTEXT, stride=1, vocabulary=50257))
+    data = open_data(DataRequest("tokens", root), Options(context=CONTEXT, stride=1, vocabulary=50257))
     steps = Steps(len(data.train), BATCH, epochs=1)
     updates = Loader(data, steps, MICROBATCHES, NoTransforms(), torch.device("cpu"), 0).training(steps.total - STEPS)
     next(updates)

@@ -61,7 +61,7 @@ ROOMS = {
     "data/text": "samples that are text",
     "data/tables/table": "its option `kind` says what a column is to become",
     "data/sources": "the names of data sets, which users type",
-    "data/asked": "keys of a recipe, as the sources of data get them",
+    "data/request": "keys of a recipe, as the sources of data get them",
     "config/recipe": "keys of a recipe, which users type",
     "config/naming": "the same keys, of which some go with a name",
     "config/elsewhere": "the same of other frameworks",

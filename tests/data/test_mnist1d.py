@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import Split
-from lockstep.data.sizes import KNOWN
-from lockstep.data.sources import open_data
+from lockstep.data.request import DataRequest
+from lockstep.data.sources import open_data, training_samples
 from lockstep.errors import UsageError
 
 # Of mnist1d_data.pkl in the authors' repository: signals as float32, targets as int64, training before validation.
@@ -28,9 +27,9 @@ def test_the_signals_are_those_that_were_published() -> None:
     random.seed(3)
     np.random.seed(3)
     before = random.getstate(), np.random.get_state()[1].tolist()
-    data = open_data(Asked("mnist1d"))
+    data = open_data(DataRequest("mnist1d"))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-    assert (len(data.train), len(data.validation)) == (KNOWN["mnist1d"], 1000)
+    assert (len(data.train), len(data.validation)) == (training_samples("mnist1d", "", {}), 1000)
     assert (len(data.facts["classes"]), data.facts["shape"]) == (10, [40])
     assert hashlib.sha256(_content(data.train) + _content(data.validation)).hexdigest() == PUBLISHED
 
@@ -40,4 +39,4 @@ def test_without_its_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         UsageError, match=r"^data set mnist1d: the package .*; pip install 'lockstep-train\[mnist1d\]'$"
     ):
-        open_data(Asked("mnist1d"))
+        open_data(DataRequest("mnist1d"))

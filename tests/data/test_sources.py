@@ -6,18 +6,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
-from lockstep.data.images.words import SYNTHETIC
-from lockstep.data.sizes import KNOWN, training_samples
-from lockstep.data.sources import MODULES, open_data
+from lockstep.data.request import SYNTHETIC, DataRequest
+from lockstep.data.sources import open_data, training_samples
 from lockstep.errors import UsageError
 
 
-def _open(
-    name: str, root: str = "nowhere", on_error: Any = "raise", options: Any = None, collate: Any = None, **words: Any
-) -> DataSet:
-    return open_data(Asked(name, root, False, on_error, ImageWords(**words), options or {}, collate))
+def _open(name: str, root: str = "nowhere", **asked: Any) -> DataSet:
+    return open_data(DataRequest(name, root, download=False, **asked))
 
 
 def test_digits() -> None:
@@ -57,10 +53,6 @@ def test_an_import_path_gets_the_options(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "source_here.py").write_text("def data(count):\n    part = [(0.5, 1)] * count\n    return part, part\n")
     data = _open("source_here:data", options={"count": 3, "classes": 2})
     assert len(data.train) == 3
-
-
-def test_every_known_size_is_of_a_known_name() -> None:
-    assert KNOWN.keys() <= set(MODULES)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +103,39 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         _open("digits", image_size=9, resize_size=9, resized_crop=True, options={"a": 1, "b": 2})
     assert len(str(caught.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [
+        ("digits", 1437),
+        ("cifar10", 50_000),
+        ("cifar100", 50_000),
+        ("mnist", 60_000),
+        ("package.module:data", None),
+    ],
+)
+def test_by_name(name, samples):
+    assert training_samples(name, "nowhere", {}) == samples
+
+
+def test_synthetic_says_it_itself():
+    assert training_samples("synthetic", "", {"samples": 300}) == 300
+
+
+def test_a_folder_is_counted_by_its_images(tmp_path):
+    for file in (
+        "train/a/1.JPEG",
+        "train/a/deep/2.png",
+        "train/b/3.jpg",
+        "train/b/notes.txt",
+        "train/4.jpg",
+        "val/a/5.jpg",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert training_samples("folder", str(tmp_path), {}) == 3
+
+
+def test_a_folder_that_is_not_there_is_not_known(tmp_path):
+    assert training_samples("folder", str(tmp_path / "nothing"), {}) is None

@@ -84,9 +84,9 @@ def _choices(key: str) -> Sequence[str]:
     if key in _NAMES:
         return _NAMES[key]
     if key == "recipe.data":
-        from lockstep.data.sources import MODULES
+        from lockstep.data.sources import SOURCES
 
-        return [*MODULES]
+        return [*SOURCES]
     if key == "placement.strategy":
         return ["auto", *strategies()]
     path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())

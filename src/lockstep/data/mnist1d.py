@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
+from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import facts
 
 Options = NoOptions
 
 
-def open_data(asked: Asked, options: NoOptions) -> DataSet:
+def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
     """Return 4,000 training and 1,000 validation signals, float32 of [40], as the package makes them by default."""
     made = _made()
     train, validation = (_split(made, part) for part in ("", "_test"))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.config.base import values
-from lockstep.data.asked import asked_by
 from lockstep.data.images.pictures import cut_of
+from lockstep.data.request import request_of
 from lockstep.errors import UsageError
 from lockstep.exports.base import Subject
 from lockstep.inference.saved import Saved
@@ -48,6 +48,6 @@ def _pretrained(saved: Saved) -> dict[str, Any]:
     mean, std = data.mean or facts.mean, data.std or facts.std
     size: dict[str, Any] = {"input_size": list(facts.shape or ()), "interpolation": "bilinear", "crop_pct": 1.0}
     if data.name in _CUT:
-        cut = cut_of(asked_by(values(data)))
+        cut = cut_of(request_of(values(data)))
         size["crop_pct"] = cut.size / cut.resize
     return size | ({"mean": list(mean), "std": list(std)} if mean and std else {})

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.config.base import values
-from lockstep.data.asked import asked_by
 from lockstep.data.images.pictures import cut_of
+from lockstep.data.request import request_of
 from lockstep.data.text.library import as_library
 from lockstep.errors import UsageError
 from lockstep.exports.base import Subject
@@ -86,5 +86,5 @@ def _processor(saved: Saved) -> Any:
         return ViTImageProcessor(size=square, **common)
     from transformers import CLIPImageProcessor  # which cuts the centre out
 
-    cut = cut_of(asked_by(values(saved.recipe.data)))
+    cut = cut_of(request_of(values(saved.recipe.data)))
     return CLIPImageProcessor(size={"shortest_edge": cut.resize}, crop_size=square, **common)

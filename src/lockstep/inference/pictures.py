@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lockstep.common import plainfile
 from lockstep.config.base import values
-from lockstep.data.asked import asked_by
-from lockstep.data.images.decoding import decode
+from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
-from lockstep.data.images.listing import images
-from lockstep.data.images.pictures import Cut, as_sample, cut_of, part, said
+from lockstep.data.images.pictures import Cut, as_sample, cut_of, part
+from lockstep.data.images.scan import images
+from lockstep.data.request import request_of
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved
 from lockstep.tasks.batches import predictions
@@ -28,10 +28,6 @@ _SHAPES: Final = (1, 3)  # channels
 _MOST_MASKED: Final = 256  # classes, each a value of a byte
 
 Row = dict[str, Any]  # ready for JSON
-
-
-class UndecodableError(UsageError):
-    """A file that is no picture, or a damaged one."""
 
 
 class Ranked(NamedTuple):
@@ -59,20 +55,16 @@ class View:
     exif: bool
 
     def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
-        """Return uint8 of `shape`, and the picture's own height and width. UsageError where it cannot be read."""
+        """Return uint8 of `shape`, and the picture's own height and width.
+
+        UsageError where it cannot be read, UndecodableError where it is no picture, or a damaged one.
+        """
         try:
             with plainfile.reader(file, links=True) as stream:
                 content = bytearray(stream.read())
         except OSError as error:
             raise UsageError(f"{file}: cannot be read: {error.strerror}; give a picture, or a folder of them") from None
-        try:
-            pixels = decode(content, self.exif)
-        except MemoryError:
-            raise
-        except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
-            raise UndecodableError(
-                f"{file}: cannot be read as an image: {said(error, content)}; leave it out"
-            ) from error
+        pixels = decode(content, self.exif)
         size = (pixels.shape[1], pixels.shape[2])
         return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size
 
@@ -91,7 +83,7 @@ def view_of(saved: Saved) -> View:
             f"{saved.path}: data set {data.name} gives its pictures as floats of its own making, and how is not known "
             f"here; let it give bytes (uint8), which Lockstep normalises by recipe.data.mean and std"
         )
-    cut = cut_of(asked_by(values(data))) if data.name in _CUT else None
+    cut = cut_of(request_of(values(data))) if data.name in _CUT else None
     return View((shape[0], shape[1], shape[2]), cut, data.exif)
 
 
@@ -180,9 +172,9 @@ def _rows(
             try:
                 seen.append(Seen(file, *view.sample(file)))
             except UndecodableError as error:
+                skipped[file] = f"{file}: cannot be read as an image: {error}; leave it out"
                 if not skips:
-                    raise
-                skipped[file] = str(error)
+                    raise UsageError(skipped[file]) from error
         found = {}
         if seen:
             samples = torch.stack([each.sample for each in seen]).to(computing.device)

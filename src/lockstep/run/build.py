@@ -19,9 +19,9 @@ from lockstep.core.batch import Batch, mapped
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shard import Chunked
-from lockstep.data.asked import asked_by
 from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader, Weigh
+from lockstep.data.request import request_of
 from lockstep.data.sources import open_data
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import on_meta
@@ -272,4 +272,4 @@ def evaluation_batch(recipe: Recipe) -> int:
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
     """Open the data that a recipe names; UsageError where it is not there or does not fit what is asked."""
-    return open_data(asked_by(values(recipe.data)))
+    return open_data(request_of(values(recipe.data)))

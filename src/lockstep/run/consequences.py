@@ -9,7 +9,7 @@ from lockstep.config.plan import rate, rule, steps, warm_up_steps
 from lockstep.config.recipe import Recipe
 from lockstep.core.epochs import in_words
 from lockstep.core.order import Steps, cut
-from lockstep.data.sizes import training_samples
+from lockstep.data.sources import training_samples
 
 
 def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,8 +9,9 @@ import timm
 import torch
 
 from lockstep.config import write
-from lockstep.config.elsewhere import distribuuuu, pycls, pycls_networks
+from lockstep.config.elsewhere import pycls_networks
 from lockstep.config.elsewhere.find import Imported, import_file
+from lockstep.config.elsewhere.translation import table_of
 from lockstep.core.rate import Rate
 from lockstep.errors import ConfigError, UsageError
 from lockstep.models.find import build_model
@@ -54,14 +54,14 @@ def _nested(defaults: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("framework", "changed"),
     [
-        (distribuuuu, {}),
-        (distribuuuu, {"OPTIM.LR_POLICY": "steps", "OPTIM.STEPS": [0, 30], "MODEL.DUMMY_INPUT": True}),
-        (pycls, {"MODEL.TYPE": "resnet", "MODEL.DEPTH": 50, "TRAIN.DATASET": "imagenet"}),
-        (pycls, {"MODEL.TYPE": "resnet", "MODEL.DEPTH": 50, "TRAIN.DATASET": "imagenet", "OPTIM.OPTIMIZER": "adamw"}),
+        ("distribuuuu", {}),
+        ("distribuuuu", {"OPTIM.LR_POLICY": "steps", "OPTIM.STEPS": [0, 30], "MODEL.DUMMY_INPUT": True}),
+        ("pycls", {"MODEL.TYPE": "resnet", "MODEL.DEPTH": 50, "TRAIN.DATASET": "imagenet"}),
+        ("pycls", {"MODEL.TYPE": "resnet", "MODEL.DEPTH": 50, "TRAIN.DATASET": "imagenet", "OPTIM.OPTIMIZER": "adamw"}),
     ],
 )
-def test_each_key_is_mapped_or_named(tmp_path: Path, framework: ModuleType, changed: dict[str, Any]) -> None:
-    typed = framework.DEFAULTS | changed
+def test_each_key_is_mapped_or_named(tmp_path: Path, framework: str, changed: dict[str, Any]) -> None:
+    typed = {**table_of(framework).defaults, **changed}
     found = imported(tmp_path, _nested(typed)).translated
     words = " ".join([*found.origins.values(), *found.notes])
     off = [key for key, value in typed.items() if not value]  # a switch that is off leads to nothing, as a path of ""
@@ -220,19 +220,19 @@ def test_steps_take_the_place_of_the_epochs_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("framework", "key", "wrong", "told"),
     [
-        (distribuuuu, "MODEL.ARCH", None, "MODEL.ARCH: expected text"),
-        (distribuuuu, "OPTIM.BASE_LR", 10**400, "OPTIM.BASE_LR: expected a number"),
-        (distribuuuu, "OPTIM.MAX_EPOCH", None, "OPTIM.MAX_EPOCH: expected a whole number"),
-        (distribuuuu, "OPTIM.MAX_EPOCH", 0, "a MAX_EPOCH from 1 to 10,000"),
-        (distribuuuu, "OPTIM.MAX_EPOCH", 10**12, "a MAX_EPOCH from 1 to 10,000"),
-        (pycls, "VIT.HIDDEN_DIM", 0, "VIT.HIDDEN_DIM: 0; expected at least 1"),
-        (pycls, "VIT.MLP_DIM", None, "VIT.MLP_DIM: expected a whole number"),
+        ("distribuuuu", "MODEL.ARCH", None, "MODEL.ARCH: expected text"),
+        ("distribuuuu", "OPTIM.BASE_LR", 10**400, "OPTIM.BASE_LR: expected a number"),
+        ("distribuuuu", "OPTIM.MAX_EPOCH", None, "OPTIM.MAX_EPOCH: expected a whole number"),
+        ("distribuuuu", "OPTIM.MAX_EPOCH", 0, "a MAX_EPOCH from 1 to 10,000"),
+        ("distribuuuu", "OPTIM.MAX_EPOCH", 10**12, "a MAX_EPOCH from 1 to 10,000"),
+        ("pycls", "VIT.HIDDEN_DIM", 0, "VIT.HIDDEN_DIM: 0; expected at least 1"),
+        ("pycls", "VIT.MLP_DIM", None, "VIT.MLP_DIM: expected a whole number"),
     ],
 )
 def test_values_that_no_arithmetic_takes_are_refused(
-    tmp_path: Path, framework: ModuleType, key: str, wrong: Any, told: str
+    tmp_path: Path, framework: str, key: str, wrong: Any, told: str
 ) -> None:
     settings = {"OPTIM.LR_POLICY": "exp", "OPTIM.MIN_LR": 0.1, key: wrong}
-    settings |= {"MODEL.TYPE": "vit"} if framework is pycls else {}
+    settings |= {"MODEL.TYPE": "vit"} if framework == "pycls" else {}
     with pytest.raises(UsageError, match=told):
         imported(tmp_path, _nested(settings))

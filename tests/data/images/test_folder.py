@@ -13,10 +13,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from lockstep.core import random
-from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, random_crop
 from lockstep.data.images.pictures import as_sample
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError
 from lockstep.tasks.classification import SKIPPED
@@ -43,8 +43,9 @@ def root(tmp_path: Path) -> Path:
 
 def _open(root: Path, scale: tuple[float, float] | None = None, skips: bool = False, exif: bool = True) -> DataSet:
     on_error: Literal["raise", "skip"] = "skip" if skips else "raise"
-    words = ImageWords(SIZE, 40, scale is not None, scale or (0.08, 1.0), exif)
-    return open_data(Asked("folder", str(root), on_error=on_error, images=words))
+    crop = {"resized_crop": scale is not None, "resized_crop_scale": scale or (0.08, 1.0)}
+    request = DataRequest("folder", str(root), on_error=on_error, image_size=SIZE, resize_size=40, exif=exif, **crop)
+    return open_data(request)
 
 
 def _pixels(file: Path) -> Tensor:

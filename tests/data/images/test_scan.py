@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.images.scan import scan
-from lockstep.data.sizes import training_samples
+from lockstep.data.sources import training_samples
 from lockstep.errors import UsageError
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
 from lockstep.data.images import tar_index
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError, UsageError
 
@@ -51,7 +51,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def _open(root: Path, **options: object) -> DataSet:
-    return open_data(Asked("webdataset", str(root), images=ImageWords(image_size=8), options=options))
+    return open_data(DataRequest("webdataset", str(root), image_size=8, options=options))
 
 
 def test_pictures_of_all_archives_by_number(root: Path) -> None:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import UsageError
 
 
 def _open(root: Path, **options: object) -> DataSet:
-    return open_data(Asked("datasets", str(root), options=options))
+    return open_data(DataRequest("datasets", str(root), options=options))
 
 
 def _rows(count: int) -> datasets.Dataset:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.data.tables.columns import Category, Number, known_column
 from lockstep.errors import UsageError
@@ -19,7 +19,7 @@ VALIDATION = "colour,size,kind,old\nred,3,c,true\npink,12,a,false\n"
 
 
 def _open(root: Path, **options: object) -> DataSet:
-    return open_data(Asked("table", str(root), options=options))
+    return open_data(DataRequest("table", str(root), options=options))
 
 
 @pytest.fixture

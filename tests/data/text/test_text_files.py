@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 import torch
 
-from lockstep.data.asked import Asked, ImageWords
 from lockstep.data.base import DataSet
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.data.text.library import as_library
 from lockstep.data.text.tokenizer import Bytes, Characters, characters_of, tokenizer_of
@@ -18,7 +18,7 @@ PLAY = "To be, or not to be: that is the question.\n" * 20
 
 
 def _open(root: Path, name: str = "text", **options: object) -> DataSet:
-    return open_data(Asked(name, str(root), options=options))
+    return open_data(DataRequest(name, str(root), options=options))
 
 
 def _read(data: DataSet, file: str = "") -> tuple[str, str]:
@@ -85,7 +85,7 @@ def test_parts_that_are_there_are_taken(tmp_path: Path, names: tuple[str, str]) 
 
 
 def test_shakespeare_as_nanogpt_cuts_it() -> None:
-    data = open_data(Asked("shakespeare", options={"context": 64, "stride": 1}))
+    data = open_data(DataRequest("shakespeare", options={"context": 64, "stride": 1}))
     assert data.validation is not None
     assert (len(data.train), len(data.validation)) == (1_003_854 - 64, 1743)
     assert (data.facts["vocabulary"], data.facts["context"]) == (65, 64)
@@ -111,7 +111,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"options\.validation: expected a share of at least 0 .*; got 1"):
         _open(tmp_path, validation=1)
     with pytest.raises(UsageError, match=r"image_size: 32 cannot be had, it has no images; remove it"):
-        open_data(Asked("text", images=ImageWords(image_size=32)))
+        open_data(DataRequest("text", image_size=32))
 
 
 def test_a_strange_character_is_named() -> None:

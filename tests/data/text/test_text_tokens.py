@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
+from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.data.text.tokens import TokenFile
 from lockstep.errors import TrainingError, UsageError
 
 
 def _open(root: Path, **options: object) -> DataSet:
-    return open_data(Asked("tokens", str(root), options=options))
+    return open_data(DataRequest("tokens", str(root), options=options))
 
 
 @pytest.fixture

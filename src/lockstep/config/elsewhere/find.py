@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Final, final
+from typing import Any, Final, final
 
+from lockstep.common.names import suggestion
 from lockstep.config import write
-from lockstep.config.document import Document, Place, dotted
-from lockstep.config.elsewhere import distribuuuu, hugging_face, pycls, yacs
-from lockstep.config.elsewhere.translation import Translated
+from lockstep.config.document import Document, Place, Problem, dotted, locate, parse
+from lockstep.config.elsewhere import hugging_face, imagenet
+from lockstep.config.elsewhere.translation import Table, Translated, Translation, expected, table_of
 from lockstep.config.load import Loaded, load_text, read
 from lockstep.config.naming import drop_foreign
-from lockstep.config.overrides import apply
+from lockstep.config.overrides import OVERRIDE, apply
 from lockstep.errors import ConfigError, UsageError
 
 _OURS: Final = ("recipe.", "placement.", "run.")
+_NOTHING: Final = ("None", "none", "")
+# The first one that knows a configuration's keys translates it: Distribuuuu's have no mark of their own.
+_FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
+    "accelerate": hugging_face.accelerate,
+    "trainer": hugging_face.trainer,
+    "pycls": imagenet.pycls,
+    "distribuuuu": imagenet.distribuuuu,
+}
 
 
 @final
@@ -52,26 +61,56 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> Imported:
     `gpus` is the number of GPUs that it is meant for, where the file gives a batch for each and no number of them.
     """
     overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
-    given = yacs.read(read(file), [word for word in words if word not in overrides])
-    typed = given.values
-    if hugging_face.OF_ACCELERATE in typed:
-        of, translated = hugging_face.ACCELERATE, hugging_face.accelerate(typed)
-    elif any(key in typed for key in hugging_face.OF_TRAINER):
-        of, translated = hugging_face.TRAINER, hugging_face.trainer(typed, gpus)
-    elif "MODEL.TYPE" in typed:
-        named = any(word.startswith("recipe.model") for word in overrides)
-        settings = given.over(pycls.DEFAULTS, pycls.NAME)
-        of, translated = pycls.NAME, pycls.translate(settings, typed, named)
-    elif any(key in distribuuuu.DEFAULTS or key in distribuuuu.OLDER for key in typed):
-        given = given.renamed(distribuuuu.OLDER)
-        settings = given.over(distribuuuu.DEFAULTS, distribuuuu.NAME)
-        of, translated = distribuuuu.NAME, distribuuuu.translate(settings, given.values, gpus)
-    else:
+    typed, places = _typed(read(file), [word for word in words if word not in overrides])
+    known = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
+    table, translate = next((each for each in known if each[0].knows(typed)), (None, None))
+    if table is None or translate is None:
         raise UsageError(
             f"{file}: its keys are not those of Distribuuuu, pycls, Accelerate or the Trainer; a recipe of ours is "
             f"given without --cfg: lockstep train {file}"
         )
-    return Imported(of, file, _overridden(translated, overrides))
+    typed, places = ({table.renamed.get(key, key): each for key, each in of.items()} for of in (typed, places))
+    _check(table, typed, places)
+    keys = Translation(table, typed, gpus)
+    keys.take_listed()
+    translate(keys, any(word.startswith("recipe.model") for word in overrides))
+    return Imported(table.framework, file, _overridden(keys.done(), overrides))
+
+
+def _typed(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Return the keys of a file's document and of pairs `KEY VALUE`, of which the last one of a key counts, as yacs has
+    them: dotted; and where each stands.
+    """
+    if len(words) % 2:
+        raise UsageError(f"{words[-1]}: a key without a value; they come as KEY VALUE, such as OPTIM.BASE_LR 0.1")
+    if document.problems:
+        raise ConfigError([str(each) for each in document.problems])
+    leaves = list(write.leaves(document.values))
+    values = {dotted(path): value for path, value in leaves}
+    places = {dotted(path): locate(document.places, path) for path, _ in leaves}
+    for key, text in zip(words[::2], words[1::2], strict=True):
+        value = parse(text, "override")
+        if value.problems:
+            raise ConfigError([f"{each.place}  {key}: {each.text}" for each in value.problems])
+        values[key], places[key] = None if text in _NOTHING else value.values, OVERRIDE
+    return values, places
+
+
+def _check(table: Table, typed: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    """Raise ConfigError for keys that the framework does not know, and values of another type."""
+    if table.rest:
+        return
+    problems = []
+    for key, value in typed.items():
+        if key not in table.defaults:
+            text = f"{table.framework} has no such key{suggestion(key, table.defaults)}"
+        elif wanted := expected(table.defaults[key], value):
+            text = f"expected {wanted}, got {write.shown(value)}"
+        else:
+            continue
+        problems.append(str(Problem(places[key], tuple(key.split(".")), text)))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _overridden(translated: Translated, overrides: Sequence[str]) -> Translated:

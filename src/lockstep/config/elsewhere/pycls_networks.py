@@ -54,7 +54,6 @@ def network(keys: Translation) -> tuple[str, str]:
         found = _efficientnet(keys)
     elif kind == "vit":
         found = _vit(keys)
-    keys.leave("the name of the network says it", "MODEL.DEPTH")
     if found is None:
         raise UsageError(
             f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "

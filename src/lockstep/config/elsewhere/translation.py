@@ -1,18 +1,56 @@
-"""A configuration of another framework, and what became of each of its keys."""
+"""A configuration of another framework, and what became of each of its keys: by its table, and code for the rest."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep.config import write
-from lockstep.config.document import dotted
+from lockstep.config.document import dotted, parse
 from lockstep.errors import UsageError
 
 _WIDTH: Final = 120
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is known of a framework, from the YAML file of its name in this folder. All keys are dotted.
+
+    `defaults` are those of its keys: a value is of the type of its default, where that is not null. A file that has one
+    of the `marks` is of this framework; without any, one that has one of its keys. `taken` names the key of ours with
+    the same value, `taken_where_set` does so for values that are not empty or off, and `switches` gives what follows
+    from a key that is on. `left` has reasons, each with the keys, or patterns of them, that have no counterpart for it.
+    `rest` is the reason for keys that the table does not have; without one they are refused.
+    """
+
+    framework: str
+    defaults: Mapping[str, Any]
+    marks: Collection[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)  # keys by the names of older versions
+    taken: Mapping[str, str] = field(default_factory=dict)
+    taken_where_set: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rest: str = ""
+
+    def knows(self, typed: Collection[str]) -> bool:
+        """Say whether the keys of a file are of this framework."""
+        return any(key in typed for key in self.marks or (*self.defaults, *self.renamed))
+
+
+@cache
+def table_of(framework: str) -> Table:
+    """Read the table of a framework."""
+    file = Path(__file__).with_name(f"{framework}.yaml")
+    found = parse(file.read_text(encoding="utf-8"), file.name).values
+    defaults = {dotted(path): value for path, value in write.leaves(found["defaults"])}
+    return Table(**{**found, "defaults": defaults})
 
 
 @dataclass(frozen=True)
@@ -66,13 +104,15 @@ def _comment(text: str) -> list[str]:
 
 @final
 class Translation:
-    """Keys that are turned into ours one by one; `settings` has all that the other framework knows, dotted.
+    """Keys that are turned into ours: those that its table takes, and those that code looks at, one by one.
 
-    Of `typed` ones, those that nothing is done with are an error of this code: none is passed over.
+    `typed` are the keys of a file, and `gpus` the number of GPUs that it is for. Of all keys, those that neither the
+    table nor code does something with are an error of this code: none is passed over.
     """
 
-    def __init__(self, settings: Mapping[str, Any], typed: Collection[str]) -> None:
-        self._settings = settings
+    def __init__(self, table: Table, typed: Mapping[str, Any], gpus: int) -> None:
+        self.gpus = gpus
+        self._table = table
         self._typed = typed
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
@@ -81,22 +121,22 @@ class Translation:
         self._used: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key of theirs."""
+        """Return the value of a key of theirs, or its default; UsageError where it is of another type."""
+        return self.get(key, self._table.defaults.get(key))
+
+    def get(self, key: str, default: Any) -> Any:
+        """Return the value of a key of theirs, or `default`; UsageError where it is of another type."""
         self._used.add(key)
-        return self._settings[key]
-
-    def __contains__(self, key: str) -> bool:
-        """Whether a key of theirs has a value."""
-        return key in self._settings
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of theirs that may not be there; UsageError where it is of another type."""
-        value = self[key] if key in self._settings else None
+        value = self._typed.get(key)
         if value is None:
             return default
         if wanted := expected(default, value):
             raise UsageError(f"{key}: expected {wanted}, got {write.shown(value)}")
         return value
+
+    def __contains__(self, key: str) -> bool:
+        """Whether somebody typed a key of theirs."""
+        return key in self._typed
 
     def set(self, path: str, value: Any, origin: str) -> None:
         """Set a dotted key of ours; `origin` says what it follows from."""
@@ -114,29 +154,39 @@ class Translation:
         self.set(path, self[key], key)
 
     def leave(self, reason: str, *keys: str) -> None:
-        """Say why these keys of theirs have no counterpart, if somebody typed them and nothing follows from them.
+        """Say why these keys of theirs, or patterns of them, have no counterpart, unless something follows from them.
 
         The first reason counts.
         """
-        self._used.update(keys)
-        self._left = dict.fromkeys(keys, reason) | self._left
-
-    def below(self, *sections: str) -> list[str]:
-        """Return all keys of these sections of theirs."""
-        return [key for key in self._settings if key.partition(".")[0] in sections]
-
-    def rest(self, reason: str) -> None:
-        """Say why all keys have no counterpart that nothing was done with yet."""
-        self.leave(reason, *(key for key in self._settings if key not in self._used))
+        for key in {**self._table.defaults, **self._typed}:
+            if any(fnmatchcase(key, each) for each in keys):
+                self._used.add(key)
+                self._left.setdefault(key, reason)
 
     def note(self, text: str) -> None:
         """Say what else is not as it was there."""
         self._notes.append(text)
 
+    def take_listed(self) -> None:
+        """Take what the table says has a counterpart."""
+        for key, path in self._table.taken.items():
+            if self[key] is not None:
+                self.take(key, path)
+        for key, path in self._table.taken_where_set.items():
+            if self[key]:
+                self.take(key, path)
+        for key, follows in self._table.switches.items():
+            for path, value in follows.items() if self[key] else ():
+                self.set(path, value, key)
+
     def done(self) -> Translated:
-        """Return the whole."""
-        if forgotten := sorted(set(self._settings) - self._used):
+        """Return the whole, with the reasons of the table for what is left out."""
+        for reason, keys in self._table.left.items():
+            self.leave(reason, *keys)
+        forgotten = [key for key in {**self._table.defaults, **self._typed} if key not in self._used]
+        if forgotten and not self._table.rest:
             raise AssertionError(f"nothing was done with {', '.join(forgotten)}")
+        reasons = self._left | dict.fromkeys(forgotten, self._table.rest)
         mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
-        left = {key: reason for key, reason in self._left.items() if key in self._typed and key not in mapped}
+        left = {key: reason for key, reason in reasons.items() if key in self._typed and key not in mapped}
         return Translated(self._values, self._origins, left, tuple(self._notes))

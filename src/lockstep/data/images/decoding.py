@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from io import BytesIO
 from typing import Final
 
 import numpy as np
 import torch
 import torchvision  # noqa: F401 - its import registers torch.ops.image
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
+_BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # where torchvision was built, in what its decoders raise
 _TURNED: Final = (2, 3, 4, 5, 6, 7, 8)  # of the values of EXIF's orientation; 1 is upright, others mean nothing
+
+
+class UndecodableError(ValueError):
+    """Bytes that are no image, or a damaged one."""
 
 
 def decode(content: bytearray, upright: bool) -> Tensor:
     """Return red, green and blue: uint8 of shape [3, height, width], the channels of a pixel together in memory.
 
     `upright` applies the rotation or reflection that EXIF notes: cameras store the sensor's rows and say how they were
-    held. Reads whatever Pillow reads, and raises what it raises.
+    held. Reads whatever Pillow reads. UndecodableError says in a line what is wrong with the rest.
     """
+    try:
+        return _decoded(content, upright)
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
+        raise UndecodableError(_reason(error, content)) from error
+
+
+def _decoded(content: bytearray, upright: bool) -> Tensor:
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
             image.load()  # what is broken raises here, and not below, where PNG's loader looks for its metadata
@@ -57,3 +72,11 @@ def _pixels(image: Image.Image) -> Tensor:
     # Palettes by way of RGBA, because Pillow warns of those that hold transparency.
     plain = image.convert("RGBA") if image.mode == "P" else image
     return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)
+
+
+def _reason(error: Exception, content: bytearray) -> str:
+    if not content:
+        return "it is empty"
+    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
+        return "it has no image format that is known"
+    return _BUILT_AT.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
+from lockstep.data.request import DataRequest
 from lockstep.tasks.facts import facts
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
@@ -22,7 +22,7 @@ _STD: Final = 0.3771
 Options = NoOptions
 
 
-def open_data(asked: Asked, options: NoOptions) -> DataSet:
+def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
     return digits()
 

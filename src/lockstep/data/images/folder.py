@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from lockstep.common import plainfile
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import pictures
 from lockstep.data.images.scan import scan
 from lockstep.data.options import Share
+from lockstep.data.request import DataRequest
 from lockstep.errors import TrainingError
 
 
@@ -28,7 +28,7 @@ class Options:
     validation: Share | None = None
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as is asked."""
     found = scan(asked.root, options.validation)
     validation = Files(found.validation) if found.validation else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
@@ -11,20 +10,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from lockstep.core import random
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
-from lockstep.data.images.decoding import decode
-from lockstep.data.images.words import FILES_SIZE
+from lockstep.data.images.decoding import UndecodableError, decode
+from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import TrainingError
 from lockstep.tasks.classification import SKIPPED, skipped_samples
 from lockstep.tasks.facts import facts
 
-_BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # where torchvision was built, in what its decoders raise
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)
 
@@ -54,10 +50,10 @@ class Cut:
     skips: bool = False  # what cannot be decoded comes as zeros that count as nothing
 
 
-def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], asked: Asked) -> DataSet:
+def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], asked: DataRequest) -> DataSet:
     """Return a data set of pictures, cut as is asked. Validation always sees the centre."""
     cut = cut_of(asked)
-    scale = asked.images.resized_crop_scale if asked.images.resized_crop else None
+    scale = asked.resized_crop_scale if asked.resized_crop else None
     splits = [PictureSplit(train, replace(cut, scale=scale))]
     if validation is not None:
         splits.append(PictureSplit(validation, cut))
@@ -70,11 +66,10 @@ def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str
     )
 
 
-def cut_of(asked: Asked) -> Cut:
+def cut_of(asked: DataRequest) -> Cut:
     """Return what validation sees of a picture."""
-    words = asked.images
-    size = words.image_size or FILES_SIZE
-    return Cut(size, words.resize_size or size, None, words.exif, asked.on_error == "skip")
+    size = asked.image_size or FILES_SIZE
+    return Cut(size, asked.resize_size or size, None, asked.exif, asked.on_error == "skip")
 
 
 def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
@@ -125,16 +120,13 @@ class PictureSplit:
 
     def _seen(self, index: int, draws: Sequence[float] | None) -> Tensor | None:
         """Return the part of a picture that the model sees; None for a corrupt one that is to be skipped."""
-        content = self._source.content(index)
         try:
-            pixels = decode(content, self._cut.exif)
-        except MemoryError:
-            raise
-        except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
+            pixels = decode(self._source.content(index), self._cut.exif)
+        except UndecodableError as error:
             if self._cut.skips:
                 return None
             raise TrainingError(
-                f"{self._source.name(index)}: cannot be read as an image: {said(error, content)}; remove it, or set "
+                f"{self._source.name(index)}: cannot be read as an image: {error}; remove it, or set "
                 f"recipe.data.on_error=skip"
             ) from error
         return part(pixels, self._cut, draws)
@@ -156,12 +148,3 @@ def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
     # by at most one from it, with the same bits for AVX2, AVX-512 and any number of threads (not without AVX2).
     resized = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)
     return resized[0]
-
-
-def said(error: Exception, content: bytearray) -> str:
-    """Say in a line what a decoder raised for the content of a file."""
-    if not content:
-        return "it is empty"
-    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
-        return "it has no image format that is known"
-    return _BUILT_AT.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

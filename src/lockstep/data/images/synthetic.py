@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.core import random
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.images.words import SYNTHETIC, SYNTHETIC_SIZE
 from lockstep.data.options import Count
+from lockstep.data.request import SYNTHETIC, DataRequest
 from lockstep.tasks.facts import facts
 
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
 _VALIDATION: Final = random.key(random.SYNTHETIC, 2)
+_SIZE: Final = 32  # pixels on a side, where a recipe gives none
 _GRID: Final = 4  # a template is enlarged from so many random values on a side
 _BLOCK: Final = 1 << 23  # bytes of noise made at a time, because its counters take as much again
 
@@ -37,9 +37,9 @@ class Options:
     channels: Count = SYNTHETIC["channels"]
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """See Source."""
-    return synthetic(image_size=asked.images.image_size or SYNTHETIC_SIZE, **asdict(options))
+    return synthetic(image_size=asked.image_size or _SIZE, **asdict(options))
 
 
 def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
-from lockstep.data.images.listing import IMAGE_SUFFIXES
+from lockstep.data.images.scan import IMAGE_SUFFIXES
 from lockstep.errors import UsageError
 
 _VERSION: Final = 1

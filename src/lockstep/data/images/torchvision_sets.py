@@ -16,10 +16,10 @@ from torch import Tensor
 from torchvision import datasets
 
 from lockstep.common.locking import exclusive
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
+from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import facts
 
@@ -46,7 +46,7 @@ _KNOWN: Final[Mapping[str, _Known]] = {
 Options = NoOptions
 
 
-def open_data(asked: Asked, options: NoOptions) -> DataSet:
+def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
     return torchvision_set(asked.name, asked.root, asked.download)
 

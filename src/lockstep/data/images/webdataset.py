@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from lockstep.common import plainfile
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import pictures
 from lockstep.data.images.tar_index import TarIndex, indexed
 from lockstep.data.options import Count, Names, Share, Text
+from lockstep.data.request import DataRequest
 from lockstep.data.shares import in_share
 from lockstep.errors import TrainingError, UsageError
 
@@ -36,7 +36,7 @@ class Options:
     validation: Share | None = None
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the pictures of the archives of `root`: train-000.tar, val-000.tar, or in folders train/ and val/."""
     train = [indexed(each, options.label) for each in _archives(Path(asked.root), "train")]
     held_out = [indexed(each, options.label) for each in _archives(Path(asked.root), "val")]

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.common.names import choices
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.imported import collate_of, mapped_style
 from lockstep.data.options import Names, Share, Text
+from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
 from lockstep.errors import UsageError
 
@@ -36,7 +36,7 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the data set at `root`; its rows are read as they are asked for."""
     train, held_out = _parts(asked.root, options)
     numbers = np.arange(len(train))

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.common.names import choices
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Names, Share, Text
+from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
 from lockstep.data.tables.columns import check_input, column_of, kind_of, refuse_mixed
 from lockstep.data.tables.files import read, same_columns
@@ -50,7 +50,7 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the rows of the table at `root`: a file, or a folder with train.csv and val.csv, or .parquet."""
     files = _files(Path(asked.root))
     targets = [options.target] if isinstance(options.target, str) else options.target

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.common import plainfile
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Share, Text
+from lockstep.data.request import DataRequest
 from lockstep.data.text.tokenizer import Bytes, FromFile, Tokenizer, characters_of
 from lockstep.data.text.windows import Row, windowed
 from lockstep.errors import UsageError
@@ -32,7 +32,7 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the windows of the text at `root`.
 
     A folder is read in the order of its files' names, one text after the other; with folders `train` and `val` in it,

@@ -7,8 +7,8 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
+from lockstep.data.request import DataRequest
 from lockstep.data.text.files import Options, cut, text_data
 from lockstep.errors import TrainingError
 
@@ -16,7 +16,7 @@ _FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
 _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the windows of the plays; for the options see `text`."""
     return text_data(asked.name, *cut(shakespeare().decode(), options.validation), options)
 

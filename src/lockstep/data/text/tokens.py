@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
-from lockstep.data.asked import Asked
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count
+from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import windowed
 from lockstep.errors import TrainingError, UsageError
 
@@ -37,7 +37,7 @@ class Options:
     dtype: Literal["uint16", "uint32"] | None = None
 
 
-def open_data(asked: Asked, options: Options) -> DataSet:
+def open_data(asked: DataRequest, options: Options) -> DataSet:
     """Return the windows of `root/train.bin` and, where it is there, `root/val.bin`."""
     root = Path(asked.root)
     meta = _meta(root / "meta.json")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from lockstep.core import random
-from lockstep.data.images.augment import DRAWS, augment, augmenting_key, constants, mix, normalise
+from lockstep.data.images.device_transforms import constants, mix, normalise, places_of, taken
 from lockstep.tasks.classification import SKIPPED
 
 CPU = torch.device("cpu")
@@ -21,8 +21,12 @@ def _images(count: int, channels: int = 3, height: int = 6, width: int = 5) -> T
     return torch.from_numpy(np.random.default_rng(0).integers(1, 256, shape, dtype=np.uint8))
 
 
+def augment(images: Tensor, draws: NDArray[np.float64], padding: int, flip: bool) -> Tensor:
+    return taken(images, places_of(draws, images.shape, padding, flip), padding, flip)
+
+
 def _draws(count: int, seed: int = 0) -> NDArray[np.float64]:
-    return random.uniform(augmenting_key(seed), np.arange(count), DRAWS)
+    return random.uniform(random.key(random.AUGMENT, seed, 1), np.arange(count), 3)
 
 
 def _by_torchvision(image: Tensor, draws: Sequence[float], padding: int, flip: bool) -> Tensor:

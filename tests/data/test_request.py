@@ -7,8 +7,8 @@ import torch
 
 from lockstep.config.base import values
 from lockstep.config.recipe import Data, Recipe
-from lockstep.data.asked import Asked, ImageWords, asked_by
 from lockstep.data.images.device_transforms import ImageTransforms, device_transforms
+from lockstep.data.request import DataRequest, request_of
 from lockstep.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def recipe(**sections: Any) -> dict[str, Any]:
 
 
 def test_what_is_left_out_is_what_sources_take_for_granted() -> None:
-    assert asked_by(values(Data(name="folder"))) == Asked("folder")
+    assert request_of(values(Data(name="folder"))) == DataRequest("folder")
 
 
 def test_every_key_reaches_the_source() -> None:
@@ -30,8 +30,8 @@ def test_every_key_reaches_the_source() -> None:
     images = {"image_size": 16, "resize_size": 20, "exif": False}
     others = {"name": "folder", "root": "r", "download": False, "on_error": "skip", "collate": "a:b"}
     given = Data.model_validate({**others, **images, "augment": augment, "options": {"validation": 0.1}})
-    words = ImageWords(16, 20, True, (0.5, 1.0), False)
-    assert asked_by(values(given)) == Asked("folder", "r", False, "skip", words, {"validation": 0.1}, "a:b")
+    found = DataRequest("folder", "r", False, "skip", {"validation": 0.1}, "a:b", 16, 20, True, (0.5, 1.0), False)
+    assert request_of(values(given)) == found
     on_device = {"mean", "std", "augment"}  # see below
     assert given.model_dump().keys() == {*others, *images, "options"} | on_device
 

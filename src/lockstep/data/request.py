@@ -1,0 +1,80 @@
+"""What a recipe asks of a data set, as its source gets it, and which data sets have a use for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal
+
+FILES_SIZE: Final = 224  # of images that come as files, where a recipe gives none
+NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
+# The options of `synthetic`, with their defaults.
+SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
+_OF_FILES: Final = ("folder", "webdataset")
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """A data set's name and location, and what is to be done to its samples, in the words of the configuration."""
+
+    name: str
+    root: str = "data"
+    download: bool = True
+    on_error: OnError = "raise"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    collate: str | None = None  # the import path of a function
+    image_size: int | None = None
+    resize_size: int | None = None
+    resized_crop: bool = False
+    resized_crop_scale: tuple[float, float] = (0.08, 1.0)
+    exif: bool = True
+
+    @property
+    def cuts(self) -> bool:
+        """Whether its samples are cut from images of any size."""
+        return self.name in _OF_FILES
+
+
+def request_of(data: Mapping[str, Any]) -> DataRequest:
+    """Return what a recipe's section `data`, as plain values, asks for; keys that are left out are not among them."""
+    given = {each.name: data[each.name] for each in fields(DataRequest) if each.name in data}
+    low, high = data["augment"]["resized_crop_scale"]
+    return DataRequest(**given, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
+
+
+def misfits(asked: DataRequest) -> Iterator[str]:
+    """Yield what this data set could only ignore, and what cannot be true together."""
+    if asked.cuts:
+        yield from _contradictions(asked)
+        return
+    name, only = asked.name, " and ".join(_OF_FILES)
+    if asked.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
+        yield f"image_size: {asked.image_size} cannot be had, {_size(name)}; remove it"
+    if asked.resize_size is not None:
+        yield f"resize_size: {asked.resize_size} is only for data sets {only}; remove it"
+    if asked.resized_crop:
+        yield f"augment.resized_crop: true is only for data sets {only}; remove it"
+    if not asked.exif:
+        yield f"exif: false is only for data sets {only}; remove it"
+    if asked.on_error == "skip" and ":" in name:
+        yield f"on_error: skip is only for data sets {only}; catch the error in your own data set"
+
+
+def _size(name: str) -> str:
+    if ":" in name:
+        return "its function decides the size"
+    native = NATIVE_SIZE.get(name)
+    return f"its images are {native}x{native}" if native else "it has no images"
+
+
+def _contradictions(asked: DataRequest) -> Iterator[str]:
+    size, scale = asked.image_size or FILES_SIZE, asked.resized_crop_scale
+    if asked.resize_size is not None and asked.resize_size < size:
+        yield f"resize_size: {asked.resize_size} is less than the image_size {size} to be cut; use at least {size}"
+    if not 0 < scale[0] <= scale[1] <= 1:
+        yield (
+            f"augment.resized_crop_scale: {list(scale)} is no range of shares of the area; "
+            f"use 0 < smallest <= largest <= 1, such as [0.08, 1.0]"
+        )
