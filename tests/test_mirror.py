@@ -65,6 +65,7 @@ TOGETHER: Final[dict[str, str]] = {
     "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: imagenet pycls_networks translation",
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine leaves numerics\nparallel/layouts: base replicated",
     "parallel/test_deepspeed_engine.py": "comm: deepspeed\nparallel: deepspeed_places",
+    "parallel/test_optimize.py": "parallel: optimizer_trials",
     "parallel/test_operations_used.py": "device: kernels",
     "parallel/test_same_bits.py": "comm: older_fsdp\nparallel: mesh_engine",
     "parallel/tensor/test_dispatch.py": "parallel/layouts: dispatched\nstrategies: expert",

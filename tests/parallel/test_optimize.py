@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from lockstep.errors import UsageError
-from lockstep.parallel.optimize import bare_step, check_optimizer, check_rows, check_stored, make_optimizer
+from lockstep.parallel.optimize import bare_step, make_optimizer
+from lockstep.parallel.optimizer_trials import check_optimizer, check_rows, check_stored
 
 
 def _parameters() -> list[tuple[str, Parameter]]:

@@ -12,8 +12,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
-from lockstep.parallel.optimize import check_optimizer, make_optimizer
+from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_trials import check_optimizer
 
 NAMES = [
     *("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "rprop", "asgd", "adafactor"),

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates
@@ -30,12 +29,12 @@ def with_timms_scales(trained: Sequence[Named], norms: Norms) -> Optimizer:
     return SGD([{"params": [p], "lr_scale": 0.5 if name.startswith("0") else 1.0} for name, p in trained], lr=0.1)
 
 
-def updates(make: Any) -> tuple[Updates, ReplicatedLayout]:
-    layout = ReplicatedLayout(Weights(model(), None))
+def updates(make: Any) -> tuple[Updates, Weights]:
+    layout = Weights(model(), None)
     return Updates(layout, make, Numerics(1), torch.device("cpu")), layout
 
 
-def moved(by: Updates, layout: ReplicatedLayout, lr: float) -> dict[str, float]:
+def moved(by: Updates, layout: Weights, lr: float) -> dict[str, float]:
     """Return how far a gradient of ones moves each parameter, which for plain SGD is its rate."""
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}
     for _, parameter in layout.trained:
@@ -57,7 +56,7 @@ def test_timms_scales_of_groups_are_applied() -> None:
         assert distance == pytest.approx(0.1 if name.startswith("0") else 0.2, rel=1e-5)
 
 
-def state_of(by: Updates, layout: ReplicatedLayout) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+def state_of(by: Updates, layout: Weights) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     return optimizer_state(layout.trained, by.optimizer)
 
 
@@ -81,7 +80,7 @@ def test_one_rate_for_all_is_that_rate_and_leaves_the_state_as_it_was() -> None:
 
 
 def test_a_gradient_that_overflowed_moves_nothing_and_halves_the_scale() -> None:
-    layout = ReplicatedLayout(Weights(model(), None))
+    layout = Weights(model(), None)
     numerics = Numerics(1, precision="fp16", initial_scale=1024.0)
     by = Updates(layout, with_rates_of_their_own, numerics, torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}

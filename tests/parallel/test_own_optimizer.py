@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lockstep.common.own_code import located
 from lockstep.errors import OwnCodeError, UsageError
-from lockstep.parallel.optimize import check_optimizer, check_rows, make_optimizer
-from lockstep.parallel.own_optimizer import check_own
+from lockstep.parallel.optimize import make_optimizer
+from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_rows
 
 FILE = Path(own_optimizers.__file__)
 

@@ -160,7 +160,7 @@ def test_frozen_weights_are_kept_and_shared_ones_stay_shared() -> None:
     weights = Weights(model, BF16)
     assert {each.dtype for each in model.parameters()} == {BF16}
     assert model[1].weight is model[0].weight
-    assert [name for name, _ in weights.trained()] == ["0.weight"]
+    assert [name for name, _ in weights.trained] == ["0.weight"]
     assert {
         name: (each.dtype, torch.equal(each, before[name])) for name, each in weights.state().items()
     } == dict.fromkeys(before, (torch.float32, True))

@@ -26,7 +26,7 @@ class Updates:
     def __init__(
         self, layout: Trained, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device
     ) -> None:
-        self.optimizer = make_optimizer(layout.trained, layout.norms)
+        self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
         keep_ratios(self.optimizer)
         self._bare_step = bare_step(self.optimizer)
         self._layout = layout
@@ -51,12 +51,12 @@ class Updates:
         scale = None
         if self._scales:
             unscale_(self._scaler, self.optimizer)
-            self._layout.agree_(self._infinities())
+            self._layout.norms.agree_(self._infinities())
             # Before the update, which it would wait for too. With fp16 a step waits for its gradient, and only for it.
             scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
-            norm = norm_of_rows(self._layout.all_row_norms(self._gradients()))
+            norm = norm_of_rows(self._layout.norms.all_rows(self._gradients()))
         applied = not self._skip_nonfinite or _finite(loss, norm)
         if applied:
             if max_norm is not None and norm is not None:

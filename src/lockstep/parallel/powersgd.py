@@ -32,7 +32,6 @@ from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.core.tree import Block
 from lockstep.parallel.gradients import Gradients, unflatten
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
-from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.weights import Weights
 
@@ -51,7 +50,7 @@ def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: in
         gradients = Gradients(
             trained, canonical, stream, False, bucket_bytes, lambda bucket: partial(power.add, bucket)
         )
-        return ReplicatedLayout(weights), LowRankGradients(gradients, power)
+        return weights, LowRankGradients(gradients, power)
 
     return make
 

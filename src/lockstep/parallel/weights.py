@@ -6,19 +6,22 @@ Micikevicius et al. 2018, "Mixed precision training", section 3.1, has the idea:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.shard import MaybeSharded
 from lockstep.parallel.gradients import wide_gradient
+from lockstep.parallel.layouts.base import WHOLE, Norms
 from lockstep.parallel.optimizer_state import Named
 
 
 @final
 class Weights:
-    """A model's parameters, or with `dtype` what they were before this made copies of that dtype of them.
+    """The layout of a model that each process has whole: its parameters, or with `dtype` what they were before this
+    made copies of that dtype of them.
 
     The model then computes with the copies; gradients come out of a backward in `dtype`, and are added in fp32. Those
     of `kept_wide` have no copies.
@@ -35,13 +38,23 @@ class Weights:
         """Return the weight that a parameter of the model is a copy of: itself where there are no copies."""
         return self._copies.get(copy, copy)
 
+    @cached_property
     def trained(self) -> list[Named]:
-        """Return the weights that want a gradient, in the model's order, by the first of their names."""
+        """The weights that want a gradient, in the model's order, by the first of their names."""
         return [(name, self.of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
 
-    def state(self) -> dict[str, Tensor]:
+    @property
+    def norms(self) -> Norms:
+        """See Layout."""
+        return WHOLE
+
+    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+        """See Layout."""
+        return tensor
+
+    def state(self) -> dict[str, MaybeSharded]:
         """Return the model's state, with the weights in place of their copies."""
-        tensors: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        tensors = self._model.state_dict(keep_vars=True)
         return {
             name: (self.of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
             for name, tensor in tensors.items()
@@ -51,17 +64,21 @@ class Weights:
         """Keep no weight that is trained: somebody else does."""
         self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
 
-    def hand_gradients(self) -> None:
-        """Bring the gradients from the copies to the weights."""
+    def collect(self) -> None:
+        """See Layout: bring the gradients from the copies to the weights."""
         for copy, weight in self._copies.items():
             if copy.requires_grad:
                 weight.grad, copy.grad = wide_gradient(copy), None
 
     def publish(self) -> None:
-        """Bring the weights to the copies."""
+        """See Layout: bring the weights to the copies."""
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies), list(self._copies.values()))
+
+    def reload(self) -> None:
+        """See Layout."""
+        self.publish()
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

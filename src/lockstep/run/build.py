@@ -34,9 +34,8 @@ from lockstep.models.initialise import initialise
 from lockstep.models.tuned import tuned
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimize import check_optimizer, check_stored
 from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.own_optimizer import check_own
+from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
 from lockstep.run.chunking import check_loss, in_chunks, rearranged

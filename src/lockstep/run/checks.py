@@ -12,7 +12,7 @@ from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
 from lockstep.models.operations import Refusal, refused_operations
 from lockstep.parallel.narrow_steps import NARROW
-from lockstep.parallel.optimize import check_rows
+from lockstep.parallel.optimizer_trials import check_rows
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.run.build import Setup
 from lockstep.run.examples import examples

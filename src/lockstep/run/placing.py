@@ -16,8 +16,8 @@ from lockstep.common.own_code import refused
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
-from lockstep.parallel.optimize import check_optimizer, check_rows, check_stored
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_trials import check_optimizer, check_rows, check_stored
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 

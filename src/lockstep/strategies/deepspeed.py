@@ -19,8 +19,8 @@ from lockstep.comm.deepspeed import imported
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
-from lockstep.parallel.optimize import check_flat
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_trials import check_flat
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _FP32_BYTES: Final = 4

@@ -22,7 +22,6 @@ from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, trained_parameters
-from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.weights import Weights
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
@@ -74,6 +73,6 @@ class Strategy:
             horovod.broadcast(model.state_dict())  # they are the same already, which the ranks compare as well
             weights, added = Weights(model, dtype), horovod.sum_by(self.compress)
             gradients = Gradients(trained_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
-            return ReplicatedLayout(weights), gradients
+            return weights, gradients
 
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make, horovod.close)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol, final, runtime_checkable
+from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lockstep.comm.world import World
 from lockstep.core.norm import row_norms
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor, slice_of
 from lockstep.errors import UsageError
+from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch
 
@@ -68,6 +69,21 @@ class HoldsBack(Protocol):
         ...
 
 
+class Norms(NamedTuple):
+    """What looks at whole tensors, or at those of all ranks, wherever their rows are. All ranks call each alike."""
+
+    all_rows: Callable[[Sequence[Tensor]], Tensor]
+    """The L2 norm of each row of all that is trained, given tensors in the places of `Trained.trained`, in their order:
+    float64 of shape [rows of all tensors], the same on every rank."""
+
+    of_tensors: Callable[[Mapping[Tensor, Tensor]], Tensor]
+    """The L2 norm of each whole tensor, of which this rank's part is given by what is trained in that place: float64 of
+    shape [len(tensors)]."""
+
+    agree_: Callable[[Sequence[Tensor]], None]
+    """Make flags, 0-dim, nonzero on all ranks which are so on one."""
+
+
 class Trained(Protocol):
     """What is trained on this rank, and where it is kept. All ranks call each method in the same order."""
 
@@ -76,23 +92,13 @@ class Trained(Protocol):
         """What this rank's optimizer moves, in the model's order."""
         ...
 
+    @property
+    def norms(self) -> Norms:
+        """The norms of what is trained."""
+        ...
+
     def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return `tensor`, which has the shape of what is trained of parameter `name`, as a part of the whole."""
-        ...
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the norm of each row of all trained tensors: `tensors` have their shapes. float64, on every rank."""
-        ...
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return the L2 norm of each whole tensor, of which this rank's part is given by what is trained in that place.
-
-        float64, one for each.
-        """
-        ...
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """Make flags nonzero on all ranks which are so on one."""
         ...
 
     def publish(self) -> None:
@@ -123,38 +129,55 @@ class Layout(Trained, Protocol):
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-@final
-class RowNorms:
-    """Norms of tensors that are kept in rows: each rank works out those of its own, and all are put side by side.
+def _rows_of_each(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([row_norms(tensor) for tensor in tensors])
 
-    The tensors are on `device`; so are the norms, so that nobody waits for a GPU here.
+
+def _agreed_(flags: Sequence[Tensor]) -> None:
+    """Leave flags as they are: all ranks have the same gradients, and so the same flags."""
+
+
+WHOLE: Final = Norms(_rows_of_each, whole_norms, _agreed_)  # where each rank has all that is trained
+
+
+def norms_of_rows(
+    world: World, parts: Mapping[Tensor, Shard], device: torch.device, trained: Iterable[Tensor] | None = None
+) -> Norms:
+    """Return the norms of tensors that are kept in rows: each rank works out those of its own, for all.
+
+    `parts` says of what is trained in the whole model, in its order, which rows this rank has; what is `trained` on
+    this rank is all of it, unless it is given. Everything is on `device`, so that nobody waits for a GPU here.
     """
+    own = list(parts if trained is None else trained)
 
-    def __init__(self, world: World, parts: Mapping[Tensor, Shard], device: torch.device) -> None:
-        self._world = world
-        self._parts = parts
-        self._device = device
+    def heights(tensors: Iterable[Tensor]) -> list[int]:
+        shapes = [parts[parameter].shape for parameter in tensors]
+        return [shape[0] if shape else 1 for shape in shapes]
 
-    def of_rows(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return the norms of all rows of the whole tensors."""
-        table = torch.zeros(sum(self._heights(tensors)), dtype=torch.float64, device=self._device)
+    def of_rows(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        table = torch.zeros(sum(heights(tensors)), dtype=torch.float64, device=device)
         start = 0
-        for (parameter, tensor), rows in zip(tensors.items(), self._heights(tensors), strict=True):
-            part = self._parts[parameter]
+        for (parameter, tensor), rows in zip(tensors.items(), heights(tensors), strict=True):
+            part = parts[parameter]
             if part.primary and tensor.numel():
-                own = row_norms(tensor)
-                table[start + part.first : start + part.first + len(own)] = own
+                norms = row_norms(tensor)
+                table[start + part.first : start + part.first + len(norms)] = norms
             start += rows
-        return self._world.add_(table)
+        return world.add_(table)
 
-    def of_tensors(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return the norm of each whole tensor."""
-        rows = torch.split(self.of_rows(tensors), self._heights(tensors))
+    def all_rows(tensors: Sequence[Tensor]) -> Tensor:
+        given = dict(zip(own, tensors, strict=True))
+        return of_rows({each: given.get(each, part.tensor) for each, part in parts.items()})
+
+    def of_tensors(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        rows = torch.split(of_rows(tensors), heights(tensors))
         return torch.stack([torch.linalg.vector_norm(each) for each in rows])
 
-    def _heights(self, tensors: Iterable[Tensor]) -> list[int]:
-        shapes = [self._parts[parameter].shape for parameter in tensors]
-        return [shape[0] if shape else 1 for shape in shapes]
+    def agree_(flags: Sequence[Tensor]) -> None:
+        for flag in flags:
+            world.add_(flag)
+
+    return Norms(all_rows, of_tensors, agree_)
 
 
 @final
@@ -200,12 +223,6 @@ def take_over(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]
 def trained_parameters(model: nn.Module) -> list[Named]:
     """Return the parameters that want a gradient, in the model's order, by the first of their names."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def add_flags_(world: World, flags: Sequence[Tensor]) -> None:
-    """Do what Layout.agree_ says."""
-    for flag in flags:
-        world.add_(flag)
 
 
 def gathered(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:

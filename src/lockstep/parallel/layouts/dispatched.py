@@ -23,7 +23,6 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, summed_dtype
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
-from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.tensor.dispatch import Dispatch
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
@@ -80,7 +79,7 @@ def dispatched(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
         place = Slice(cut, rank, primary=not mesh.coordinate(world.rank).replicate)
         across = world.canonical(mesh, "replicate", beside=False)
         experts = [_sums_of(layer, across) for layer in layers.values()]
-        return SlicedLayout(world, place, ReplicatedLayout(weights)), _ExpertGradients(sums, experts, data_ranks)
+        return SlicedLayout(world, place, weights), _ExpertGradients(sums, experts, data_ranks)
 
     return make
 

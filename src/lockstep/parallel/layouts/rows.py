@@ -6,7 +6,7 @@ keeps the optimizer's state for its rows alone; after an update the ranks send e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, final
 
 import torch
@@ -18,7 +18,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard, sharded_as
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trained_parameters
 from lockstep.parallel.weights import Weights
 
 _PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy
@@ -61,7 +61,7 @@ class RowLayout:
         ]
         self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
-        self._norms = RowNorms(world, parts, torch.device("cpu") if offload else world.device)
+        self.norms = norms_of_rows(world, parts, torch.device("cpu") if offload else world.device)
         self._moved = self._sorted()
 
     def state(self) -> dict[str, MaybeSharded]:
@@ -76,18 +76,6 @@ class RowLayout:
     def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return sharded_as(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_rows({own: tensor for (_, own), tensor in zip(self.trained, tensors, strict=True)})
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_tensors(tensors)
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """See Layout."""
-        add_flags_(self._world, flags)
 
     @torch.no_grad()
     def reload(self) -> None:

@@ -18,7 +18,6 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
-from lockstep.parallel.layouts.replicated import ReplicatedLayout
 from lockstep.parallel.tensor.slices import cut_layers
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
@@ -41,7 +40,7 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
             )
             for is_cut, over in ((False, mesh.spread), (True, mesh))
         )
-        return ReplicatedLayout(weights), SequenceParallelGradients(of_whole, of_cut)
+        return weights, SequenceParallelGradients(of_whole, of_cut)
 
     return make
 

@@ -12,7 +12,7 @@ too. In a step, beside what any data parallelism does:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from threading import Condition
 from typing import final
 
@@ -29,7 +29,7 @@ from lockstep.core.shard import MaybeSharded, Shard, sharded_as
 from lockstep.core.tree import Block, total
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trained_parameters
 from lockstep.parallel.weights import Weights
 
 Pieces = Mapping[Block, Tensor]
@@ -125,7 +125,7 @@ class ServedLayout:
         self._calls = calls
         self._serves = world.rank == 0
         self._weights = Weights(model, dtype)
-        self._whole = self._weights.trained()
+        self._whole = self._weights.trained
         scalars = [name for name, weight in self._whole if not weight.ndim]
         if scalars:
             raise UsageError(
@@ -140,31 +140,19 @@ class ServedLayout:
         )
         self._updates = 0
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
-        self._norms = RowNorms(world, parts, world.device)
+        self.norms = norms_of_rows(world, parts, world.device)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        return {**self._weights.state()}
+        return self._weights.state()
 
     def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return sharded_as(tensor, self._cuts[name])
 
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_rows({own: tensor for (_, own), tensor in zip(self.trained, tensors, strict=True)})
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_tensors(tensors)
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """See Layout."""
-        add_flags_(self._world, flags)
-
     def collect(self) -> None:
         """See Layout."""
-        self._weights.hand_gradients()
+        self._weights.collect()
         if not self._serves:
             for (_, weight), (_, own) in zip(self._whole, self.trained, strict=True):
                 weight.grad = None

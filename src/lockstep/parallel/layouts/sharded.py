@@ -11,7 +11,7 @@ beside a step: that is a round in which no member has a micro-batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, final
 
@@ -27,7 +27,7 @@ from lockstep.core.shard import MaybeSharded, sharded_as
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
 from lockstep.parallel.weights import kept_wide
 from lockstep.tasks.base import MicroBatch, Note
 
@@ -103,7 +103,7 @@ class ShardedLayout:
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
         device = torch.device("cpu") if offload else world.device
-        self._norms = RowNorms(world, {own: self._cuts[name] for name, own in self.trained}, device)
+        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained}, device)
         self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
         self.gradients = ShardGradients(self._sharded, dealt)
 
@@ -114,18 +114,6 @@ class ShardedLayout:
     def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return sharded_as(tensor, self._cuts[name])
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_rows({own: tensor for (_, own), tensor in zip(self.trained, tensors, strict=True)})
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_tensors(tensors)
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """See Layout."""
-        add_flags_(self._world, flags)
 
     def collect(self) -> None:
         """See Layout."""

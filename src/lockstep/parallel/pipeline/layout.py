@@ -6,7 +6,6 @@ first stage of ZeRO does (parallel/layouts/rows.py). Norms that a step needs are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard
-from lockstep.parallel.layouts.base import Layout, RowNorms, add_flags_, trained_parameters
-from lockstep.parallel.layouts.replicated import ReplicatedLayout
+from lockstep.parallel.layouts.base import Layout, Norms, norms_of_rows, trained_parameters
 from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
@@ -53,17 +51,16 @@ class StageLayout:
         # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
         self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
         whole = sharers.size == 1
-        self._own: Layout = (
-            ReplicatedLayout(Weights(part, dtype)) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
-        )
+        self._own: Layout = Weights(part, dtype) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
         self._whole_primary, self._rows_primary = whole_primary, rows_primary
         self.trained = self._own.trained
         own = dict(self.trained)
         self._parts = [self.held(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
-        self._keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
-        self._norms = RowNorms(world, dict(zip(self._keys, self._parts, strict=True)), world.device)
+        keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
+        every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), world.device, own.values())
         of_stages: dict[Tensor, Shard] = {each: self.held(name, each) for name, each in self.trained}
-        self._norms_beside = None if beside is None else RowNorms(beside, of_stages, world.device)
+        among = self._own.norms if beside is None else norms_of_rows(beside, of_stages, world.device)
+        self.norms = Norms(every.all_rows, among.of_tensors, every.agree_)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -85,21 +82,6 @@ class StageLayout:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
         own = {name: self.held(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See Layout: the rows of all ranks, in the model's order."""
-        own: dict[Tensor, Tensor] = {key: tensor for (_, key), tensor in zip(self.trained, tensors, strict=True)}
-        pairs = zip(self._keys, self._parts, strict=True)
-        return self._norms.of_rows({key: own.get(key, part.tensor) for key, part in pairs})
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """See Layout."""
-        beside = self._norms_beside
-        return self._own.norms(tensors) if beside is None else beside.of_tensors(tensors)
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """See Layout."""
-        add_flags_(self._world, flags)
 
     def collect(self) -> None:
         """See Layout."""

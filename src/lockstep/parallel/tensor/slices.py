@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Self, final
 
@@ -16,7 +16,7 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowNorms, add_flags_
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
 from lockstep.parallel.tensor.chunks import Chunks
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -175,7 +175,9 @@ class SlicedLayout:
         self._place = place
         self._own = own
         self.trained = own.trained
-        self._norms = RowNorms(world, {tensor: self._part(name, tensor) for name, tensor in self.trained}, world.device)
+        self.norms = norms_of_rows(
+            world, {tensor: self._part(name, tensor) for name, tensor in self.trained}, world.device
+        )
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -184,18 +186,6 @@ class SlicedLayout:
     def held(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return self._place.placed(name, self._own.held(name, tensor))
-
-    def all_row_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_rows({own: tensor for (_, own), tensor in zip(self.trained, tensors, strict=True)})
-
-    def norms(self, tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        """See Layout."""
-        return self._norms.of_tensors(tensors)
-
-    def agree_(self, flags: Sequence[Tensor]) -> None:
-        """See Layout."""
-        add_flags_(self._world, flags)
 
     def collect(self) -> None:
         """See Layout."""
