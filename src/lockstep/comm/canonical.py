@@ -97,6 +97,15 @@ class CanonicalSum:
                 return self._halve_and_double(piece)
             return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
 
+    def of_ranks(self, own: Tensor) -> Tensor:
+        """Return the sum of one flat vector of each rank, `own` of this one, on every rank: in the order of the ranks.
+
+        As many leaves as replicas, one each: so the bits are the same each time, but those of one process they are not.
+        """
+        rank = self._data_ranks[self._rank]
+        [block] = rank.held(rank.replicas)
+        return self({block: own}, rank.replicas, own)
+
     def side_by_side(self, own: Tensor) -> Tensor:
         """Return the tensors of all ranks, which have one shape, by rank along a new dim 0. Nothing is added."""
         if self.alone:
@@ -159,6 +168,27 @@ class CanonicalSum:
             [(tensor, self._carried[rank]) for tensor, rank in sent],
             [(tensor, self._carried[rank]) for tensor, rank in received],
         )
+
+
+@final
+class NarrowSum:
+    """Adds flat vectors over ranks as CanonicalSum does, but for the rounding of what they send to `dtype`.
+
+    16 bits are half the bytes of fp32, and no longer the bits of one process. torch's hooks of this kind
+    (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) leave the order of the sum to the backend; here a run on
+    the same number of ranks has the same bits each time. A rank adds its own pieces in the dtype that they have,
+    whatever their brackets: it sends one vector.
+    """
+
+    def __init__(self, across: CanonicalSum, dtype: torch.dtype) -> None:
+        self._across = across
+        self._dtype = dtype
+
+    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
+        """Return the sum over all leaves, on every rank; see CanonicalSum."""
+        if self._across.alone:
+            return self._across(pieces, leaves, like)
+        return self._across.of_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 @final

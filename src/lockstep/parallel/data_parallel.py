@@ -48,11 +48,12 @@ from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import Ema, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layouts.base import GathersWeights, HoldsBack, MakeLayout, Slots, check_names, take_over
+from lockstep.parallel.layouts.base import GathersWeights, MakeLayout, Slots, check_names, take_over
 from lockstep.parallel.leaves import MakeLeaves
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
+from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.still import Still
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
@@ -115,7 +116,7 @@ class DataParallelEngine:
             synchronise(self._model, self._together, self._step_sums)
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
-        self._held_back = self._gradients if isinstance(self._gradients, HoldsBack) else None
+        self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         self._still = Still(self._model, self._running.buffers) if numerics.guarded else None
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
@@ -224,9 +225,9 @@ class DataParallelEngine:
                 self._running.restore()
         if self._ema is not None and update.applied:
             self._ema.update()
-        if self._held_back is not None:
+        if self._low_rank is not None:
             growth = 1.0 if update.loss_scale is None else self._updates.loss_scale["scale"] / update.loss_scale
-            self._held_back.settle(update.applied, growth)
+            self._low_rank.settle(update.applied, growth)
         return update
 
     @property
@@ -266,7 +267,7 @@ class DataParallelEngine:
             optimizer={name: self._slots.held(name, tensor) for name, tensor in tensors.items()},
             ema={name: sharded_as(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
-            feedback=(self._held_back.feedback() or None) if self._held_back is not None else None,
+            feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
         )
 
     @torch.no_grad()
@@ -282,8 +283,8 @@ class DataParallelEngine:
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
             self._ema.load({name: slice_of(local_tensor(whole), model[name]) for name, whole in state.ema.items()})
-        if self._held_back is not None:
-            self._held_back.load_feedback(state.feedback or {})
+        if self._low_rank is not None:
+            self._low_rank.load_feedback(state.feedback or {})
 
     def close(self) -> None:
         """See Engine."""

@@ -30,7 +30,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, local_tensor, piece, sharded_as, slice_of
 from lockstep.core.tree import Counter
-from lockstep.device.precision import autocast, loss_scaler
+from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.deepspeed_places import Place, places
@@ -90,13 +90,7 @@ class DeepSpeedEngine:
         self._cut_weights = stage == 3
         self._places = places(self._optimizer, world.rank, stage)
         self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
-        self._scaler = loss_scaler(
-            numerics.precision,
-            world.device,
-            numerics.initial_scale,
-            numerics.growth_interval,
-            numerics.static_scale,
-        )
+        self._scaler = numerics.loss_scaler(world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", beside=False)

@@ -8,7 +8,7 @@ rows that lie on several ranks, and they add a norm up in the order of memory. H
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -66,13 +66,9 @@ class Lars(Optimizer):
             },
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do a step."""
-        loss = _evaluated(closure)
-        for parameters, group in _with_gradients(self):
-            self._step_group(parameters, group)
-        return loss
+        return _stepped(self, self._step_group, closure)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = [_gradient(parameter) for parameter in parameters]
@@ -143,13 +139,9 @@ class Lamb(Optimizer):
             },
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do a step."""
-        loss = _evaluated(closure)
-        for parameters, group in _with_gradients(self):
-            self._step_group(parameters, group)
-        return loss
+        return _stepped(self, self._step_group, closure)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = self._directions(parameters, group)
@@ -188,12 +180,20 @@ class Lamb(Optimizer):
         return list(updates)
 
 
-def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
-    """Yield each group that has a gradient, with those of its parameters that have one."""
+@torch.no_grad()
+def _stepped(
+    optimizer: Optimizer,
+    step_group: Callable[[list[Tensor], dict[str, Any]], None],
+    closure: Callable[[], float] | None,
+) -> float | None:
+    """Do a step of each group that has a gradient, for those of its parameters that have one; return the loss."""
+    with torch.enable_grad():
+        loss = None if closure is None else closure()
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
-            yield parameters, group
+            step_group(parameters, group)
+    return loss
 
 
 def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
@@ -203,13 +203,6 @@ def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _evaluated(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def _check_not_negative(lr: float, weight_decay: float, eps: float, momentum: float = 0.0) -> None:

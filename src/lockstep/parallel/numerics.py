@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.core.batch import Inputs, mapped
 from lockstep.core.precision import Precision
-from lockstep.device.precision import computing_dtype, stored_dtype
+from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
 
@@ -56,6 +56,10 @@ class Numerics:
     def copied(self) -> torch.dtype | None:
         """The dtype of the copies of its weights that the model computes with, None where there are none."""
         return self.dtype if self.stored is None else None
+
+    def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Return what scales the loss; it does nothing where the precision needs none."""
+        return loss_scaler(self.precision, device, self.initial_scale, self.growth_interval, self.static_scale)
 
     def laid_out(self, inputs: Inputs) -> Inputs:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.core.norm import clip_, norm_of_rows
-from lockstep.device.precision import loss_scaler, unscale_
+from lockstep.device.precision import unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Trained
@@ -33,9 +33,7 @@ class Updates:
         self._trained = [tensor for _, tensor in layout.trained]
         self._narrow = any(narrow(tensor) for tensor in self._trained)  # whether the recipe or the model says so
         self._skip_nonfinite = numerics.skip_nonfinite
-        self._scaler = loss_scaler(
-            numerics.precision, device, numerics.initial_scale, numerics.growth_interval, numerics.static_scale
-        )
+        self._scaler = numerics.loss_scaler(device)
         self._static_scale = numerics.static_scale
         self._scales = self._scaler.is_enabled()
 

@@ -117,7 +117,10 @@ class PowerSgd:
         return flat.to(like.dtype)
 
     def settle(self, applied: bool, growth: float) -> None:
-        """See HoldsBack."""
+        """Call after an update: keep what the step held back if it moved the weights, else what was held back before.
+
+        The loss is scaled `growth` times as much from now on.
+        """
         if applied:
             self._errors = {number: error for number, (error, _) in self._pending.items()}
             self._factors = {number: factor for number, (_, factor) in self._pending.items()}
@@ -126,7 +129,7 @@ class PowerSgd:
         self._pending = {}
 
     def feedback(self) -> dict[str, MaybeSharded]:
-        """See HoldsBack."""
+        """Return what each rank holds back, one behind the other along dim 0, and what all know."""
         kept: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
             name, shape = self._trained[number][0], Size((self._rank.replicas, *error.shape))
@@ -136,7 +139,7 @@ class PowerSgd:
         return kept
 
     def load_feedback(self, kept: Mapping[str, MaybeSharded]) -> None:
-        """See HoldsBack."""
+        """Take over what `feedback` returned, whole, on as many ranks or on others."""
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):
             if f"{name}/{_ERROR}" in kept:
@@ -163,23 +166,19 @@ class PowerSgd:
         """Return the sums of these over all ranks."""
         if not tensors:
             return []
-        flat = torch.cat([each.reshape(-1) for each in tensors])
-        # As many leaves as ranks, one each: a rank without a micro-batch has its error.
-        [own] = self._rank.held(self._rank.replicas)
-        total = self._across({own: flat}, self._rank.replicas, flat)
+        # A rank without a micro-batch has its error.
+        total = self._across.of_ranks(torch.cat([each.reshape(-1) for each in tensors]))
         pieces = torch.split(total, [each.numel() for each in tensors])
         return [piece.view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
 
 @final
 class LowRankGradients:
-    """`gradients`, whose buckets are added by `power`."""
+    """`gradients`, whose buckets are added by `power`, which holds parts of them back for the next step."""
 
     def __init__(self, gradients: GradientSum, power: PowerSgd) -> None:
         self.begin = gradients.begin
         self.before_backward = gradients.before_backward
         self.after_backward = gradients.after_backward
         self.finish = gradients.finish
-        self.settle = power.settle
-        self.feedback = power.feedback
-        self.load_feedback = power.load_feedback
+        self.power = power

@@ -49,26 +49,6 @@ class GathersWeights(Protocol):
         ...
 
 
-@runtime_checkable
-class HoldsBack(Protocol):
-    """What a GradientSum has besides that holds parts of gradients back, for the next step."""
-
-    def settle(self, applied: bool, growth: float) -> None:
-        """Call after an update: keep what the step held back if it moved the weights, else what was held back before.
-
-        The loss is scaled `growth` times as much from now on.
-        """
-        ...
-
-    def feedback(self) -> dict[str, MaybeSharded]:
-        """Return what each rank holds back, one behind the other along dim 0, and what all know."""
-        ...
-
-    def load_feedback(self, kept: Mapping[str, MaybeSharded]) -> None:
-        """Take over what `feedback` returned, whole, on as many ranks or on others."""
-        ...
-
-
 class Norms(NamedTuple):
     """What looks at whole tensors, or at those of all ranks, wherever their rows are. All ranks call each alike."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.comm.narrow_sum import NarrowSum
+from lockstep.comm.canonical import NarrowSum
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
@@ -25,7 +25,7 @@ def replicated(
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)  # first: it makes what gradients are added of
         canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
-        among = canonical if sent is None else NarrowSum(canonical, mesh.data_rank(world.rank), sent)
+        among = canonical if sent is None else NarrowSum(canonical, sent)
         gradients = Gradients(trained_parameters(model), among, stream, world.size == 1, bucket_bytes)
         return weights, gradients
 
