@@ -1,6 +1,6 @@
 """Tiny language models that are computed in chunks of their sequences, and steps for them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +19,7 @@ from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.context.sequence_chunks import argument_names, with_positions
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.tensor.built_in import known_plan
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import cut_into_chunks
@@ -87,9 +84,6 @@ def ids(samples: int, seed: int = 3) -> Tensor:
 
 
 def engine(world: World, case: Case) -> Engine:
-    def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
-        return make_optimizer(trained, name=case.optimizer, lr=0.02, weight_decay=0.01, norms=norms)
-
     numerics = Numerics(
         microbatches=case.microbatches,
         seed=7,
@@ -102,6 +96,7 @@ def engine(world: World, case: Case) -> Engine:
     if case.chunks > 1:
         example = with_positions(example, argument_names(build(case)))
     problem = Problem(Language(), partial(build, case), example=example)
+    optimizer = toys.making(case.optimizer, 0.02)
     started: Engine = toys.named(world, case.strategy, case.options).start(problem, optimizer, world, numerics)
     return CanonicalState(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 
@@ -118,18 +113,15 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
     training = engine(world, case)
     if state is not None:
         training.load(state)
-    trace: Trace = {}
-    for step, batch in list(steps(case))[first:]:
+    mesh = toys.named(world, case.strategy, case.options).mesh(world.size)
+
+    def own(step: Step, batch: Tensor) -> list[MicroBatch]:
         cuts = cut(step.samples, min(case.microbatches, step.samples))
-        own = toys.named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank).indices(len(cuts))
-        parts = [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0, dummy) for index, dummy in own]
-        sums = training.forward_backward(parts, step)
-        update = training.update(0.02, case.clip)
-        norm = None if update.norm is None else update.norm.item().hex()
-        trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied}"
-    whole = toys.whole_state(world, training)
-    training.close()
-    return toys.as_from_disk(whole), {**trace, **toys.fingerprint(whole)}
+        dealt = mesh.data_rank(world.rank).indices(len(cuts))
+        return [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0, dummy) for index, dummy in dealt]
+
+    given = ((step, own(step, batch), None) for step, batch in list(steps(case))[first:])
+    return toys.ended(world, training, toys.train(training, given, lambda _: 0.02, case.clip))
 
 
 def whole_trace(world: World, case: Case) -> Trace:

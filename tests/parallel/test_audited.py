@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any, Final
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import toys
 import worlds
 from pairs import pairs
+from same_bits import Placed, assert_same_bits
 from torch import Tensor
 from toys import Case
 
@@ -18,7 +18,7 @@ from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
-PLACED: list[tuple[str, int, tuple[tuple[str, int], ...]]] = [
+PLACED: list[Placed] = [
     ("single", 1, ()),
     ("ddp", 2, ()),
     ("ddp", 3, ()),
@@ -38,13 +38,6 @@ CASES = {
 }
 
 
-@cache
-def alone(name: str) -> dict[str, Any]:
-    """Return what a case has on one process without an audit."""
-    [trace] = worlds.run(1, toys.whole_trace, replace(CASES[name], audit_every=0))
-    return dict(trace)
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
@@ -53,11 +46,9 @@ def alone(name: str) -> dict[str, Any]:
         ("one micro-batch", PLACED[0]),
     ],
 )
-def test_an_audit_changes_no_bit(name: str, placed: tuple[str, int, Any]) -> None:
+def test_an_audit_changes_no_bit(name: str, placed: Placed) -> None:
     case = CASES[name]
-    strategy, size, options = placed
-    audited = replace(case, strategy=strategy, options=options, audit_every=case.audit_every or 1)
-    assert worlds.run(size, toys.whole_trace, audited, timeout=60.0) == [alone(name)] * size
+    assert_same_bits(replace(case, audit_every=0), placed, audit_every=case.audit_every or 1)
 
 
 class Moving(toys.Plain):

@@ -7,17 +7,17 @@ rounding allows.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 import toys
 import worlds
 from pairs import pairs
+from same_bits import assert_resumed_bits, assert_same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from toys import Case, Trace, whole_trace
+from toys import Case
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
@@ -67,19 +67,8 @@ def test_any_recipe_gives_the_same_bits(name: str, size: int) -> None:
     assert_same(CASES[name], size)
 
 
-@cache
-def alone(case: Case) -> Trace:
-    """Return what the process alone says."""
-    [trace] = worlds.run(1, whole_trace, case)
-    return dict(trace)
-
-
 def assert_same(case: Case, size: int) -> None:
-    """Train on several processes: every rank must say what the process alone says."""
-    for rank, trace in enumerate(worlds.run(size, whole_trace, case)):
-        differing = [name for name in alone(case) if trace[name] != alone(case)[name]]
-        assert not differing, f"rank {rank} of {size}"
-        assert trace.keys() == alone(case).keys()
+    assert_same_bits(case, ("ddp", size, ()))
 
 
 def test_what_must_happen_in_the_cases_happens() -> None:
@@ -113,11 +102,8 @@ def steps_of(world: World, case: Case) -> list[str]:
 )
 def test_going_on_elsewhere_gives_the_same_bits(name: str, sizes: tuple[int, int]) -> None:
     whole = Case(**{**vars(CASES[name]), "samples": (12, 12, 7, 3, 12, 12)})
-    half = replace(whole, samples=whole.samples[:3])
-    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
-    before = worlds.run(sizes[0], toys.states, half, 0, None)[0]
-    for _, trace in worlds.run(sizes[1], toys.states, whole, 3, before[0]):
-        assert {**before[1], **trace} == uninterrupted
+    first, second = (("ddp", size, ()) for size in sizes)
+    assert_resumed_bits(whole, first, second, at=3)
 
 
 def by_hand(case: Case) -> tuple[dict[str, Tensor], list[float]]:

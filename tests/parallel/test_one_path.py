@@ -1,22 +1,17 @@
 """Where torch has two ways through a layer, every strategy takes the same, in training and in evaluation."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 import toys
-import worlds
+from same_bits import Placed, assert_same_bits
 from torch import Tensor, nn
 from toys import Case
 
 TOKENS, WIDTH = 12, 16
-PLACED: list[tuple[int, dict[str, Any]]] = [
-    (2, {"strategy": "ddp"}),
-    (2, {"strategy": "zero2"}),
-    (2, {"strategy": "zero3"}),
-    (1, {"recompute": 1}),
-    (2, {"strategy": "zero3", "recompute": 1}),
+# With how many blocks of which one is recomputed.
+PLACED: list[tuple[Placed, int]] = [
+    *((("ddp", 2, ()), 0), (("zero2", 2, ()), 0), (("zero3", 2, ()), 0)),
+    *((("single", 1, ()), 1), (("zero3", 2, ()), 1)),
 ]
 
 
@@ -122,7 +117,5 @@ class Layers(Sequences):
 @pytest.mark.parametrize("model", [Padded, Attention, Cells, InPlace, Layers])
 def test_every_strategy_takes_the_same_path(model: type[nn.Module]) -> None:
     case = Case(4, samples=(12, 9), side=8, model=model, optimizer="adamw")
-    [alone] = worlds.run(1, toys.whole_trace, case)
-    for size, changes in PLACED:
-        for trace in worlds.run(size, toys.whole_trace, replace(case, **changes)):
-            assert [key for key in alone if trace[key] != alone[key]] == [], changes
+    for placed, recompute in PLACED:
+        assert_same_bits(case, placed, recompute=recompute)

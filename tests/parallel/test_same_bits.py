@@ -1,15 +1,14 @@
 """Every strategy that cuts the model gives the bits of one process: losses, norms, weights, state, average."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import toys
-import worlds
 import zoo
 from pairs import pairs
+from same_bits import Placed, assert_resumed_bits, assert_same_bits
 from toys import Case
 
 from lockstep.parallel.groups import ParameterGroup
@@ -48,20 +47,8 @@ CASES = {
 }
 
 
-@cache
-def alone(name: str) -> dict[str, Any]:
-    """Return what a case has on one process."""
-    [trace] = worlds.run(1, toys.whole_trace, CASES[name])
-    return dict(trace)
-
-
 def check_same(name: str, strategy: str, size: int, options: tuple[tuple[str, Any], ...]) -> None:
-    for rank, trace in enumerate(
-        worlds.run(size, toys.whole_trace, replace(CASES[name], strategy=strategy, options=options))
-    ):
-        differing = [key for key, value in alone(name).items() if trace.get(key) != value]
-        assert not differing, f"rank {rank} of {size}"
-        assert trace.keys() == alone(name).keys()
+    assert_same_bits(CASES[name], (strategy, size, options))
 
 
 def sizes(strategy: str, name: str) -> list[int]:
@@ -124,25 +111,22 @@ ZOO = {
     "mlp": zoo.case("mlp", optimizer="adamw", precision="bf16", clip=0.1, ema=True),
     "mlp in bf16 itself": zoo.case("mlp", dtype=torch.bfloat16),
 }
-PLACED = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]
+PLACED: list[Placed] = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("model", ZOO)
 def test_real_models_keep_their_bits(model: str) -> None:
-    [alone] = worlds.run(1, toys.whole_trace, ZOO[model])
-    for strategy, size, options in PLACED:
-        placed = replace(ZOO[model], strategy=strategy, options=options)
-        for trace in worlds.run(size, toys.whole_trace, placed, timeout=60.0):
-            assert [key for key in alone if trace[key] != alone[key]] == [], (strategy, size)
+    for placed in PLACED:
+        assert_same_bits(ZOO[model], placed)
 
 
-WAYS: list[list[Any]] = [
-    [("zero3", 2, ()), ("zero1", 3, ())],
-    [("single", 1, ()), ("zero2", 4, ())],
-    [("hsdp", 4, (("replicate", 2),)), ("ddp", 2, ())],
-    [("zero1", 4, ()), ("zero3", 3, ())],
-    [("zero3", 3, (("offload", 1),)), ("zero1", 2, (("offload", 1),))],
+WAYS: list[tuple[Placed, Placed]] = [
+    (("zero3", 2, ()), ("zero1", 3, ())),
+    (("single", 1, ()), ("zero2", 4, ())),
+    (("hsdp", 4, (("replicate", 2),)), ("ddp", 2, ())),
+    (("zero1", 4, ()), ("zero3", 3, ())),
+    (("zero3", 3, (("offload", 1),)), ("zero1", 2, (("offload", 1),))),
 ]
 INTERRUPTED = (
     "lamb",
@@ -157,17 +141,6 @@ IN_GATE = {(name, (number + more) % len(WAYS)) for number, name in enumerate(INT
 BEYOND = pytest.mark.extended("each case goes on in two of these ways, and each way is gone, in the gate")
 
 
-@cache
-def uninterrupted(name: str) -> dict[str, Any]:
-    """Return what a case of six steps has on one process."""
-    [(_, trace)] = worlds.run(1, toys.states, longer(name), 0, None)
-    return dict(trace)
-
-
-def longer(name: str) -> Case:
-    return replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "way"),
@@ -178,10 +151,5 @@ def longer(name: str) -> Case:
     ],
 )
 def test_going_on_under_another_strategy_gives_the_same_bits(name: str, way: int) -> None:
-    whole = longer(name)
-    half = replace(whole, samples=whole.samples[:3])
-    (first, size, options), (second, other_size, other_options) = WAYS[way]
-    state, trace = worlds.run(size, toys.states, replace(half, strategy=first, options=options), 0, None)[0]
-    going_on = replace(whole, strategy=second, options=other_options)
-    for _, rest in worlds.run(other_size, toys.states, going_on, 3, state):
-        assert {**trace, **rest} == uninterrupted(name)
+    first, second = WAYS[way]
+    assert_resumed_bits(replace(CASES[name], samples=(12, 12, 7, 3, 12, 12)), first, second, at=3)

@@ -1,15 +1,12 @@
 """BatchNorm over a whole step has the same bits whoever computes which micro-batch."""
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import synced_models
-import toys
-import worlds
 import zoo
 from pairs import pairs
+from same_bits import Placed, assert_same_bits
 from toys import Case
 
 BRANCHED = Case(4, model=synced_models.Branched, sync_batchnorm=True)
@@ -32,13 +29,6 @@ FEWER = [("ddp", 2, ()), ("zero1", 3, ())]  # ranks than micro-batches
 AS_MANY = [("ddp", 4, ()), ("zero2", 4, ()), ("zero3", 4, ()), ("hsdp", 4, (("replicate", 2),))]
 
 
-@cache
-def alone(name: str) -> dict[str, Any]:
-    """Return what a case has on one process."""
-    [trace] = worlds.run(1, toys.whole_trace, CASES[name], timeout=60.0)
-    return dict(trace)
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
@@ -48,8 +38,5 @@ def alone(name: str) -> dict[str, Any]:
         (EIGHT, AS_MANY[0]),
     ],
 )
-def test_the_bits_are_those_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
-    strategy, size, options = placed
-    placed_case = replace(CASES[name], strategy=strategy, options=options)
-    for trace in worlds.run(size, toys.whole_trace, placed_case, timeout=60.0):
-        assert [key for key in alone(name) if trace[key] != alone(name)[key]] == []
+def test_the_bits_are_those_of_one_process(name: str, placed: Placed) -> None:
+    assert_same_bits(CASES[name], placed)

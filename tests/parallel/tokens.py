@@ -1,6 +1,6 @@
 """Models of tokens and of several inputs, a task whose batches are dicts and weigh uneven numbers of tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,7 @@ from lockstep.core.precision import Precision
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import LOSS, MicroBatch, Monitor, Problem
 from lockstep.tasks.batches import predictions
 
@@ -120,9 +117,6 @@ def build(case: Case) -> nn.Module:
 
 
 def engine(world: World, case: Case) -> Engine:
-    def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
-        return make_optimizer(trained, name=case.optimizer, lr=0.02, weight_decay=0.01, norms=norms)
-
     task = NextToken(case.named)
     [(_, batch), *_] = steps(replace(case, samples=(2,)))
     example = batches.mapped(lambda tensor: tensor.to("meta"), task.inputs(batch))
@@ -134,7 +128,9 @@ def engine(world: World, case: Case) -> Engine:
         recompute=case.recompute,
     )
     problem = Problem(task, partial(build, case), example=example)
-    started: Engine = toys.named(world, case.strategy, case.options).start(problem, optimizer, world, numerics)
+    started: Engine = toys.named(world, case.strategy, case.options).start(
+        problem, toys.making(case.optimizer, 0.02), world, numerics
+    )
     return started
 
 
@@ -172,16 +168,9 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
     training = engine(world, case)
     if state is not None:
         training.load(state)
-    trace: Trace = {}
     task = NextToken(case.named)
-    for step, batch in list(steps(case))[first:]:
-        sums = training.forward_backward(share(world, case, step, batch), step)
-        update = training.update(0.02, case.clip)
-        with training.evaluation() as predict:
-            outputs = predict(task.inputs({name: tensor[:2] for name, tensor in batch.items()}))
-        predicted = [toys._hash(tensor) for tensor in batches.tensors_of(outputs)]
-        norm = None if update.norm is None else update.norm.item().hex()
-        trace[f"step {step.number}"] = f"{sums.loss.item().hex()} {norm} {update.applied} {predicted}"
-    whole = toys.whole_state(world, training)
-    training.close()
-    return toys.as_from_disk(whole), {**trace, **toys.fingerprint(whole)}
+    given = (
+        (step, share(world, case, step, batch), task.inputs({name: tensor[:2] for name, tensor in batch.items()}))
+        for step, batch in list(steps(case))[first:]
+    )
+    return toys.ended(world, training, toys.train(training, given, lambda _: 0.02, case.clip))

@@ -1,7 +1,7 @@
 """A small model with every trap in it, and steps of training whose every bit can be compared."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
+from lockstep.core.batch import Inputs, tensors_of
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
@@ -22,7 +23,7 @@ from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.groups import ParameterGroup, settings
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layouts.base import gathered, trained_parameters
-from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.tensor.canonical_state import CanonicalState
@@ -166,18 +167,7 @@ def engine(world: World, case: Case) -> Engine:
 
     names = [name for name, _ in trained_parameters(build(case))]
     special = settings(names, case.groups, {}) if case.groups else {}
-
-    def optimizer(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
-        return make_optimizer(
-            trained,
-            name=case.optimizer,
-            lr=0.1,
-            weight_decay=0.01,
-            norms=norms,
-            settings=lambda name: special.get(name, {}),
-            **options,
-        )
-
+    optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
     problem = Problem(Classification(topk=(1,)), partial(build, case), example=example)
     started: Any = strategy(world, case).start(problem, optimizer, world, case.numerics())
@@ -187,6 +177,15 @@ def engine(world: World, case: Case) -> Engine:
         chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
         return CanonicalState(started, chunked)
     return started  # type: ignore[no-any-return]
+
+
+def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
+    """Return what makes an optimizer, whose weight decay is not zero."""
+
+    def made(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
+        return make_optimizer(trained, name=name, lr=lr, weight_decay=0.01, norms=norms, **options)
+
+    return made
 
 
 def rota(world: World, case: Case) -> Rota:
@@ -231,17 +230,30 @@ def trained(world: World, case: Case, first: int = 0, state: State | None = None
     training = engine(world, case)
     if state is not None:
         training.load(state)
+    given = ((step, share(world, case, step), (images[:2],)) for step, images, _ in list(steps(case))[first:])
+    return training, train(training, given, rate, case.clip)
+
+
+def train(
+    training: Engine,
+    given: Iterable[tuple[Step, list[MicroBatch], Inputs | None]],
+    lr: Callable[[Step], float],
+    clip: float | None,
+) -> Trace:
+    """Train a step on each of what is given: this rank's micro-batches, and inputs that are evaluated after it."""
     trace: Trace = {}
-    for step, images, _ in list(steps(case))[first:]:
-        sums = training.forward_backward(share(world, case, step), step)
-        update = training.update(rate(step), case.clip)
-        with training.evaluation() as predict:  # which must leave no trace
-            predicted = _hash(predict((images[:2],)))
+    for step, own, shown in given:
+        sums = training.forward_backward(own, step)
+        update = training.update(lr(step), clip)
+        predicted = []
+        if shown is not None:
+            with training.evaluation() as predict:  # which must leave no trace
+                predicted = [_hash(each) for each in tensors_of(predict(shown))]
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = (
             f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale} {predicted}"
         )
-    return training, trace
+    return trace
 
 
 def whole_state(world: World, training: Engine) -> State:
@@ -270,9 +282,13 @@ def whole_trace(world: World, case: Case) -> Trace:
 
 def states(world: World, case: Case, first: int, state: State | None) -> tuple[State, Trace]:
     """Train on from `state` at step `first`; return the state as a checkpoint has it, and all there is to compare."""
-    engine, trace = trained(world, case, first, state)
-    whole = whole_state(world, engine)
-    engine.close()
+    return ended(world, *trained(world, case, first, state))
+
+
+def ended(world: World, training: Engine, trace: Trace) -> tuple[State, Trace]:
+    """Close an engine; return its state as a checkpoint has it, and all there is to compare."""
+    whole = whole_state(world, training)
+    training.close()
     return as_from_disk(whole), {**trace, **fingerprint(whole)}
 
 
