@@ -18,7 +18,7 @@ _KNOWN: dict[str, Trace] = {}  # a case need not be hashable
 
 def alone(case: Any, run: Callable[..., Trace] = toys.whole_trace, timeout: float = 60.0) -> Trace:
     """Return all there is to compare of a case on one process; it is run once in a session."""
-    key = f"{run.__module__} {case}"
+    key = f"{run} {case}"
     if key not in _KNOWN:
         [_KNOWN[key]] = worlds.run(1, run, case, timeout=timeout)
     return _KNOWN[key]

@@ -106,7 +106,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()  # of the strategy
     bucket_bytes: int = BUCKET_BYTES
     audit_every: int = 0
-    model: type[nn.Module] = Toy
+    model: Callable[[], nn.Module] = Toy
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
     groups: tuple[ParameterGroup, ...] = ()

@@ -1,70 +1,15 @@
 """Real models, a few steps each, under any strategy: what the promise of equal bits is worth outside of toys."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import timm
 import torchvision
 import toys
-from torch import Tensor, nn
+from torch import nn
 from toys import Case
-
-
-class Vit(nn.Module):
-    """vit_tiny with two of its blocks, dropout and stochastic depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = timm.create_model(
-            "vit_tiny_patch16_224",
-            img_size=32,
-            patch_size=8,
-            depth=3,
-            num_classes=toys.CLASSES,
-            drop_rate=0.1,
-            attn_drop_rate=0.1,
-            drop_path_rate=0.2,
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(images)
-        return outputs
-
-
-class ResNet(nn.Module):
-    """torchvision's ResNet-18."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torchvision.models.resnet18(num_classes=toys.CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(images)
-        return outputs
-
-
-class EfficientNet(nn.Module):
-    """timm's efficientnet_b0, with stochastic depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = timm.create_model("efficientnet_b0", num_classes=toys.CLASSES, drop_rate=0.2, drop_path_rate=0.2)
-
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(images)
-        return outputs
-
-
-class ConvNext(nn.Module):
-    """timm's convnext_atto with two of its stages; its images are permuted to and fro."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = timm.create_model("convnext_atto", depths=(1, 1, 0, 0), num_classes=toys.CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(images)
-        return outputs
 
 
 class Mlp(nn.Sequential):
@@ -80,11 +25,26 @@ class Mlp(nn.Sequential):
         )
 
 
-MODELS: dict[str, type[nn.Module]] = {
-    "resnet18": ResNet,
-    "vit_tiny": Vit,
-    "efficientnet_b0": EfficientNet,
-    "convnext": ConvNext,
+vit = partial(  # two of its blocks, dropout and stochastic depth
+    timm.create_model,
+    "vit_tiny_patch16_224",
+    img_size=32,
+    patch_size=8,
+    depth=3,
+    num_classes=toys.CLASSES,
+    drop_rate=0.1,
+    attn_drop_rate=0.1,
+    drop_path_rate=0.2,
+)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": partial(torchvision.models.resnet18, num_classes=toys.CLASSES),
+    "vit_tiny": vit,
+    "efficientnet_b0": partial(  # with stochastic depth
+        timm.create_model, "efficientnet_b0", num_classes=toys.CLASSES, drop_rate=0.2, drop_path_rate=0.2
+    ),
+    # Two of its stages; its images are permuted to and fro.
+    "convnext": partial(timm.create_model, "convnext_atto", depths=(1, 1, 0, 0), num_classes=toys.CLASSES),
     "mlp": Mlp,
 }
 

@@ -43,7 +43,7 @@ from lockstep.strategies.mesh import Strategy
         ),
         (Strategy(context=2, sequence_parallel=True), 4, 4, "make tensor 2 or more, or leave sequence_parallel out"),
         (Strategy(replicate=2, expert=3), 6, 4, "6 processes but only 4 micro-batches"),
-        (Strategy(pipe=3, cut=("a",)), 3, 4, "cut names 1 modules, but there are 3 stages; name 2, or leave cut out"),
+        (Strategy(pipe=3, cut=("a",)), 3, 4, "3 stages, 1 for each process of a pipeline; name 2, or leave cut out"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(

@@ -43,7 +43,6 @@ from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import Ema, evaluating
@@ -57,7 +56,6 @@ from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.still import Still
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
-from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -96,12 +94,7 @@ class DataParallelEngine:
         self._device = world.device
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        if numerics.dtype is not None:
-            widen_batchnorm(self._model)
-        if numerics.stored is not None:
-            store_in(self._model, numerics.stored)
-        if numerics.compile:
-            compile_blocks(self._model, world.device)
+        numerics.prepare(self._model, world.device)
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())

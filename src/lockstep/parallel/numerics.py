@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.batch import Inputs, mapped
 from lockstep.core.precision import Precision
 from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
+from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.weights import store_in, widen_batchnorm
 
 # Given what is trained on this rank, and what works out the norms of the whole tensors that it is part of.
 MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
@@ -56,6 +58,15 @@ class Numerics:
     def copied(self) -> torch.dtype | None:
         """The dtype of the copies of its weights that the model computes with, None where there are none."""
         return self.dtype if self.stored is None else None
+
+    def prepare(self, model: nn.Module, device: torch.device) -> None:
+        """Let a model compute and keep its weights by this, before anything is put around its layers: in place."""
+        if self.dtype is not None:
+            widen_batchnorm(model)
+        if self.stored is not None:
+            store_in(model, self.stored)
+        if self.compile:
+            compile_blocks(model, device)
 
     def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return what scales the loss; it does nothing where the precision needs none."""

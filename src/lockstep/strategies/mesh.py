@@ -105,13 +105,8 @@ class Strategy:
                 "strategy mesh: schedule and stages_per_rank are of pipelines, and pipe is 1; make it 2 or more, or "
                 "leave them out"
             )
-        check_stages("mesh", self.schedule, self._per_rank())
-        stages = self.pipe * self._per_rank()
-        if self.cut and len(self.cut) != stages - 1:
-            raise UsageError(
-                f"strategy mesh: cut names {len(self.cut)} modules, but there are {stages} stages; name {stages - 1}, "
-                f"or leave cut out"
-            )
+        per_rank = self._per_rank()
+        check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)
         check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(

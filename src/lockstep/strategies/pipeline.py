@@ -54,7 +54,6 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the options do not fit each other or the number of processes."""
         per_rank = self._per_rank()
-        check_stages("pipeline", self.schedule, per_rank)
         pipelines = self._pipelines
         asked = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
@@ -64,12 +63,7 @@ class Strategy:
             raise UsageError(
                 f"strategy pipeline: {asked} but only {microbatches} micro-batches; use at most {microbatches}"
             )
-        stages = processes // pipelines * per_rank
-        if self.cut and len(self.cut) != stages - 1:
-            raise UsageError(
-                f"strategy pipeline: cut names {len(self.cut)} modules, but there are {stages} stages, {per_rank} for "
-                f"each process of a pipeline; name {stages - 1}, or leave cut out"
-            )
+        check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 
     def check_model(
         self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False

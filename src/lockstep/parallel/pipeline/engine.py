@@ -38,7 +38,6 @@ from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError
 from lockstep.parallel.activations import around_forward
-from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import Ema, evaluating
@@ -57,7 +56,6 @@ from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
-from lockstep.parallel.weights import store_in, widen_batchnorm
 from lockstep.tasks.base import MicroBatch, Problem
 
 # Given what enters a stage, of the first one the tensors of the inputs, and the inputs; returns what leaves it, or the
@@ -155,12 +153,7 @@ class PipelineEngine:
             )
             for number in numbers
         }
-        if numerics.dtype is not None:
-            widen_batchnorm(self._model)
-        if numerics.stored is not None:
-            store_in(self._model, numerics.stored)
-        if numerics.compile:
-            compile_blocks(self._model, world.device)
+        numerics.prepare(self._model, world.device)
         self._evaluating: dict[int, StageForward]
         self._training: dict[int, StageForward]
         self._modules: dict[int, nn.Module]  # which have the parameters of a stage

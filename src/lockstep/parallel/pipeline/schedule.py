@@ -16,7 +16,7 @@ from another it waits for, and it never waits for what it sends: any order in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from lockstep.core.order import cut
@@ -39,8 +39,11 @@ def stages_of_each(schedule: Schedule, stages_per_rank: int | None) -> int:
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 
 
-def check_stages(strategy: str, schedule: Schedule, per_rank: int) -> None:
-    """Raise UsageError where the schedule is none for so many stages of each rank."""
+def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, begins: Sequence[str]) -> None:
+    """Raise UsageError where the schedule is none for so many stages of each rank.
+
+    Or where the modules that are said to begin the stages but the first, if any are, are not as many as these.
+    """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
             f"strategy {strategy}: schedule {schedule} has one stage for each process, not {per_rank}; use schedule "
@@ -48,6 +51,11 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int) -> None:
         )
     if per_rank == 1 and schedule == "interleaved":
         raise UsageError(f"strategy {strategy}: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
+    if begins and len(begins) != stages - 1:
+        raise UsageError(
+            f"strategy {strategy}: cut names {len(begins)} modules, but there are {stages} stages, {per_rank} for each "
+            f"process of a pipeline; name {stages - 1}, or leave cut out"
+        )
 
 
 def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
