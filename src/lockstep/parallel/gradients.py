@@ -6,6 +6,8 @@ pieces are flattened and handed to the stream, which adds them over the ranks (c
 one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
+
+Shapes: a bucket is b_N, flat, the elements of its parameters p_... one after the other, each in the order of its memory.
 """
 
 from __future__ import annotations

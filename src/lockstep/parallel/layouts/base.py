@@ -3,6 +3,8 @@
 An engine (parallel/data_parallel.py) computes gradients and updates; where these are is its layout's business. What the
 optimizer moves are *trained* tensors: a model's parameters, or this rank's rows of them. Every optimizer that works
 element by element does the same to a row wherever it is. What looks at whole tensors, norms, comes from here.
+
+Shapes: R rows of a whole parameter (its dim 0; 1 for one without dims), r of them on this rank, ... its other dims.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Trained(Protocol):
         ...
 
     def held(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return `tensor`, which has the shape of what is trained of parameter `name`, as a part of the whole."""
+        """Return `tensor`, [r, ...] as what is trained of parameter `name` is, as rows of the whole one of [R, ...]."""
         ...
 
     def publish(self) -> None:
@@ -177,7 +179,7 @@ class Slots:
         return self._held(owner, tensor) if lies_alike else tensor
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of the whole tensor `name`."""
+        """Return this rank's part of the whole tensor `name`: [r, ...] of [R, ...] where it lies as its parameter."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         if parameter is None:

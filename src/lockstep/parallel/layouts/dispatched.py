@@ -3,6 +3,8 @@
 What all ranks have is added as by data parallelism. The gradients of experts come from the ranks that use them
 (parallel/tensor/dispatch.py), one micro-batch of each rank in a round, and are added by the rank that has them; with
 several replicas of the experts, after backward, between the ranks that have the same.
+
+Shapes: the experts' parameters p_ER..., of E * R rows in all, of which this rank has the e * R of its e experts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1. Each rank
 keeps the optimizer's state for its rows alone; after an update the ranks send each other the rows they moved.
+
+Shapes: a parameter p_R... of R rows, of which this rank updates p_r..., a view of it or a copy in other memory.
 """
 
 from __future__ import annotations

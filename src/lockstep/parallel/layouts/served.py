@@ -7,6 +7,8 @@ too. In a step, beside what any data parallelism does:
    as soon as backward has filled it; the server adds the pieces of all ranks by the tree: the bits of one process;
 2. the server updates the weights; the workers' optimizers have parameters without rows, and nothing to do;
 3. the workers *pull* the new weights, which the server holds back until it has moved them.
+
+Shapes: a bucket's flat pieces are g_N; a parameter p_R... has all its R rows on the server, and none, p_0..., elsewhere.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ rows of all the members' gradients, and adds them by the tree (core/tree.py), so
 sums. After the last round the replicas add theirs. Members without a micro-batch of their own in a round compute
 another's along, since parameters are gathered from all; what they find counts for nothing. So does what all compute
 beside a step: that is a round in which no member has a micro-batch.
+
+Shapes: M members; a unit's gradients g_MN, flat, with a part of N elements for each member, as fully_shard lays them
+out (each parameter's rows even, padded); what is dealt to this one, and summed, g_N.
 """
 
 from __future__ import annotations
@@ -215,7 +218,7 @@ class _ShardSums:
         self._round = next(self._rounds, (0, 0))
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Take what a unit's backward made (comm/fsdp.py); after the last round `output` becomes the sum."""
+        """Take what a unit's backward made, [M * N] (comm/fsdp.py); after the last round `output`, [N], is the sum."""
         if self.note is not None:
             self.note(f"gradient of {self._units[unit]}", gradients)
         while may_wait and len(self._under_way) >= _UNDER_WAY:
