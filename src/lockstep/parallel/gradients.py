@@ -7,7 +7,7 @@ one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
 
-Shapes: a bucket is b_N, flat, the elements of its parameters p_... one after the other, each in the order of its memory.
+Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after the other, each in its order in memory.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ too. In a step, beside what any data parallelism does:
 2. the server updates the weights; the workers' optimizers have parameters without rows, and nothing to do;
 3. the workers *pull* the new weights, which the server holds back until it has moved them.
 
-Shapes: a bucket's flat pieces are g_N; a parameter p_R... has all its R rows on the server, and none, p_0..., elsewhere.
+Shapes: a bucket's flat pieces are g_N; of a parameter p_R... the server has all R rows, and a worker none: p_0...
 """
 
 from __future__ import annotations
