@@ -72,6 +72,7 @@ class Sharded:
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         self._backward = False  # whether a backward of a step is under way
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
+        self._gathers = Gathers(self._ask, self._gather, self._scatter, self._hand_on, self._check)
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # What goes into a unit is not converted: in one process there are no units.
         precision = _policy(narrow)
@@ -90,7 +91,7 @@ class Sharded:
             _add_zeros(self._units[number])
             if not keep_gathered and (group := _group(self._units[number])) is not None:
                 group._backward_prefetch = self._prefetch
-            self._units[number].set_custom_all_gather(_AllGatherHook(partial(self._before_gather, number)))
+            self._units[number].set_custom_all_gather(_AllGatherHook(partial(self._gathers.before, number)))
             self._units[number].set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
             self._units[number].set_gradient_divide_factor(1.0)
             self._units[number].set_force_sum_reduction_for_comms(True)
@@ -103,7 +104,6 @@ class Sharded:
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
-        self._gathers = Gathers(self._ask, self._gather, self._scatter, self._hand_on, self._check)
         held = [number for number, unit in enumerate(self._units) if _parameters(unit)]
         self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # what is in no unit first
         self._whole = False  # all that may be called is gathered
@@ -255,9 +255,6 @@ class Sharded:
             dist.all_gather(answers, torch.tensor(numbers), group=self._mesh.get_group())
         return [each.tolist() for each in answers]
 
-    def _before_gather(self, unit: int) -> None:
-        self._gathers.before(unit)
-
     def _check(self, unit: int, left: Sequence[int]) -> None:
         """Raise UsageError for a unit that others do not gather, or may not before they wait for this member."""
         if unit not in left:
@@ -384,61 +381,48 @@ class _ReduceScatterHook(ReduceScatter):
 
 
 @final
-class _Repeated:
-    """Stands for an argument that is the very tensor which argument `key` is."""
+class _Noted:
+    """What fully_shard's hook would lose of a unit's arguments, where it makes views of tensors that want a gradient.
 
-    def __init__(self, key: int | str) -> None:
-        self.key = key
+    - That several arguments are one tensor: attention, for one, goes another way where key is query. It gets one.
+    - The strides of dims of one element, such as the samples of a micro-batch of one, which tell kernels in which
+      memory format it is: torch makes strides anew when it makes a view.
+    """
 
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        first: dict[int, int] = {}
+        self._first = [
+            first.setdefault(id(each), n) if isinstance(each, Tensor) else n for n, each in enumerate(leaves)
+        ]
+        self._strides = [_stride(leaf) for leaf in leaves]
 
-@final
-class _Strides:
-    """The strides of all tensors among a unit's arguments, in the order of their tree."""
+    def once(self, leaves: Sequence[Any]) -> list[Any]:
+        return [leaf if self._first[number] == number else None for number, leaf in enumerate(leaves)]
 
-    def __init__(self, arguments: Arguments) -> None:
-        self._strides = [_stride(leaf) for leaf in tree_leaves(arguments)]
-
-    def restored(self, arguments: Arguments) -> Arguments:
-        leaves, tree = tree_flatten(arguments)
-        pairs = zip(leaves, self._strides, strict=True)
-        same = (leaf if _stride(leaf) == stride else _Unchanged.apply(leaf, stride) for leaf, stride in pairs)
-        return cast(Arguments, tree_unflatten(same, tree))
+    def restored(self, leaves: Sequence[Any]) -> list[Any]:
+        alike = [
+            leaf if leaf is None or _stride(leaf) == stride else _Unchanged.apply(leaf, stride)
+            for leaf, stride in zip(leaves, self._strides, strict=True)
+        ]
+        return [alike[number] for number in self._first]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _before_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Note what fully_shard's hook would lose by turning each tensor that wants a gradient into a view of it.
-
-    - That several arguments are one tensor: attention, for one, goes another way where key is query. It gets one.
-    - The strides of dims of one element, such as the samples of a micro-batch of one, which tell kernels in which
-      memory format it is: torch makes strides anew when it makes a view.
-    """
-    first: dict[int, int | str] = {}
-
-    def once(key: int | str, value: Any) -> Any:
-        known = first.setdefault(id(value), key) if isinstance(value, Tensor) else key
-        return value if known == key else _Repeated(known)
-
-    args, kwargs = (
-        tuple(once(key, value) for key, value in enumerate(args)),
-        {key: once(key, kwargs[key]) for key in kwargs},
-    )
-    return (*args, _Strides((args, kwargs))), kwargs
+    """Give a unit its arguments without repeated tensors, and at their end what is to be known of them."""
+    leaves, tree = tree_flatten((args, kwargs))
+    noted = _Noted(leaves)
+    args, kwargs = cast(Arguments, tree_unflatten(noted.once(leaves), tree))
+    return (*args, noted), kwargs
 
 
 def _after_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Give a unit its arguments as they were."""
-    *given, strides = args
-    args, kwargs = strides.restored((tuple(given), kwargs))
-
-    def shown(value: Any) -> Any:
-        if not isinstance(value, _Repeated):
-            return value
-        return args[value.key] if isinstance(value.key, int) else kwargs[value.key]
-
-    return tuple(shown(value) for value in args), {key: shown(value) for key, value in kwargs.items()}
+    *given, noted = args
+    leaves, tree = tree_flatten((tuple(given), kwargs))
+    return cast(Arguments, tree_unflatten(noted.restored(leaves), tree))
 
 
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
