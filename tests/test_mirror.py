@@ -77,7 +77,7 @@ TOGETHER: Final[dict[str, str]] = {
     "reporting/test_outside.py": "reporting: mlflow_sink wandb_sink",
     "run/test_joined.py": "run: ambient membership placing\n"
     "run: own_checkpoints own_model own_placed own_plan own_step own_sums",
-    "strategies/test_strategies.py": "strategies: ddp hsdp single zero1 zero2 zero3",
+    "strategies/test_strategies.py": "strategies: context ddp hsdp single zero1 zero2 zero3",
     "tasks/test_batches.py": "tasks: base",
     "tasks/test_classification.py": "tasks: own_loss",
     "test_cli.py": ".: __main__",

@@ -8,8 +8,9 @@ from typing import Any, get_type_hints
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
-from lockstep.strategies import ddp, hsdp, names, single, zero1, zero2, zero3
+from lockstep.strategies import context, ddp, hsdp, names, parameter_server, single, zero1, zero2, zero3
 
 
 def test_every_file_is_a_strategy() -> None:
@@ -42,7 +43,10 @@ def test_powersgd_promises_nothing_and_its_rank_goes_with_it() -> None:
         ddp.Strategy(compress="bf16", powersgd_rank=4).check(2, 2)
 
 
-SHARING = [ddp.Strategy(), zero1.Strategy(), zero2.Strategy(), zero3.Strategy(), hsdp.Strategy(replicate=1)]
+SHARING = [
+    *(ddp.Strategy(), zero1.Strategy(), zero2.Strategy(), zero3.Strategy(), hsdp.Strategy(replicate=1)),
+    *(parameter_server.Strategy(), parameter_server.Strategy(asynchronous=True)),
+]
 
 
 @pytest.mark.parametrize("strategy", SHARING)
@@ -73,15 +77,24 @@ def test_one_process_has_nobody_to_share_with(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicate", "processes", "problem"),
+    ("strategy", "processes", "microbatches", "problem"),
     [
-        (3, 8, "strategy hsdp: replicate=3 does not divide 8 processes; use 1, 2, 4, 8"),
-        (4, 4, "4 processes in 4 replicas leave one for each, which shares with nobody"),
+        (hsdp.Strategy(3), 8, 8, "strategy hsdp: replicate=3 does not divide 8 processes; use 1, 2, 4, 8"),
+        (hsdp.Strategy(4), 4, 8, "4 processes in 4 replicas leave one for each, which shares with nobody"),
+        (context.Strategy(3), 4, 2, "strategy context: replicate=3 does not divide 4 processes; use 1, 2, 4"),
+        (context.Strategy(4), 4, 2, "4 processes but only 2 micro-batches; use at most 2"),
     ],
 )
-def test_replicas_must_fit(replicate: int, processes: int, problem: str) -> None:
+def test_replicas_must_fit(strategy: Any, processes: int, microbatches: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        hsdp.Strategy(replicate=replicate).check(processes, 8)
+        strategy.check(processes, microbatches)
+
+
+def test_neighbours_share_sequences() -> None:
+    context.Strategy().check(4, 1)  # however few micro-batches: all have work in each
+    mesh = context.Strategy(replicate=2).mesh(6)
+    assert mesh == Mesh(replicate=2, context=3)
+    assert mesh.groups("context") == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_replicas_are_ranks_that_follow_each_other() -> None:
@@ -96,7 +109,8 @@ def test_single_is_one_process() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "many"])
-def test_buckets_have_a_size(value: object) -> None:
+@pytest.mark.parametrize("kind", [ddp, parameter_server])
+def test_buckets_have_a_size(kind: Any, value: object) -> None:
     with pytest.raises(ValidationError):
-        TypeAdapter(ddp.Strategy).validate_python({"bucket_mib": value})
+        TypeAdapter(kind.Strategy).validate_python({"bucket_mib": value})
     assert TypeAdapter(ddp.Strategy).validate_python({"bucket_mib": 0.5}).bucket_mib == 0.5
