@@ -30,8 +30,8 @@ ALLOWED = {
     "parallel": ["core", "device", "comm", "tasks"],
     "strategies": ["core", "device", "comm", "tasks", "parallel"],
     "training": ["core", "device", "comm", "ranks", "tasks", "data", "parallel/engine"],
-    "checkup": ["core", "device", "comm", "ranks"],
     "launchers": ["core"],
+    "checkup": ["core", "device", "comm", "ranks", "launchers"],
     "reporting": ["core", "training/events"],
     "run": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),

@@ -19,12 +19,11 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 TOGETHER: Final[dict[str, str]] = {
     "commands/test_adapters_trained.py": "models: tuned\nrun: adapters",
     "commands/test_bring_your_own.py": "run: optimizing",
-    "commands/test_checked_up.py": "checkup: rank\nrun: checked_up",
+    "commands/test_checked_up.py": "checkup: rank",
     "commands/test_commands_compare.py": "run: comparing",
     "commands/test_commands_report.py": "jobs: reader",
     "commands/test_deepspeed_train.py": "run: foreign",
-    "commands/test_doctor.py": "run: data_report launch_report",
-    "commands/test_doctor_gpu.py": "run: gpu_report",
+    "commands/test_doctor.py": "checkup: launch",
     "commands/test_eval.py": "run: evaluation",
     "commands/test_export.py": "exports: as_user base check export sample to_onnx to_safetensors to_timm to_torch "
     "to_transformers",

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lockstep.checkup.finding import Finding
 from lockstep.checkup.report import Report, tables
-from lockstep.comm.links import Link, Offset
+from lockstep.comm.links import Link
 
 LINKS = (Link(0, 1, 5e-5, 1200.0), Link(1, 0, 7e-5, 0.125))
 
@@ -61,8 +61,7 @@ def test_what_others_wrote_moves_no_cursor() -> None:
 
 
 def test_json_has_all_of_it() -> None:
-    report = Report(("h0", "h1"), 1.0, (Finding("cores", "warning", "1"),), LINKS, (Offset(1, 0.1, 0.01),))
+    report = Report(("h0", "h1"), 1.0, (Finding("cores", "warning", "1"),), LINKS)
     said = json.loads(json.dumps(report.as_json()))
     assert said["level"] == "warning"
     assert said["links"][1] == {"source": 1, "target": 0, "latency_s": 7e-5, "mb_s": 0.125}
-    assert said["offsets"] == [{"rank": 1, "ahead_s": 0.1, "within_s": 0.01}]

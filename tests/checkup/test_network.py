@@ -11,13 +11,12 @@ from lockstep.checkup.network import (
     of_golden,
     of_interfaces,
     of_links,
-    of_offsets,
     of_shared,
     unreachable,
     used_interfaces,
 )
 from lockstep.comm.golden import Golden
-from lockstep.comm.links import Link, Offset
+from lockstep.comm.links import Link
 
 HOSTS = ["h0", "h1", "h2", "h3"]
 TWO = ["h0", "h0", "h1", "h1"]
@@ -87,23 +86,6 @@ def test_of_many_slow_links_the_slowest_are_named() -> None:
     found = [*of_links(links, hosts)]
     assert len(found) == 7
     assert found[-1].found == "4 more are slow; see --json"
-
-
-@pytest.mark.parametrize(
-    ("ahead_s", "level", "text"),
-    [
-        (0.0004, "ok", "at most 0.4 ms apart (within 1.0 ms)"),
-        (-75.0, "warning", "h2 is 75.0 s behind h0 (within 0.001 s)"),
-        (2.0, "warning", "h2 is 2.0 s ahead of h0 (within 0.001 s)"),
-    ],
-)
-def test_clocks(ahead_s: float, level: str, text: str) -> None:
-    found = of_offsets([Offset(1, 0.0001, 0.001), Offset(2, ahead_s, 0.001)], HOSTS)
-    assert words([*found]) == [(level, text)]
-
-
-def test_a_clock_that_may_be_right_is_no_fault() -> None:
-    assert [each.level for each in of_offsets([Offset(1, 3.0, 2.5)], HOSTS)] == ["ok"]
 
 
 def at(host: int, gloo: str = "eth0") -> dict[str, Any]:

@@ -14,7 +14,7 @@ def test_one_rank(run: Start, tmp_path: Path) -> None:
     assert lines[0].startswith("check-up of 1 rank on 1 host, ")
     assert any(line.split()[:2] == ["ok", "cores"] or line.split()[:2] == ["warning", "cores"] for line in lines)
     assert any("PYTHONHASHSEED=7" in line for line in lines)
-    assert any("run folder" in line and "fsync" in line for line in lines)
+    assert any("run folder" in line and "GiB free" in line for line in lines)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".lockstep") or path.name == "runs"] == []
 
 

@@ -1,102 +1,127 @@
-"""Cards are looked for on the host: here with a program in the place of nvidia-smi, and folders as the driver makes."""
+"""What NVML answers is read, whatever a card or an old driver does not know; here by functions in its place."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
-import smi_outputs
 import torch
 
 from lockstep.device import cards
-from lockstep.device.no_card import reasons
+from lockstep.device.cards import Card, Driver
+
+ANSWERS = {
+    "Name": "NVIDIA A100-SXM4-80GB",
+    "UUID": "GPU-00000000-0000-0000-0000-000000000002",
+    "PciInfo": SimpleNamespace(busId="00000000:9D:00.0"),
+    "MemoryInfo": SimpleNamespace(total=80 << 30),
+    "ComputeMode": pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+    "ComputeRunningProcesses": [SimpleNamespace(pid=2**30)],
+    "MigMode": [0, 0],
+    "EccMode": [1, 1],
+    "PersistenceMode": 1,
+    "TotalEccErrors": 3,
+    "RemappedRows": (0, 0, 1, 0),
+    "RetiredPagesPendingStatus": 0,
+    "CurrentClocksEventReasons": pynvml.nvmlClocksEventReasonGpuIdle | pynvml.nvmlClocksEventReasonSwPowerCap,
+    "EnforcedPowerLimit": 300_000,
+    "PowerManagementDefaultLimit": 400_000,
+    "CurrPcieLinkWidth": 8,
+    "MaxPcieLinkWidth": 16,
+}
 
 
 @pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """Put a program in the place of nvidia-smi that prints what `-q -x` and `topo -m` did, or does as it is told."""
+def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put functions in the place of NVML's which answer for one card; what is missing here, it does not know."""
+    answers = dict(ANSWERS)
 
-    def put(body: str = "", xml: str = smi_outputs.T4_515, topology: str = smi_outputs.RTX3090S) -> None:
-        (tmp_path / "xml").write_text(xml)
-        (tmp_path / "topology").write_text(topology)
-        file = tmp_path / "bin" / "nvidia-smi"
-        file.parent.mkdir(exist_ok=True)
-        case = f'case "$*" in "-q -x") cat {tmp_path}/xml;; "topo -m") cat {tmp_path}/topology;; *) exit 2;; esac'
-        file.write_text(f"#!/bin/sh\n{body or case}\n")
-        file.chmod(0o755)
-        monkeypatch.setenv("PATH", str(file.parent), prepend=":")
+    def answer(question: str) -> Any:
+        def asked(*_: Any) -> Any:
+            if question not in answers:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return answers[question]
 
-    return put
+        return asked
+
+    for question in ANSWERS:
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{question}", answer(question))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "535.54.03")
+    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion", lambda: 12020)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda number: number)
+    return answers
 
 
-def driver(root: Path) -> Path:
-    """Write what a loaded driver leaves in /proc and /dev."""
-    (root / "proc/driver/nvidia").mkdir(parents=True)
+def test_the_functions_are_those_of_the_library() -> None:
+    assert all(hasattr(pynvml, f"nvmlDeviceGet{question}") for question in ANSWERS)
+    assert all(hasattr(pynvml, f"nvmlClocksEventReason{name}") for name in cards._SLOWED)
+
+
+def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:
+    found = Card(
+        name="NVIDIA A100-SXM4-80GB",
+        uuid="GPU-00000000-0000-0000-0000-000000000002",
+        bus="0000:9d:00.0",
+        memory_mib=81920,
+        mode="Exclusive_Process",
+        users=(f"pid {2**30} (of no known command)",),
+        ecc=True,
+        persistence=True,
+        uncorrected=3,
+        uncorrected_ever=3,
+        repair=("rows to be remapped at the next reset",),
+        slowed=("power cap",),
+        power_limit_w=300.0,
+        power_default_w=400.0,
+        link_width=8,
+        link_width_max=16,
+    )
+    assert cards.ask_driver() == Driver("535.54.03", "12.2", (found,))
+
+
+def test_a_card_that_knows_little(nvml: dict[str, Any]) -> None:
+    for question in ANSWERS.keys() - {"Name", "UUID"}:
+        del nvml[question]
+    assert cards.ask_driver().cards == (Card(ANSWERS["Name"], ANSWERS["UUID"], mode=""),)
+
+
+def test_a_card_that_fell_off_the_bus(nvml: dict[str, Any]) -> None:
+    del nvml["Name"]
+    assert cards.ask_driver() == Driver(problem="Not Supported")
+
+
+def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert cards.ask_driver() == Driver(problem="NVML Shared Library Not Found")
+
+
+def test_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  515.105.01  Fri Apr  7\nGCC version:  gcc 11\n"
-    (root / "proc/driver/nvidia/version").write_text(version)
-    (root / "dev").mkdir()
+    (tmp_path / "proc/driver/nvidia/version").write_text(version)
+    (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
-        (root / "dev" / name).touch()
-    return root
-
-
-def test_what_the_driver_says(smi, tmp_path, monkeypatch) -> None:
-    smi()
+        (tmp_path / "dev" / name).touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found, evidence = cards.look(driver(tmp_path))
-    assert [card.name for card in found.cards] == ["Tesla T4"]
-    assert (found.version, evidence.driver_cuda, evidence.smi, evidence.visible) == ("515.105.01", "11.7", "", "0")
+    evidence = cards.look(Driver(), tmp_path)
     assert evidence.kernel == "NVIDIA UNIX x86_64 Kernel Module  515.105.01  Fri Apr  7"
     assert evidence.files == {"/dev/nvidia-uvm": True, "/dev/nvidia0": True, "/dev/nvidiactl": True}
-    assert evidence.torch_cuda == torch.version.cuda
+    assert evidence.visible == "0"
 
 
-def test_a_host_without_a_driver(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found, evidence = cards.look(tmp_path)
-    assert (found.cards, evidence.kernel, evidence.files) == ((), "", {})
-    assert evidence.smi == "it cannot be run: No such file or directory"
-    if not torch.cuda.device_count():
-        assert evidence.raised
-        assert reasons(evidence)
+def test_a_host_without_a_driver(tmp_path: Path) -> None:
+    evidence = cards.look(Driver(), tmp_path)
+    assert (evidence.kernel, evidence.files) == ("", {})
+    assert evidence.libraries["torch"] == torch.__version__
+    assert bool(evidence.devices) == bool(torch.cuda.device_count())
 
 
-def test_a_program_that_fails_is_quoted(smi) -> None:
-    smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; echo 'NVML: 590.44'; exit 18")
-    said = "Failed to initialize NVML: Driver/library version mismatch NVML: 590.44 (exit code 18)"
-    assert cards.smi("-q", "-x") == ("", said)
-
-
-def test_a_program_that_hangs_is_given_up(smi, monkeypatch) -> None:
-    smi("exec sleep 60")
-    monkeypatch.setattr(cards, "_ANSWER_S", 0.2)
-    assert cards.smi("-q", "-x") == ("", "none within 0 s; the driver hangs: look for Xid in dmesg")
-
-
-def test_what_is_no_xml_is_a_problem(smi, tmp_path) -> None:
-    smi(xml="No devices were found\n")
-    found, evidence = cards.look(tmp_path)
-    assert found.cards == ()
-    assert evidence.smi.startswith("what it printed is no XML")
-
-
-def test_links_are_asked_for_where_there_are_two_cards(smi) -> None:
-    smi()
-    assert cards.connections(2) == [["X", "NV4"], ["NV4", "X"]]
-    assert cards.connections(1) == []
-    smi("exit 1")
-    assert cards.connections(2) == []
-
-
-def test_versions_of_the_libraries() -> None:
-    found = cards.libraries()
-    assert found["torch"] == torch.__version__
-    assert found["cuda"] == torch.version.cuda
-    assert (found["nccl"] is None) == (torch.version.cuda is None)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA device")
-def test_devices_are_cards() -> None:
-    found, evidence = cards.look()
-    assert reasons(evidence) == []
-    assert {device["uuid"] for device in cards.devices()} <= {card.uuid.removeprefix("GPU-") for card in found.cards}
-    assert len(cards.peers()) == torch.cuda.device_count()
+def test_an_address_as_sysfs_has_it() -> None:
+    assert cards.sysfs_address("00000000:9D:00.0") == "0000:9d:00.0"

@@ -12,10 +12,6 @@ from lockstep.device.interfaces import is_loopback
 
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
-_SYNC_S: Final = 0.05  # a disk that turns needs 10 ms, and a flash disk 1
-_MB_S: Final = 50.0  # below one disk that turns, and below Ethernet of 1 Gbit/s
-_DRIFT: Final = 0.01  # 20 times as much as NTP corrects at most while it slews
-_READING_NS: Final = 5_000.0  # tsc takes 30, hpet more than 1,000
 
 
 @dataclass(frozen=True)
@@ -156,31 +152,6 @@ def limits(facts: Facts, around: Around) -> Iterator[Finding]:
         yield Finding("locked memory", "ok", "unlimited" if locked is None else f"at most {_size(locked)}")
 
 
-def clock(facts: Facts, around: Around) -> Iterator[Finding]:
-    """Judge whether the clocks run forwards, alike, quickly and on time."""
-    found = facts["clock"]
-    kept = {None: "synchronisation not known", True: "synchronised", False: "not synchronised by NTP"}
-    text = f"source {found['source'] or 'not known'}, {found['reading_ns']:.0f} ns a reading"
-    if found["backwards"]:
-        leads_to = "timeouts come too early or never"
-        yield Finding(
-            "clock", "problem", f"ran backwards {found['backwards']} times", leads_to, "a fault of the kernel or host"
-        )
-    elif abs(found["drift"]) > _DRIFT:
-        words = f"the clock of the day runs {found['drift']:+.1%} against the monotonic one"
-        yield Finding("clock", "warning", words, "times in logs are wrong", "look at what sets the clock")
-    elif found["reading_ns"] > _READING_NS:
-        yield Finding(
-            "clock", "warning", text, "each measurement of time costs a system call", "boot with clocksource=tsc"
-        )
-    elif found["synchronised"] is False and around.hosts > 1:
-        yield Finding(
-            "clock", "warning", kept[False], "logs of two hosts cannot be put in order", "start chrony or ntpd"
-        )
-    else:
-        yield Finding("clock", "ok", f"{text}, {kept[found['synchronised']]}")
-
-
 def name(facts: Facts, around: Around) -> Iterator[Finding]:
     """Judge what the host's own name stands for: gloo listens there."""
     network, host = facts["network"], facts["host"]
@@ -233,29 +204,20 @@ def port(facts: Facts, _: Around) -> Iterator[Finding]:
             yield Finding("port", "ok", f"{number} is free")
 
 
-def storage(facts: Facts, around: Around) -> Iterator[Finding]:
-    """Judge the file system of the run folder: room, speed, and what checkpoints and locks rely on."""
-    found = facts["storage"]
-    place = f"{found['folder']}{' on ' + found['kind'] if found['kind'] else ''}"
+def folder(facts: Facts, around: Around) -> Iterator[Finding]:
+    """Judge the place of run folders: whether it can be written, room, and locks."""
+    found = facts["folder"]
+    place, text = found["folder"], f"{found['folder']}: {_size(found['free'])} free"
+    another = "choose another run.dir"
     if found["problem"]:
         leads_to = "a run there cannot keep its log and checkpoints"
-        yield Finding("run folder", "problem", f"{place}: {found['problem']}", leads_to, "choose another run.dir")
-        return
-    for able, what, leads_to in (
-        ("renames", "a file does not take another's place", "a checkpoint can be half old and half new"),
-        ("locks", "files cannot be locked", "two runs can write to one folder"),
-    ):
-        if not found[able]:
-            yield Finding("run folder", "problem", f"{place}: {what}", leads_to, "choose another file system")
-    text = (
-        f"{place}: {_size(found['free'])} free, writes {found['mb_s']:,.0f} MB/s, fsync {1e3 * found['sync_s']:.1f} ms"
-    )
-    if found["free"] < _GIB:
+        yield Finding("run folder", "problem", f"{place}: {found['problem']}", leads_to, another)
+    elif not found["locks"]:
+        leads_to = "two runs can write to one folder"
+        yield Finding("run folder", "problem", f"{place}: files cannot be locked", leads_to, another)
+    elif found["free"] < _GIB:
         leads_to = "a run ends when its checkpoint finds no room; older ones stay"
-        yield Finding("run folder", "problem", text, leads_to, "free some, or choose another run.dir")
-    elif found["mb_s"] < _MB_S or found["sync_s"] > _SYNC_S:
-        leads_to = "a run waits at the end for its checkpoints; while it trains they are written beside it"
-        yield Finding("run folder", "warning", text, leads_to, "a local disk, or save less often (run.save_every)")
+        yield Finding("run folder", "problem", text, leads_to, f"free some, or {another}")
     else:
         yield Finding("run folder", "ok", text)
 
@@ -277,11 +239,10 @@ _OF_HOST: Final[tuple[tuple[str, Check], ...]] = (
     ("cores", cores),
     ("memory", memory),
     ("memory", shared_memory),
-    ("clock", clock),
     ("network", name),
     ("network", interface),
     ("ports", port),
-    ("storage", storage),
+    ("folder", folder),
 )
 _HANGS: Final[Mapping[str, str]] = {
     "network": "the resolver of host names does not answer: see /etc/resolv.conf, or put the hosts in /etc/hosts",

@@ -1,4 +1,4 @@
-"""Judges what was measured between the ranks: slow links, the interface that traffic takes, clocks that are apart."""
+"""Judges what was measured between the ranks: slow links and the interface that traffic takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import Finding
 from lockstep.comm.golden import Golden
-from lockstep.comm.links import Link, Offset
+from lockstep.comm.links import Link
 from lockstep.device.interfaces import is_loopback, owner
 
 # A link is slow beside the upper quartile of its kind, not the median: with three hosts, one of which is badly
@@ -18,7 +18,6 @@ _QUARTILE: Final = 0.75
 _SLOWER: Final = 3.0  # measured on busy machines, links of one kind differ by less
 _LATER_S: Final = 1e-3  # a rank that waits for a core is late by less, as the least of many tries
 _LEAST_MB_S: Final = 50.0  # of any link between hosts: half of what Ethernet of 1 Gbit/s carries
-_APART_S: Final = 1.0
 _FEWEST: Final = 3  # links of a kind that can be compared
 _SHOWN: Final = 6
 
@@ -82,21 +81,6 @@ def _way(link: Link, hosts: Sequence[str]) -> str:
 def _upper(values: Sequence[float]) -> float:
     """Return the upper quartile."""
     return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
-
-
-def of_offsets(offsets: Sequence[Offset], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Name the hosts whose clock is not rank 0's."""
-    others = [each for each in offsets if hosts[each.rank] != hosts[0]]
-    apart = [each for each in others if abs(each.ahead_s) - each.within_s > _APART_S]
-    for each in apart:
-        side = "ahead of" if each.ahead_s > 0 else "behind"
-        text = f"{hosts[each.rank]} is {abs(each.ahead_s):,.1f} s {side} {hosts[0]} (within {each.within_s:.3f} s)"
-        leads_to = "logs cannot be put in order, and files look newer or older than they are; no number changes"
-        yield Finding("clocks of hosts", "warning", text, leads_to, "start chrony or ntpd on all hosts")
-    if others and not apart:
-        most = max(others, key=lambda each: abs(each.ahead_s))
-        text = f"at most {abs(most.ahead_s) * 1e3:,.1f} ms apart (within {most.within_s * 1e3:,.1f} ms)"
-        yield Finding("clocks of hosts", "ok", text)
 
 
 def used_interfaces(

@@ -21,14 +21,15 @@ import torch
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merged
+from lockstep.checkup.folder import existing, folder_facts, locked
 from lockstep.checkup.host import Around, of_host, of_rank
 from lockstep.checkup.report import Report
 from lockstep.comm.golden import Golden, tried
-from lockstep.comm.links import MOST_ROUNDS, Link, Offset, links, offsets, rounds
+from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common import plainfile
 from lockstep.common.rank import RankInfo
-from lockstep.device import host, interfaces, ports, storage, timekeeping
+from lockstep.device import host, interfaces, ports
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.member import at_most
@@ -41,7 +42,7 @@ _STALL_S: Final = 8.0  # of one check, the slowest of which takes 2 s over a lin
 _EXCHANGE_S: Final = 20.0  # more than the stall detector needs to ask all ranks, and to name the one that hangs
 _HOST_S: Final = 15.0  # the first look at a card takes seconds
 _NETWORK_S: Final = 8.0
-_STORAGE_S: Final = 10.0
+_FOLDER_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ class Measured:
     failed: str = ""
     connections: Sequence[Sequence[Any]] = ()
     links: Sequence[Mapping[str, Any]] = ()
-    offsets: Sequence[Mapping[str, Any]] = ()
     golden: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -91,9 +91,9 @@ def part(asked: Asked, rendezvous: Rendezvous) -> Report | None:
         measured = rendezvous.gather(found)
     if rendezvous.info.rank > 0:
         return None
-    findings, found_links, found_offsets = _judged(rendezvous, facts, shared, measured)
+    findings, found_links = _judged(rendezvous, facts, shared, measured)
     seconds = time.monotonic() - began
-    return Report(rendezvous.hosts, seconds, tuple(findings), found_links, found_offsets, tuple(facts))
+    return Report(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
 
 
 @contextmanager
@@ -125,8 +125,7 @@ def _facts(asked: Asked, leads: bool, alone: bool) -> dict[str, Any]:
     look("host", _HOST_S, host.facts)
     look("network", _NETWORK_S, lambda: {"network": interfaces.network()})
     if leads:
-        look("clock", _NETWORK_S, lambda: {"clock": timekeeping.clock()})
-        look("run folder", _STORAGE_S, lambda: {"storage": storage.storage(asked.folder)})
+        look("run folder", _FOLDER_S, lambda: {"folder": folder_facts(asked.folder)})
     if alone:
         found["ports"] = {str(asked.port): ports.holder(asked.port)}
     return found
@@ -140,7 +139,7 @@ def _shared_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[st
         path, found = rendezvous.tell(own), None
         if path and leads:
             seen = Path(path).is_file()
-            with storage.locked(Path(path)) if seen and not own else nullcontext(False) as had:
+            with locked(Path(path)) if seen and not own else nullcontext(False) as had:
                 found = {"seen": seen, "locked": not had}
         rendezvous.gather({})  # rank 0 holds the lock until all have looked
     return found
@@ -150,11 +149,11 @@ def _shared_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[st
 def _made(folder: Path) -> Iterator[str]:
     """Yield the path of a locked file at the place of `folder`, removed afterwards; "" where that cannot be."""
     try:
-        own = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=storage.existing(folder)))
+        own = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=existing(folder)))
     except OSError:  # which the check of the run folder reports
         yield ""
         return
-    with storage.locked(own / "lock"):
+    with locked(own / "lock"):
         yield str(own / "lock")
     shutil.rmtree(own, ignore_errors=True)
 
@@ -220,11 +219,8 @@ def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _exchanged(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
-    """Return what this rank measures with the others: clocks, links and golden cases; and by which connections."""
-    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    apart = offsets(world, [rank for rank in firsts if rank > 0][:MOST_ROUNDS])
+    """Return what this rank measures with the others: links and golden cases; and by which connections."""
     found = {
-        "offsets": [asdict(each) for each in apart],
         "links": [asdict(each) for each in links(world, rounds(hosts), step)],
         "golden": asdict(tried(world, step)),
         "connections": [list(each) for each in interfaces.connections()],
@@ -238,7 +234,7 @@ def _judged(
     facts: list[dict[str, Any]],
     shared: list[dict[str, Any]],
     said: list[dict[str, Any]],
-) -> tuple[list[Finding], tuple[Link, ...], tuple[Offset, ...]]:
+) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
     measured = [Measured(**each) for each in said]
     for rank, each in enumerate(measured):
@@ -248,13 +244,11 @@ def _judged(
     findings = merged({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
     findings += merged({rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))})
     found_links = tuple(Link(**link) for each in measured for link in each.links)
-    found_offsets = tuple(Offset(**offset) for each in measured for offset in each.offsets)
     used = network.used_interfaces(facts, [each.connections for each in measured], hosts)
     findings += of_ranks(facts, hosts)
     findings += network.of_connecting([each.failed for each in measured], facts, hosts)
-    findings += network.of_offsets(found_offsets, hosts)
     findings += network.of_shared([each["shared"] for each in shared], hosts)
     findings += network.of_interfaces(facts, used, hosts)
     findings += network.of_links(found_links, hosts)
     findings += network.of_golden([Golden(**each.golden) for each in measured], hosts)
-    return findings, found_links, found_offsets
+    return findings, found_links

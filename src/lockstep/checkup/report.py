@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -12,8 +12,10 @@ from rich.text import Text
 
 from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import ORDER, Finding, Level, worst
-from lockstep.comm.links import Link, Offset
 from lockstep.common.text import printable_line
+
+if TYPE_CHECKING:  # it imports torch, and launchers are looked at without
+    from lockstep.comm.links import Link
 
 _STYLE: Final[dict[Level, str]] = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 _MATRIX: Final = 12  # ranks: more columns no terminal has
@@ -22,14 +24,14 @@ _ALIKE: Final = 2  # of ok findings of one check that differ from host to host: 
 
 @dataclass(frozen=True)
 class Report:
-    """All of it. `hosts` are by rank; `seconds` is how long the check-up took."""
+    """All of it. `hosts` are by rank; `seconds` is how long it took; `title` is the first thing printed."""
 
     hosts: tuple[str, ...]
     seconds: float
     findings: tuple[Finding, ...]
     links: tuple[Link, ...] = ()
-    offsets: tuple[Offset, ...] = ()
     facts: tuple[dict[str, Any], ...] = ()
+    title: str = "check-up"
 
     @property
     def level(self) -> Level:
@@ -45,13 +47,13 @@ def tables(report: Report) -> Iterator[RenderableType]:
     """Yield what to print, problems first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
-    yield Text(f"check-up of {where}, {report.seconds:.0f} s")
+    yield Text(f"{report.title} of {where}, {report.seconds:.0f} s")
     yield _findings(report)
     if report.links:
         yield Text("\nbetween ranks: 10^6 bytes a second from the rank of the row to that of the column")
         yield _matrix(report) if ranks <= _MATRIX else _slowest(report)
     counts = {level: sum(finding.level == level for finding in report.findings) for level in ORDER}
-    ended = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ("problem", "warning") if counts[level]]
+    ended = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ORDER[:-1] if counts[level]]
     yield Text(f"\n{', '.join(ended) or 'no problem found'}", _STYLE[report.level])
 
 

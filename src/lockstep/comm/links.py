@@ -1,4 +1,4 @@
-"""Latency and bandwidth from rank to rank, and how far the clocks of the hosts are apart.
+"""Latency and bandwidth from rank to rank.
 
 Few ranks are measured two by two, each pair alone. Of many, one rank of each host meets one of each other host as in a
 tournament, so that a host has one partner at a time; and within a host each rank meets the next.
@@ -22,7 +22,6 @@ from lockstep.comm.world import World
 ALONE: Final = 66  # pairs, of 12 ranks
 MOST_ROUNDS: Final = 100
 _PINGS: Final = 20
-_ASKED: Final = 8  # times, for a clock
 _FIRST_BYTES: Final = 16 << 10
 _LAST_BYTES: Final = 16 << 20
 _LONG_S: Final = 0.03  # a transfer that takes so long is large enough to measure
@@ -39,15 +38,6 @@ class Link:
     target: int
     latency_s: float
     mb_s: float
-
-
-@dataclass(frozen=True)
-class Offset:
-    """By how much the clock of a rank is ahead of rank 0's; the truth is within `within_s` of it."""
-
-    rank: int
-    ahead_s: float
-    within_s: float
 
 
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
@@ -136,27 +126,3 @@ def _synchronise(tensor: Tensor) -> None:
     """Wait for what NCCL does, which gloo's calls do themselves."""
     if tensor.device.type == "cuda":
         torch.cuda.current_stream(tensor.device).synchronize()
-
-
-def offsets(world: World, ranks: Sequence[int], clock: Callable[[], float] = time.time) -> list[Offset]:
-    """Return on rank 0 the clocks of `ranks` against its own, and nothing on the others. All ranks call it.
-
-    A rank answers with its time; half of the quickest way there and back is how well it is known (RFC 5905, section 8).
-    """
-    found = []
-    now = torch.zeros(1, dtype=torch.float64)
-    for rank in ranks:
-        answers = []
-        for _ in range(_ASKED):
-            with translated_peer_errors():
-                if world.rank == 0:
-                    sent = clock()
-                    dist.send(now, rank)
-                    dist.recv(now, rank)
-                    came = clock()
-                    answers.append(((came - sent) / 2, float(now) - (sent + came) / 2))
-                elif world.rank == rank:
-                    dist.recv(now, 0)
-                    dist.send(now.fill_(clock()), 0)
-        found += [Offset(rank, ahead, half) for half, ahead in [min(answers)]] if answers else []
-    return found

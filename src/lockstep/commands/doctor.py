@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import sys
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 from click.core import ParameterSource
 
-from lockstep.common.text import printable, printable_line
+from lockstep.common.platforms import usable_cores
+from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
+from lockstep.common.text import printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
 from lockstep.launchers.job import PORT
 
 if TYPE_CHECKING:
+    from lockstep.checkup.finding import Finding
+    from lockstep.checkup.rank import Asked
     from lockstep.checkup.report import Report
+    from lockstep.ranks.rendezvous import Rendezvous
 
 _WIDTH = 120  # of what is printed where that is no terminal
 
@@ -57,10 +67,52 @@ def command(
             raise UsageError(f"doctor: options of the check-up before {what}; write them after {what}, if it has them")
         return
     from lockstep.checkup.rank import Asked
-    from lockstep.run.checked_up import check_up
 
     asked = Asked(folder, PORT, device)
-    raise SystemExit(check_up(asked, partial(_show, as_json), processes, rendezvous, timeout))
+    raise SystemExit(_check_up(asked, partial(_show, as_json), processes, rendezvous, timeout))
+
+
+def _check_up(
+    asked: Asked, show: Callable[[Report], None], processes: int | None, rendezvous: str, timeout_s: float
+) -> int:
+    """Check up and return the exit code: 4 where there is a problem. Rank 0 gives the report to `show`.
+
+    `processes` are started here, where no launcher did; a rank of a launcher waits at `rendezvous` for the others.
+    """
+    from lockstep.checkup.rank import LOST_AFTER_S
+    from lockstep.config.placement import Placement
+    from lockstep.run.launched import launched
+    from lockstep.run.start import Work, as_launched, on_ranks
+
+    if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
+        raise UsageError(f"--rendezvous: {rendezvous}: expected {RENDEZVOUS_ADDRESSES}")
+    info = launched()
+    placement = Placement(
+        device=asked.device, rendezvous=rendezvous, timeout_s=timeout_s, lost_after_s=min(LOST_AFTER_S, timeout_s)
+    )
+
+    if info is None:
+        return on_ranks(partial(_work, asked, show), None, placement, processes or 1)
+
+    def opened() -> tuple[Placement, Work]:
+        if processes not in (None, info.size):
+            raise UsageError(
+                f"--processes: {processes} asked for, but {info.launcher} started {info.size}; leave it out"
+            )
+        return placement, partial(_work, asked, show, None)
+
+    return as_launched(info, [f"placement.rendezvous={rendezvous}"], opened)
+
+
+def _work(asked: Asked, show: Callable[[Report], None], _ready: None, rendezvous: Rendezvous) -> int:
+    from lockstep.checkup.rank import part
+
+    report = part(asked, rendezvous)
+    if report is not None:
+        show(report)
+    # The same on all ranks: a launcher returns that of whichever it likes.
+    problem = report is not None and report.level == "problem"
+    return EXIT_PREFLIGHT if rendezvous.tell("problem" if problem else "") else EXIT_DONE
 
 
 def _show(as_json: bool, report: Report) -> None:
@@ -79,6 +131,17 @@ def _show(as_json: bool, report: Report) -> None:
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))  # at once: ranks share the terminal
 
 
+def _show_here(title: str, as_json: bool, find: Callable[[], Iterable[Finding]]) -> Report:
+    """Show what `find` finds of this process alone, and return it."""
+    from lockstep.checkup.report import Report
+
+    began = time.monotonic()
+    findings = tuple(find())
+    report = Report((socket.gethostname(),), time.monotonic() - began, findings, title=title)
+    _show(as_json, report)
+    return report
+
+
 @command.command("launch")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous would say.")
@@ -88,11 +151,10 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
 
     Run it as you would run `lockstep train`: srun -N2 -n4 lockstep doctor launch
     """
-    from lockstep.run import launch_report
+    from lockstep.checkup.launch import of_launch
 
-    found = launch_report.found_at_launch(os.environ, rendezvous, device)
-    click.echo(json.dumps(found) if as_json else launch_report.in_words(found))  # at once: ranks share the terminal
-    raise SystemExit(EXIT_USAGE if found["problems"] else 0)
+    report = _show_here("launch", as_json, lambda: of_launch(os.environ, rendezvous, device))
+    raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
 @command.command("data")
@@ -104,31 +166,41 @@ def data(words: tuple[str, ...]) -> None:
     error: against that only hashes help, taken when the files were known to be good.
     """
     from lockstep.config.load import load, split
-    from lockstep.run.data_report import read_all
+    from lockstep.data.loader import damages
+    from lockstep.run.build import open_recipe_data
 
-    damaged, total = read_all(
-        load(*split(words)).config.recipe,
-        lambda damage: click.echo(printable_line(damage)),
-        lambda progress: click.echo(progress, err=True),
-    )
+    recipe = load(*split(words)).config.recipe
+    strict = recipe.data.model_copy(update={"on_error": "raise"})
+    opened = open_recipe_data(recipe.model_copy(update={"data": strict}))
+    parts = [part for part in (opened.train, opened.validation) if part is not None]
+    total, damaged, reported = sum(map(len, parts)), 0, 0
+    for number, damage in enumerate(chain(*(damages(part, usable_cores()) for part in parts)), 1):
+        if damage:
+            damaged += 1
+            click.echo(printable_line(damage))
+        if number * 10 // total > reported:
+            reported = number * 10 // total
+            click.echo(f"{number:,} of {total:,} samples read", err=True)
     click.echo(f"{damaged:,} of {total:,} samples cannot be read")
     raise SystemExit(EXIT_FAILED if damaged else EXIT_DONE)
 
 
 @command.command("gpu")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--measure/--no-measure", default=True, help="Measure how fast bytes are copied, for 5 s at most.")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
-def gpu(as_json: bool, measure: bool, words: tuple[str, ...]) -> None:
-    """Report which cards and libraries are here, what is wrong with them, and which settings make kernels exact.
+def gpu(as_json: bool, words: tuple[str, ...]) -> None:
+    """Report which cards and libraries are here, what is wrong with them, and which variables make kernels inexact.
 
     With RECIPE it also lists what of its model and loss has no exact kernel on CUDA, and ends with exit code 2 where
     that is anything; it needs no card for that. Where no card can be used it explains why, and ends with exit code 4.
     """
+    from lockstep.checkup.cards import look_at_cards, of_gpus
     from lockstep.config.load import load, split
-    from lockstep.run import gpu_report
+    from lockstep.run.build import setup
+    from lockstep.run.checks import refused_on_cuda
 
     recipe = load(*split(words)).config.recipe if words else None
-    found = gpu_report.found(recipe, measure)
-    click.echo(json.dumps(found) if as_json else printable("\n".join(gpu_report.lines(found))))
-    raise SystemExit(EXIT_USAGE if found["refused"] else EXIT_PREFLIGHT if found["problems"] else EXIT_DONE)
+    refused = None if recipe is None else [str(each) for each in refused_on_cuda(setup(recipe))]
+    precision = recipe.precision if recipe else "fp32"
+    report = _show_here("cards", as_json, lambda: of_gpus(look_at_cards(), precision, refused))
+    raise SystemExit(EXIT_USAGE if refused else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

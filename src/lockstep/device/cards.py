@@ -1,106 +1,205 @@
-"""Looks for cards: the driver's files, nvidia-smi, and what torch makes of them.
+"""The cards of this host: what NVML knows of them, the driver's files, and what torch makes of them.
 
-nvidia-smi is asked, not NVML by the package nvidia-ml-py, though that is well kept and light: this is looked at when
-cards are sick, and a program that hangs with them can be given up after some seconds, where a call into a library could
-not. It comes with the driver, so their versions agree, and what it prints can be kept as a test or sent in an issue.
+Written from the documentation of NVML: it has not been run on a host with cards yet.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from lockstep.device.no_card import Evidence
-from lockstep.device.nvidia_smi import Driver, links, parse
+from lockstep.device.ports import command
 
 _ROOT: Final = Path("/")
-_ANSWER_S: Final = 20.0  # the first of a driver without persistence mode takes seconds for each card
-_NOTHING: Final = Driver("", "", ())
+_MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
+# Clocks are low without being held down where the card is idle, or as somebody chose.
+_SLOWED: Final[Mapping[str, str]] = {
+    "SwPowerCap": "power cap",
+    "HwSlowdown": "slowdown by hardware",
+    "SwThermalSlowdown": "heat",
+    "HwThermalSlowdown": "heat, by hardware",
+    "HwPowerBrakeSlowdown": "the host's power supply",
+}
 
 
-def look(root: Path = _ROOT) -> tuple[Driver, Evidence]:
-    """Return what the driver reports of its cards, and all reasons why none can be used. It starts CUDA."""
-    printed, problem = smi("-q", "-x")
-    driver = _NOTHING
-    if not problem:
-        try:
-            driver = parse(printed)
-        except ValueError as error:
-            problem = f"what it printed is {error}"
-    kernel, files = _kernel(root / "proc/driver/nvidia/version"), _files(root / "dev")
-    devices, raised = _started()
-    evidence = Evidence(
-        torch=str(torch.__version__),
-        torch_cuda=torch.version.cuda,
-        kernel=kernel,
-        files=files,
+@dataclass(frozen=True)
+class Card:
+    """One card; None is what it, or its driver, does not know. `bus` is its address as sysfs names it."""
+
+    name: str
+    uuid: str
+    bus: str = ""
+    memory_mib: int | None = None
+    mode: str = "Default"
+    users: tuple[str, ...] = ()  # processes that compute on it
+    mig: bool = False
+    ecc: bool | None = None
+    persistence: bool | None = None
+    uncorrected: int = 0  # errors of memory since the driver was loaded
+    uncorrected_ever: int = 0
+    repair: tuple[str, ...] = ()  # what of the memory waits to be repaired, or could not be
+    slowed: tuple[str, ...] = ()  # why its clocks are held down now
+    power_limit_w: float | None = None
+    power_default_w: float | None = None
+    link_width: int | None = None
+    link_width_max: int | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What NVML reports. `cuda` is the newest CUDA that this driver knows; `problem` is why there is no answer."""
+
+    version: str = ""
+    cuda: str = ""
+    cards: tuple[Card, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as torch numbers it; `reads` are those whose memory it may read by itself."""
+
+    name: str
+    uuid: str
+    memory_bytes: int
+    capability: str
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that was looked at on this host.
+
+    `kernel` is the driver in the kernel, "" where there is none; `files` says of each of its device files whether this
+    user may open it; `library` is why libcuda cannot be loaded, and `raised` what torch said when CUDA did not start:
+    both are "" where nothing is wrong.
+    """
+
+    driver: Driver
+    libraries: Mapping[str, str | None]
+    kernel: str
+    files: Mapping[str, bool]
+    library: str
+    visible: str | None
+    devices: tuple[Device, ...]
+    raised: str
+
+
+def look(driver: Driver, root: Path = _ROOT) -> Evidence:
+    """Return what `driver` said with all else there is to find. It starts CUDA."""
+    count, raised = _started()
+    return Evidence(
+        driver=driver,
+        libraries=_libraries(),
+        kernel=_kernel(root / "proc/driver/nvidia/version"),
+        files=_files(root / "dev"),
         library=_library(),
-        smi=problem,
-        driver_cuda=driver.cuda,
-        cards=driver.cards,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        devices=devices,
+        devices=() if raised else tuple(_device(number, count) for number in range(count)),
         raised=raised,
     )
-    return driver, evidence
 
 
-def smi(*words: str) -> tuple[str, str]:
-    """Return what nvidia-smi prints, and why it gave no answer, "" where it did."""
+def ask_driver() -> Driver:
+    """Ask NVML. A driver that hangs does not answer: call it with a limit."""
+    import pynvml as nvml  # only now: most hosts have no card
+
     try:
-        ran = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=_ANSWER_S, check=False)
-    except subprocess.TimeoutExpired:
-        return "", f"none within {_ANSWER_S:.0f} s; the driver hangs: look for Xid in dmesg"
-    except OSError as error:
-        return "", f"it cannot be run: {error.strerror}"
-    if ran.returncode:
-        lines = [*ran.stdout.strip().splitlines(), *ran.stderr.strip().splitlines()]
-        return "", f"{' '.join(lines[:3]) or 'no word'} (exit code {ran.returncode})"
-    return ran.stdout, ""
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Driver(problem=str(error))
+    try:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        cards = tuple(_card(nvml, handle) for handle in handles)
+        return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
+    except nvml.NVMLError as error:  # a card that fell off the bus
+        return Driver(problem=str(error))
+    finally:
+        nvml.nvmlShutdown()
 
 
-def connections(cards: int) -> list[list[str]]:
-    """Return how each two of so many cards are connected, empty where nvidia-smi does not say."""
-    return links(smi("topo", "-m")[0], cards) if cards > 1 else []
+def _card(nvml: Any, handle: Any) -> Card:
+    def get(question: str, *arguments: int) -> Any:
+        """Return a card's answer, None where it has none or its driver does not know the question."""
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
+        except nvml.NVMLError:
+            return None
+
+    def uncorrected(counter: int) -> int:
+        return get("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter) or 0
+
+    def watts(question: str) -> float | None:
+        milliwatts = get(question)
+        return None if milliwatts is None else milliwatts / 1000
+
+    address, memory, ecc, persistence = get("PciInfo"), get("MemoryInfo"), get("EccMode"), get("PersistenceMode")
+    _, _, pending, failed = get("RemappedRows") or (0, 0, 0, 0)
+    repair = {
+        "rows to be remapped at the next reset": pending,
+        "a row that could not be remapped": failed,
+        "pages to be retired at the next reset": get("RetiredPagesPendingStatus"),
+    }
+    held_down = get("CurrentClocksEventReasons") or 0
+    return Card(
+        name=nvml.nvmlDeviceGetName(handle),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        bus=sysfs_address(address.busId) if address else "",
+        memory_mib=memory.total >> 20 if memory else None,
+        mode=_MODES.get(get("ComputeMode"), ""),
+        users=tuple(f"pid {each.pid} ({command(each.pid)})" for each in get("ComputeRunningProcesses") or ()),
+        mig=bool((get("MigMode") or [0])[0]),
+        ecc=None if ecc is None else bool(ecc[0]),
+        persistence=None if persistence is None else bool(persistence),
+        uncorrected=uncorrected(nvml.NVML_VOLATILE_ECC),
+        uncorrected_ever=uncorrected(nvml.NVML_AGGREGATE_ECC),
+        repair=tuple(words for words, is_due in repair.items() if is_due),
+        slowed=tuple(
+            words for name, words in _SLOWED.items() if held_down & getattr(nvml, f"nvmlClocksEventReason{name}")
+        ),
+        power_limit_w=watts("EnforcedPowerLimit"),
+        power_default_w=watts("PowerManagementDefaultLimit"),
+        link_width=get("CurrPcieLinkWidth"),
+        link_width_max=get("MaxPcieLinkWidth"),
+    )
 
 
-def devices() -> list[dict[str, Any]]:
-    """Return the devices that torch sees, in its order: what only CUDA knows of them."""
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [
-        {
-            "name": each.name,
-            "uuid": str(each.uuid),
-            "bytes": each.total_memory,
-            "capability": f"{each.major}.{each.minor}",
-            "processors": each.multi_processor_count,
-        }
-        for each in found
-    ]
+def sysfs_address(bus: str) -> str:
+    """Return a PCI address as sysfs writes it: 0000:9d:00.0 for 00000000:9D:00.0."""
+    domain, colon, rest = bus.lower().partition(":")
+    return f"{domain[-4:]}{colon}{rest}"
 
 
-def peers() -> list[list[bool]]:
-    """Return, for each two devices that torch sees, whether the first may read the memory of the second by itself."""
-    numbers = range(torch.cuda.device_count())
-    return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in numbers] for one in numbers]
+def _device(number: int, count: int) -> Device:
+    found = torch.cuda.get_device_properties(number)
+    others = [other for other in range(count) if other != number]
+    return Device(
+        name=found.name,
+        uuid=str(found.uuid),
+        memory_bytes=found.total_memory,
+        capability=f"{found.major}.{found.minor}",
+        reads=tuple(other for other in others if torch.cuda.can_device_access_peer(number, other)),
+    )
 
 
-def libraries() -> dict[str, str | None]:
+def _libraries() -> dict[str, str | None]:
     """Return the versions of the libraries that compute on cards, as they came with torch."""
     built = torch.version.cuda is not None
     cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]
     return {
         "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "cudnn": None if cudnn is None else str(cudnn),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if built else None,  # type: ignore[no-untyped-call]
+        "CUDA": torch.version.cuda,
+        "cuDNN": None if cudnn is None else str(cudnn),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if built else None,  # type: ignore[no-untyped-call]
     }
 
 

@@ -91,11 +91,12 @@ def holder(port: int) -> str:
             if each.laddr and each.laddr.port == port and each.pid is not None
         )
         for _, pid in found:
-            return f"pid {pid} ({_command(pid)})"
+            return f"pid {pid} ({command(pid)})"
     return ""
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
+    """Return the command line of a process, shortened."""
     with suppress(psutil.Error):
         text = " ".join(psutil.Process(pid).cmdline())
         if text:

@@ -1,0 +1,91 @@
+"""Which launcher started this process, its rank and device, and where the ranks meet; without a GPU, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from lockstep.checkup.finding import Finding
+from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
+from lockstep.errors import UsageError
+from lockstep.launchers import Look, environment, located, look
+
+
+def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
+    """Yield what each launcher makes of the environment, in the order in which they are asked, and what follows."""
+    looks = look(env)
+    decides = next((each for each in looks if each.info or each.problem), None)
+    for each in looks:
+        names = [name for name in each.launcher.variables if name in env]
+        shown = " ".join(f"{name}={env[name]}" for name in names) or "none of its variables is set"
+        yield Finding(each.launcher.name, "ok", f"decides: {shown}" if each is decides else shown)
+    try:
+        info = _decided(decides, env)
+    except UsageError as error:
+        yield from _problems("launcher", error)
+        return
+    yield Finding("rank", "ok", _place(info))
+    looked = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
+    for check, found in looked.items():
+        try:
+            yield Finding(check, "ok", found(info or ALONE))
+        except UsageError as error:
+            yield from _problems(check, error)
+
+
+def _decided(decides: Look | None, env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank that the launcher gave, None where none started this process."""
+    if decides is None:
+        environment.check_half_set(env)
+        return None
+    if decides.problem:
+        raise UsageError(decides.problem)
+    return decides.info
+
+
+def _problems(check: str, error: UsageError) -> Iterator[Finding]:
+    for line in str(error).splitlines():
+        yield Finding(check, "problem", line, "lockstep train ends with exit code 2")
+
+
+def _place(info: RankInfo | None) -> str:
+    if info is None:
+        return "no launcher started this process: lockstep train would start its processes itself"
+    place = f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}"
+    return f"{place}, started by {info.launcher}"
+
+
+def _meet(rendezvous: str, info: RankInfo) -> str:
+    """Return where the ranks meet, and on rank 0 whether it can listen there."""
+    from lockstep.device import ports
+
+    if info.size == 1:
+        return "nowhere: one process"
+    info = located(info, os.environ)
+    address = rendezvous_address(info, rendezvous)
+    if info.hosted and rendezvous == "env://":
+        return f"{info.master}:{info.port}, where torchrun listens"
+    if not address.startswith("tcp://"):
+        return address
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if info.rank:
+        ports.check_known(host.strip("[]"), int(port))
+        return f"{host}:{port}, where rank 0 listens"
+    ports.check(host.strip("[]"), int(port), near=info.local_size == info.size)
+    return f"{host}:{port}, where this rank listens: free"
+
+
+def _device(device: str, info: RankInfo) -> str:
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # without any of them torch, slow to import, finds no device
+    if device == "auto" and not any(Path(driver).exists() for driver in drivers):
+        return "cpu: there is no driver of a GPU here"
+    if device == "cpu":
+        return "cpu: asked for"
+
+    from lockstep.comm.world import choose_device
+
+    chosen = choose_device(device, info)  # type: ignore[arg-type]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"{chosen}{'' if visible is None else f' of CUDA_VISIBLE_DEVICES={visible}'}"
