@@ -92,9 +92,15 @@ def tasks(folder: Path, step: str) -> list[dict[str, Any]]:
 
 
 def said(text: str) -> list[dict[str, Any]]:
-    """Return what the doctor said in each process, one line each, by rank."""
-    found = [json.loads(line) for line in text.splitlines()]
+    """Return what the doctor found in each process, one line each, by rank."""
+    found = [_facts(json.loads(line)) for line in text.splitlines()]
     return sorted(found, key=lambda each: each["rank"]["rank"] if each["rank"] else 0)
+
+
+def _facts(report: dict[str, Any]) -> dict[str, Any]:
+    texts = {each["check"]: each["found"] for each in report["findings"]}
+    problems = [each["found"] for each in report["findings"] if each["level"] == "problem"]
+    return {**report["facts"][0], "meet": texts.get("rendezvous"), "problems": problems}
 
 
 def places(found: list[dict[str, Any]]) -> list[tuple[int, int, int]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkup.finding import Finding
 from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
@@ -13,14 +15,27 @@ from lockstep.errors import UsageError
 from lockstep.launchers import Look, environment, located, look
 
 
-def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
-    """Yield what each launcher makes of the environment, in the order in which they are asked, and what follows."""
+def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
+    """Return what each launcher makes of the environment, in the order in which they are asked, and what follows.
+
+    Beside the findings, ready for JSON: the launcher that decides and the rank, None where there is none.
+    """
     looks = look(env)
     decides = next((each for each in looks if each.info or each.problem), None)
-    for each in looks:
-        names = [name for name in each.launcher.variables if name in env]
-        shown = " ".join(f"{name}={env[name]}" for name in names) or "none of its variables is set"
-        yield Finding(each.launcher.name, "ok", f"decides: {shown}" if each is decides else shown)
+    findings = [_variables(each, env, each is decides) for each in looks]
+    info = decides.info if decides else None
+    facts = {"decides": decides.launcher.name if decides else None, "rank": asdict(info) if info else None}
+    return [*findings, *_followed(decides, env, rendezvous, device)], facts
+
+
+def _variables(each: Look, env: Mapping[str, str], decides: bool) -> Finding:
+    shown = " ".join(f"{name}={env[name]}" for name in each.launcher.variables if name in env)
+    text = shown or "none of its variables is set"
+    return Finding(each.launcher.name, "ok", f"decides: {text}" if decides else text)
+
+
+def _followed(decides: Look | None, env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
+    """Yield the rank, where it meets the others and its device, or what is wrong."""
     try:
         info = _decided(decides, env)
     except UsageError as error:

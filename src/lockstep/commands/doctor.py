@@ -8,11 +8,12 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -131,13 +132,12 @@ def _show(as_json: bool, report: Report) -> None:
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))  # at once: ranks share the terminal
 
 
-def _show_here(title: str, as_json: bool, find: Callable[[], Iterable[Finding]]) -> Report:
-    """Show what `find` finds of this process alone, and return it."""
+def _show_here(title: str, as_json: bool, began: float, findings: Sequence[Finding], facts: dict[str, Any]) -> Report:
+    """Show what was found of this process alone since `began`, and return it."""
     from lockstep.checkup.report import Report
 
-    began = time.monotonic()
-    findings = tuple(find())
-    report = Report((socket.gethostname(),), time.monotonic() - began, findings, title=title)
+    seconds = time.monotonic() - began
+    report = Report((socket.gethostname(),), seconds, tuple(findings), facts=(facts,), title=title)
     _show(as_json, report)
     return report
 
@@ -153,7 +153,8 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
     """
     from lockstep.checkup.launch import of_launch
 
-    report = _show_here("launch", as_json, lambda: of_launch(os.environ, rendezvous, device))
+    began = time.monotonic()
+    report = _show_here("launch", as_json, began, *of_launch(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
@@ -202,5 +203,6 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     recipe = load(*split(words)).config.recipe if words else None
     refused = None if recipe is None else [str(each) for each in refused_on_cuda(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
-    report = _show_here("cards", as_json, lambda: of_gpus(look_at_cards(), precision, refused))
+    began, found = time.monotonic(), look_at_cards()
+    report = _show_here("cards", as_json, began, of_gpus(found, precision, refused), asdict(found))
     raise SystemExit(EXIT_USAGE if refused else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)
