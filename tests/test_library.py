@@ -10,7 +10,18 @@ import pytest
 
 import lockstep
 
-DOCS = Path(__file__).parent.parent / "docs" / "own-loop.md"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "own-loop.md"
+# What the loops of the README are about: a model, its optimizer and a dataset of the reader's.
+THEIRS = """\
+import lockstep, torch
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = torch.utils.data.TensorDataset(torch.randn(600, 4), torch.randint(3, (600,)))
+"""
 NAMES = [
     "LockstepError",
     "Placement",
@@ -40,8 +51,8 @@ def test_importing_takes_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+def examples(page: Path = DOCS) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_each_name_has_an_example():
@@ -62,6 +73,15 @@ def test_the_examples_of_the_docs_run(number: int, first: Path, tmp_path: Path) 
     """Each by itself, in a folder of which the first has left a run."""
     shutil.copytree(first, tmp_path, symlinks=True, dirs_exist_ok=True)
     execute(tmp_path / "example.py", examples()[number])
+
+
+@pytest.mark.timeout(300)
+def test_the_loops_of_the_readme_run(tmp_path: Path) -> None:
+    shortest, sharded = examples(ROOT / "README.md")
+    execute(tmp_path / "shortest.py", THEIRS + shortest)
+    assert 'strategy="zero3"' in sharded  # which one process has nobody to share with
+    execute(tmp_path / "sharded.py", THEIRS + sharded.replace("zero3", "auto"))
+    assert (tmp_path / "runs" / "a" / "checkpoints").is_dir()
 
 
 def execute(file: Path, text: str) -> None:
