@@ -17,7 +17,7 @@ from looked import pixels
 from test_predict import SEGMENTS, plain
 
 from lockstep.data.images.digits import digits
-from lockstep.inference.examined import _compared
+from lockstep.inference.inspection import _compared
 from lockstep.reporting.run_log import History, Point
 
 WRONG = """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.core.batch import Batch, mapped
 from lockstep.data.base import DataSet, NoTransforms
-from lockstep.inference.validated import Validation, Visited
+from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.tasks.base import Task
 
 
@@ -37,8 +37,8 @@ def validation(task: Task, batch: Batch, samples: int) -> Validation:
     return Validation(DataSet(held, held), held, task, np.arange(samples), None, NoTransforms())  # type: ignore[arg-type]
 
 
-def visited(batch: Batch, outputs: Tensor, first: int = 0) -> Visited:
-    return Visited(np.arange(first, first + len(outputs)), batch, outputs)
+def evaluated(batch: Batch, outputs: Tensor, first: int = 0) -> EvaluatedBatch:
+    return EvaluatedBatch(np.arange(first, first + len(outputs)), batch, outputs)
 
 
 def pixels(source: str) -> Tensor:

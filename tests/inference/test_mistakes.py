@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from looked import pixels, validation, visited
+from looked import evaluated, pixels, validation
 
-from lockstep.inference.mistakes import Guesses, Mistakes
+from lockstep.inference.mistakes import Guesses, Mistakes, are_pictures, thumbnails
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import Table, Tiles, Words
 from lockstep.tasks.classification import SKIPPED, Classification
@@ -21,7 +21,7 @@ def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> Mistakes:
     """Return what is seen of five samples, in two batches."""
     made = Mistakes("r", TASK, validation(TASK, (inputs, targets), 5))
     for rows in (slice(0, 3), slice(3, 5)):
-        made.add(visited((inputs[rows], targets[rows]), SHARES[rows].log(), rows.start))
+        made.add(evaluated((inputs[rows], targets[rows]), SHARES[rows].log(), rows.start))
     return made
 
 
@@ -69,3 +69,34 @@ def test_samples_that_are_no_pictures_have_their_numbers() -> None:
 def test_a_model_without_mistakes() -> None:
     worst = view(torch.zeros(5, 7), SHARES.argmax(1)).sections()[2]
     assert worst == Words("r: worst mistakes", ["There are none."])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_pixel_of_a_small_picture_is_a_square_of_its_value(channels: int) -> None:
+    given = torch.randint(0, 256, (2, channels, 8, 6), generator=torch.Generator().manual_seed(0)).byte()
+    for one, source in zip(given, thumbnails(given), strict=True):
+        shown = pixels(source)
+        assert shown.shape[:2] == (8 * 14, 6 * 14)
+        assert torch.equal(shown[7::14, 7::14], one[0] if channels == 1 else one.permute(1, 2, 0))
+
+
+def test_a_large_picture_is_made_smaller() -> None:
+    [source] = thumbnails(torch.full((1, 3, 300, 600), 77, dtype=torch.uint8))
+    shown = pixels(source)
+    assert shown.shape == (56, 112, 3)
+    assert shown.unique().tolist() == [77]
+
+
+def test_floats_are_stretched_from_black_to_white() -> None:
+    values = torch.tensor([[-2.0, 0.0], [torch.nan, 2.0]])
+    shown = pixels(thumbnails(values[None, None])[0])
+    assert shown[::56, ::56].tolist() == [[0, 128], [128, 255]]
+    assert pixels(thumbnails(torch.full((1, 1, 2, 2), 3.5))[0]).unique().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((5, 3, 8, 8), True), ((5, 1, 8, 8), True), ((5, 4, 8, 8), False), ((5, 1, 40), False), ((5, 3, 1, 9), False)],
+)
+def test_what_is_a_picture(shape: tuple[int, ...], expected: bool) -> None:
+    assert are_pictures(torch.zeros(shape)) == expected

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from looked import validation, visited
+from looked import evaluated, validation
 from torch import Tensor
 
 from lockstep.inference.residuals import Residuals
@@ -17,7 +17,7 @@ def sections(true: Tensor, found: Tensor, names: tuple[str, ...] = ()) -> tuple[
     made = Residuals("r", TASK, validation(TASK, (true, true), len(true)), names)
     half = len(true) // 2
     for rows in (slice(0, half), slice(half, len(true))):
-        made.add(visited((true[rows], true[rows]), found[rows], rows.start))
+        made.add(evaluated((true[rows], true[rows]), found[rows], rows.start))
     *charts, table = made.sections()
     assert isinstance(table, Table)
     return [each for each in charts if isinstance(each, Chart)], table

@@ -44,7 +44,7 @@ def command(
     from lockstep.run.evaluation import Asked
 
     saved = open_saved(Asked(run, overrides, trust, "best" if best else "newest", "export"), weights)  # type: ignore[arg-type]
-    for line in (*(f"note: {each}" for each in saved.notes), *(f"warning: {each}" for each in saved.problems)):
+    for line in saved.remarks:
         click.echo(printable(line), err=True)
     click.echo(printable_line(saved.words))
     found = export(saved, to, out)

@@ -63,7 +63,7 @@ def command(
 
     overrides, files = _overrides.apart(inputs)
     saved = open_saved(Asked(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
-    for line in (*(f"note: {each}" for each in saved.notes), *(f"warning: {each}" for each in saved.problems)):
+    for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
     found = predict(saved, files, options)

@@ -59,10 +59,12 @@ def command(
     found, warnings = runs_by_name([Path(each) for each in places or ("runs",)])
     shown = sections(found)
     if examples:
-        from lockstep.inference.examined import Wish, examined
+        from lockstep.inference.inspection import InspectionOptions, inspect_runs
 
-        wish = Wish(samples or Wish.samples, "best" if best else "newest", overrides, trust)
-        seen = examined(found, wish, lambda line: click.echo(printable_line(line), err=True))
+        options = InspectionOptions(
+            samples or InspectionOptions.samples, "best" if best else "newest", overrides, trust
+        )
+        seen = inspect_runs(found, options, lambda line: click.echo(printable_line(line), err=True))
         shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
     for line in warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)

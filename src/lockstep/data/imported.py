@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from lockstep.common.importing import import_object
 from lockstep.common.kinds import shown
 from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
-from lockstep.data.own_split import Collate, ImportedSplit, OwnSplit
+from lockstep.data.items import Collate, ImportedSplit, OwnSplit, is_map_style
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import NAMES, found_names, of_targets, skipping
 
@@ -122,8 +121,7 @@ def _pair(label: str, made: Any) -> tuple[Any, Any]:
     for name, dataset in zip(("training", "validation"), made, strict=True):
         if dataset is None and name == "validation":
             continue
-        indexed = callable(getattr(type(dataset), "__getitem__", None)) and isinstance(dataset, Sized)
-        if not indexed or isinstance(dataset, IterableDataset | dict):
+        if not is_map_style(dataset):
             raise UsageError(
                 f"{label}: its {name} part is {shown(dataset)}; expected a map-style data set, with a length and "
                 f"items by number{', or None for no validation' if name == 'validation' else ''}"

@@ -1,4 +1,4 @@
-"""Any map-style data set of the user's own as a split: items by number, collated."""
+"""Data sets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from lockstep.common.own_code import OwnCode
 from lockstep.core import random
-from lockstep.core.batch import Batch, tensors_of
+from lockstep.core.batch import Batch, mapped, tensors_of
+from lockstep.data.base import Split
+from lockstep.data.collate import checked, stacked
 from lockstep.errors import UsageError
+from lockstep.tasks.facts import check_pair
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -29,10 +33,13 @@ class Items:
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
         self._label = label or f"data set {type(dataset).__name__}"
-        _check(self._label, dataset)
+        if not is_map_style(dataset):
+            raise UsageError(f"{self._label}: expected a map-style data set, with a length and items by number")
         self._dataset = dataset
         self._collate = collate or default_collate
         self._length = _length(self._label, dataset)
+        if not self._length:
+            raise UsageError(f"{self._label}: it has no samples")
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self.in_memory: bool = self._tensors is not None
 
@@ -44,16 +51,66 @@ class Items:
         if self._tensors is not None:
             chosen = torch.from_numpy(indices)
             return [tensor.index_select(0, chosen) for tensor in self._tensors]
-        items = [self._item(index, draw) for index in indices.tolist()]
+        items = [_item(f"{self._label}: sample {each}", self._dataset, each, draw) for each in indices.tolist()]
         with OwnCode(f"{self._label}: collate"):
             batch = self._collate(items)
         _check_batch(self._label, batch, len(items))
         return batch
 
-    def _item(self, index: int, draw: int | None) -> Any:
-        seed_generators(random.key(random.SAMPLE, draw or 0, index))
-        with OwnCode(f"{self._label}: sample {index}"):
-            return self._dataset[index]
+
+@final
+class ImportedSplit:
+    """The samples of a user's data set as batches: by `collate`, else stacked. What is wrong raises UsageError."""
+
+    in_memory: bool = False
+
+    def __init__(self, label: str, dataset: Any, names: Sequence[str], collate: Collate | None) -> None:
+        self._label = label
+        self.dataset = dataset
+        self._names = names
+        self._collate = collate
+        self._length = _length(label, dataset)  # as it is now: all that is planned follows from it
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """See Split."""
+        if not len(indices):  # what has no samples still has their structure
+            return mapped(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
+        numbers = indices.tolist()
+        samples = [_item(f"{self._label} sample {each}", self.dataset, each, draw) for each in numbers]
+        batch = _pair(
+            stacked(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
+        )
+        check_pair(self._label, batch, numbers, self._names)
+        return batch
+
+    def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
+        assert self._collate is not None
+        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
+        label = f"{self._label}: collate of samples {_shown(numbers)}"
+        with OwnCode(label):
+            return checked(label, self._collate(samples), len(samples))
+
+
+@final
+class OwnSplit:
+    """A split of the user's own making, whose answers are looked at before they go on."""
+
+    def __init__(self, label: str, split: Split) -> None:
+        self.in_memory = bool(split.in_memory)
+        self._label = label
+        self.split = split
+        self._length = _length(label, split)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """See Split."""
+        with OwnCode(f"{self._label}: fetch"):
+            return _pair(checked(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
 
 
 def seed_generators(key: int) -> None:
@@ -71,19 +128,21 @@ def seed_python_and_numpy(key: int) -> None:
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
 
 
-def _check(label: str, dataset: Any) -> None:
-    kind = type(dataset)
-    mapped = callable(getattr(kind, "__getitem__", None)) and callable(getattr(kind, "__len__", None))
-    if not mapped or isinstance(dataset, IterableDataset | dict):
-        raise UsageError(f"{label}: expected a map-style data set, with a length and items by number")
+def is_map_style(dataset: Any) -> bool:
+    """Say whether a data set has a length and items by number."""
+    indexed = all(callable(getattr(type(dataset), name, None)) for name in ("__getitem__", "__len__"))
+    return indexed and not isinstance(dataset, IterableDataset | dict)
 
 
 def _length(label: str, dataset: Any) -> int:
     with OwnCode(f"{label}: its length"):
-        length = len(dataset)
-    if not length:
-        raise UsageError(f"{label}: it has no samples")
-    return length
+        return len(dataset)
+
+
+def _item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
+    seed_generators(random.key(random.SAMPLE, draw or 0, index))
+    with OwnCode(label):
+        return dataset[index]
 
 
 def _check_batch(label: str, batch: Batch, samples: int) -> None:
@@ -96,3 +155,14 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
             f"{label}: collate gave a tensor of shape {list(wrong.shape)} for {samples} samples; "
             f"let samples run along dim 0 of each tensor"
         )
+
+
+def _pair(batch: Batch) -> Batch:
+    """Return a pair as a tuple whose targets, where they are whole numbers, are int64; all else as it is."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        return batch
+    return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()
+
+
+def _shown(numbers: list[int]) -> str:
+    return f"{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"

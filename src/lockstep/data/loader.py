@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, final
@@ -231,40 +232,34 @@ def damages(split: Split, workers: int) -> Iterator[str]:
                 yield ""
 
 
-class _fetching:  # noqa: N801 - a context manager that reads as a verb
-    """Enter to get what answers the requests, which must be asked in their order; leaving ends the loader processes."""
-
-    def __init__(self, split: Split, requests: Iterable[Request], workers: int, device: torch.device) -> None:
-        self._split = split
-        self._requests = requests
-        self._workers = 0 if split.in_memory else workers
-        self._pinned = device.type == "cuda" and not split.in_memory
-        self._iterator: Iterator[Any] | None = None
-
-    def __enter__(self) -> Callable[[Request], Batch]:
-        if not self._workers:
-            return lambda request: self._split.fetch(*request)
-        try:  # first: torch's iterator, where it is half made, ends with an error of its own
-            multiprocessing.get_context("fork").Lock()
-        except OSError as error:
-            raise _without_workers(error.strerror or str(error)) from error
-        loader: DataLoader[Any] = DataLoader(
-            _Fetches(self._split),
-            batch_size=None,
-            sampler=self._requests,
-            num_workers=self._workers,
-            pin_memory=self._pinned,
-            worker_init_fn=_begin_worker,
-            generator=torch.Generator(),  # else it draws its processes' seed from the trainer's random numbers
-            # Not spawned: a worker would import torch anew, and hold another copy of what the split keeps.
-            multiprocessing_context="fork",
-        )
-        answers = self._iterator = iter(loader)
-        return lambda _: _opened(next(answers))
-
-    def __exit__(self, *_: object) -> None:
-        if self._iterator is not None:
-            self._iterator._shutdown_workers()  # type: ignore[attr-defined]  # else they live until collected
+@contextmanager
+def _fetching(
+    split: Split, requests: Iterable[Request], workers: int, device: torch.device
+) -> Iterator[Callable[[Request], Batch]]:
+    """Give what answers the requests, which must be asked in their order; leaving ends the loader processes."""
+    if split.in_memory or not workers:
+        yield lambda request: split.fetch(*request)
+        return
+    try:  # first: torch's iterator, where it is half made, ends with an error of its own
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        raise _without_workers(error.strerror or str(error)) from error
+    loader: DataLoader[Any] = DataLoader(
+        _Fetches(split),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_begin_worker,
+        generator=torch.Generator(),  # else it draws its processes' seed from the trainer's random numbers
+        # Not spawned: a worker would import torch anew, and hold another copy of what the split keeps.
+        multiprocessing_context="fork",
+    )
+    answers: Any = iter(loader)
+    try:
+        yield lambda _: _opened(next(answers))
+    finally:
+        answers._shutdown_workers()  # else they live until collected
 
 
 @final

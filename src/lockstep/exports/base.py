@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.core.batch import Inputs
+from lockstep.errors import UsageError
 from lockstep.inference.saved import Saved
+from lockstep.models.find import origin_of
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,10 @@ class Format(Protocol):
     def write(self, subject: Subject, place: Path) -> str:
         """Write it to `place`, which is not there; return what is to be said of it, such as which sizes it takes."""
         ...
+
+
+def check_origin(saved: Saved, library: str) -> None:
+    """Raise UsageError where a run's model is none of a library."""
+    asked = saved.recipe.model
+    if origin_of(asked.name, asked.source) != library:
+        raise UsageError(f"{saved.path}: model {asked.name} is none of {library}; use --to torch or --to safetensors")

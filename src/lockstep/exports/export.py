@@ -23,7 +23,7 @@ from lockstep.exports.base import Format, Subject
 from lockstep.exports.check import compared
 from lockstep.exports.sample import sample_of
 from lockstep.exports.to_safetensors import built_by
-from lockstep.exports.to_transformers import automatic_class, has_tokenizer, processed
+from lockstep.exports.to_transformers import automatic_class, processed
 from lockstep.inference.saved import Saved
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.adapters import merged
@@ -80,13 +80,13 @@ def export(saved: Saved, to: str, out: Path | None = None) -> Exported:
 
 def described(saved: Saved) -> dict[str, Any]:
     """Return what whoever uses the weights needs to know of them, ready for JSON."""
-    facts, data = saved.facts, saved.recipe.data
+    facts, (mean, std) = saved.facts, saved.mean_and_std
     found: Mapping[str, Any] = {
         "model": saved.recipe.model.name,
         "classes": facts.classes,
         "shape": facts.shape,
-        "mean": data.mean or facts.mean,
-        "std": data.std or facts.std,
+        "mean": mean,
+        "std": std,
         "columns": facts.columns,
         "targets": facts.targets,
         "vocabulary": facts.vocabulary,
@@ -125,7 +125,7 @@ def _job(subject: Subject) -> dict[str, Any]:
         **{name: subject.described.get(name) for name in ("mean", "std")},
         "input_size": facts.shape,
     }
-    if has_tokenizer(saved):
+    if saved.tokenizer_by:
         tokenizer = tokenizer_for(saved)
         given = next(iter(subject.inputs.values() if isinstance(subject.inputs, Mapping) else subject.inputs))
         job["text"] = tokenizer.decode(given[0, :_TEXT].numpy())

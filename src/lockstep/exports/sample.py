@@ -10,7 +10,6 @@ import torch
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import Saved
-from lockstep.run.build import open_recipe_data
 from lockstep.run.examples import transforms_of
 
 _SAMPLES: Final = 3  # another number than the 2 that a program is traced with
@@ -42,13 +41,11 @@ def sample_of(saved: Saved) -> Sample:
 
 
 def _of_data(saved: Saved) -> Sample:
-    recipe = saved.recipe
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"download": False})})
-    data = open_recipe_data(recipe)
+    data = saved.open_data()
     split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
     count = min(_SAMPLES, len(split))
     batch = split.fetch(np.arange(count), None)
-    arrived = transforms_of(recipe, data, torch.device("cpu")).for_evaluation(batch)
+    arrived = transforms_of(saved.recipe, data, torch.device("cpu")).for_evaluation(batch)
     return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
 
 

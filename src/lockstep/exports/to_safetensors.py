@@ -12,7 +12,6 @@ from torch import nn
 from lockstep.common import plainfile
 from lockstep.exports.base import Subject
 from lockstep.inference.saved import Saved
-from lockstep.models.find import construction
 from lockstep.models.hugging_face import is_of_transformers
 
 SUFFIX: Final = ".safetensors"
@@ -37,6 +36,5 @@ def built_by(saved: Saved, model: nn.Module) -> dict[str, Any]:
     """Return which function builds a run's model and by which arguments, for transformers its config, as JSON."""
     if is_of_transformers(model):
         return {"class": type(model).__name__, "config": plainfile.parsed(model.config.to_json_string(use_diff=False))}  # type: ignore[union-attr, operator]
-    asked = saved.recipe.model
-    made = construction(name=asked.name, source=asked.source, options=asked.options, facts=saved.known)
+    made = saved.construction()
     return {"function": made.function, "arguments": made.arguments, "options": made.options}

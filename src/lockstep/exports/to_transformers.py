@@ -6,15 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.config.base import values
-from lockstep.data.images.pictures import cut_of
-from lockstep.data.request import request_of
-from lockstep.data.text.library import as_library
-from lockstep.errors import UsageError
-from lockstep.exports.base import Subject
+from lockstep.exports.base import Subject, check_origin
 from lockstep.inference.saved import Saved
 from lockstep.inference.text import tokenizer_for
-from lockstep.models.find import origin_of
 from lockstep.models.hugging_face import kind_of, without_special_tokens
 
 SUFFIX: Final = ""
@@ -23,12 +17,8 @@ SAME_KERNELS: Final = True
 
 def check(saved: Saved) -> None:
     """See Format."""
-    asked = saved.recipe.model
-    if origin_of(asked.name, asked.source) != "transformers":
-        raise UsageError(
-            f"{saved.path}: model {asked.name} is none of transformers; use --to torch or --to safetensors"
-        )
-    if has_tokenizer(saved):
+    check_origin(saved, "transformers")
+    if saved.tokenizer_by:
         tokenizer_for(saved)  # its file is there, and the right one
 
 
@@ -38,14 +28,14 @@ def write(subject: Subject, place: Path) -> str:
     config: Any = model.config
     if "use_cache" in config.to_dict():
         config.use_cache = True  # training keeps no keys and values; whoever generates text wants them
-    if (saved.facts.tokenizer or {}).get("by") in ("byte", "character"):
+    if saved.tokenizer_by in ("byte", "character"):
         without_special_tokens(model)
     import_module("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(str(place))  # type: ignore[operator]
-    if has_tokenizer(saved):
+    if saved.tokenizer_by:
         from transformers import PreTrainedTokenizerFast
 
-        library = as_library(tokenizer_for(saved))
+        library = tokenizer_for(saved).library
         longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
         kind: Any = PreTrainedTokenizerFast
         kind(tokenizer_object=library, **longest).save_pretrained(str(place))
@@ -54,19 +44,12 @@ def write(subject: Subject, place: Path) -> str:
     return ""
 
 
-def has_tokenizer(saved: Saved) -> bool:
-    """Whether the run keeps a tokenizer."""
-    return (saved.facts.tokenizer or {}).get("by") in ("byte", "character", "tokenizer")
-
-
 def processed(saved: Saved) -> dict[str, Any] | None:
     """Return size, mean and std of the run's images, None where it has none of three channels and bytes."""
-    facts, data = saved.facts, saved.recipe.data
-    mean, std = data.mean or facts.mean, data.std or facts.std
-    shape = facts.shape or []
+    (mean, std), shape = saved.mean_and_std, saved.facts.shape or []
     if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
         return None
-    return {"size": shape[1], "mean": list(mean), "std": list(std)}
+    return {"size": shape[1], "mean": mean, "std": std}
 
 
 def automatic_class(saved: Saved) -> str:
@@ -82,9 +65,8 @@ def _processor(saved: Saved) -> Any:
     assert told is not None
     square = {"height": told["size"], "width": told["size"]}
     common = {"image_mean": told["mean"], "image_std": told["std"], "resample": int(Resampling.BILINEAR)}
-    if saved.recipe.data.name not in ("folder", "webdataset"):
+    if saved.cut is None:
         return ViTImageProcessor(size=square, **common)
     from transformers import CLIPImageProcessor  # which cuts the centre out
 
-    cut = cut_of(request_of(values(saved.recipe.data)))
-    return CLIPImageProcessor(size={"shortest_edge": cut.resize}, crop_size=square, **common)
+    return CLIPImageProcessor(size={"shortest_edge": saved.cut.resize}, crop_size=square, **common)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import io
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from lockstep.core.batch import tensors_of
 from lockstep.inference.confusions import confusions
-from lockstep.inference.thumbnails import are_pictures, thumbnails
-from lockstep.inference.validated import Validation, Visited
+from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
 from lockstep.tasks.batches import predictions, targets_of
 from lockstep.tasks.classification import Classification, truth_of
 
 _MOST: Final = 24  # mistakes
+_CHANNELS: Final = (1, 3)
+_SIDE: Final = 112  # pixels of a thumbnail, at most
 
 
 class Mistake(NamedTuple):
@@ -63,9 +67,9 @@ class Mistakes:
         self._validation = validation
         self._rows: list[tuple[Tensor, ...]] = []
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """See View."""
-        self._rows.append(_rows(self._task, visited))
+        self._rows.append(_rows(self._task, evaluated))
 
     def guesses(self) -> Guesses:
         """Return what the model took all samples for."""
@@ -101,14 +105,14 @@ class Mistakes:
         return Tiles(title, tiles, note)
 
 
-def _rows(task: Classification, visited: Visited) -> tuple[Tensor, ...]:
-    found = predictions(visited.outputs, task.model_name)
-    truth, counted = truth_of(targets_of(visited.batch))
+def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
+    found = predictions(evaluated.outputs, task.model_name)
+    truth, counted = truth_of(targets_of(evaluated.batch))
     guess = found.argmax(1)  # as in the matrix of the run's last evaluation
     likely = found.double().log_softmax(1)
     losses = -likely.gather(1, truth.clamp(min=0)[:, None])[:, 0]
     chances = likely.gather(1, guess[:, None])[:, 0].exp()
-    columns = torch.from_numpy(visited.numbers), *(each.cpu() for each in (truth, guess, losses, chances))
+    columns = torch.from_numpy(evaluated.numbers), *(each.cpu() for each in (truth, guess, losses, chances))
     return tuple(column[counted.cpu()] for column in columns)
 
 
@@ -121,3 +125,35 @@ def _told(names: Sequence[str], mistake: Mistake) -> list[str]:
 
 def _chance(probability: float) -> str:
     return f"{probability:.4f}" if probability >= 1e-4 or not probability else f"{probability:.1e}"
+
+
+def are_pictures(samples: Tensor) -> bool:
+    """Return whether samples are pictures: of shape [n, channels, height, width], with 1 channel or 3."""
+    return samples.ndim == 4 and samples.shape[1] in _CHANNELS and min(samples.shape[2:]) > 1
+
+
+def thumbnails(samples: Tensor) -> list[str]:
+    """Return each picture as a data: URI; what is not uint8 is stretched, the darkest value black, the brightest white.
+
+    Small ones are enlarged by a whole number, so each of their pixels can be seen.
+    """
+    return [_source(_bytes(sample)) for sample in samples]
+
+
+def _bytes(sample: Tensor) -> Tensor:
+    if sample.dtype == torch.uint8:
+        return sample
+    values = sample.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
+    low, high = float(values.min()), float(values.max())
+    return ((values - low) / ((high - low) or 1.0) * 255).round().to(torch.uint8)
+
+
+def _source(pixels: Tensor) -> str:
+    values = pixels.cpu().permute(1, 2, 0).contiguous().numpy()
+    picture = Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values)
+    if (times := _SIDE // max(picture.size)) > 1:
+        picture = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+    picture.thumbnail((_SIDE, _SIDE))
+    written = io.BytesIO()
+    picture.save(written, "PNG", optimize=True)
+    return f"data:image/png;base64,{b64encode(written.getvalue()).decode()}"

@@ -16,14 +16,12 @@ from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
-from lockstep.data.images.pictures import Cut, as_sample, cut_of, part
+from lockstep.data.images.pictures import Cut, as_sample, part
 from lockstep.data.images.scan import images
-from lockstep.data.request import request_of
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved
 from lockstep.tasks.batches import predictions
 
-_CUT: Final = ("folder", "webdataset")  # the data sets whose samples are cut from pictures of any size
 _SHAPES: Final = (1, 3)  # channels
 _MOST_MASKED: Final = 256  # classes, each a value of a byte
 
@@ -83,8 +81,7 @@ def view_of(saved: Saved) -> View:
             f"{saved.path}: data set {data.name} gives its pictures as floats of its own making, and how is not known "
             f"here; let it give bytes (uint8), which Lockstep normalises by recipe.data.mean and std"
         )
-    cut = cut_of(request_of(values(data))) if data.name in _CUT else None
-    return View((shape[0], shape[1], shape[2]), cut, data.exif)
+    return View((shape[0], shape[1], shape[2]), saved.cut, data.exif)
 
 
 def files_of(inputs: Sequence[str]) -> list[Path]:

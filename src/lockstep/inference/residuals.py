@@ -8,7 +8,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lockstep.inference.validated import Validation, Visited
+from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.charts import dots
 from lockstep.reporting.page import Section, Table
 from lockstep.tasks.regression import Regression, paired
@@ -29,9 +29,9 @@ class Residuals:
         self._targets = targets  # their names, where the data knows them
         self._pairs: list[tuple[Tensor, ...]] = []
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """See View."""
-        found, true = paired(self._task.model_name, visited.outputs, visited.batch, columns=True)
+        found, true = paired(self._task.model_name, evaluated.outputs, evaluated.batch, columns=True)
         self._pairs.append(tuple(each.double().cpu().flatten(1) for each in (true, found)))
 
     def sections(self) -> list[Section]:

@@ -19,8 +19,12 @@ from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, call, mapped
 from lockstep.core.shard import local_tensor
+from lockstep.data.base import DataSet
+from lockstep.data.images.pictures import Cut, cut_of
+from lockstep.data.request import request_of
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
+from lockstep.models.find import Construction, construction
 from lockstep.models.initialise import initialise
 from lockstep.models.tuned import tuned
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
@@ -82,10 +86,44 @@ class Saved:
         return f"model {self.recipe.model.name}"
 
     @property
+    def remarks(self) -> list[str]:
+        """Lines for the user: the notes and the problems."""
+        return [*(f"note: {each}" for each in self.notes), *(f"warning: {each}" for each in self.problems)]
+
+    @property
     def words(self) -> str:
         """Which weights these are, in words."""
         averaged = ", averaged weights (ema)" if self.weights == "ema" else ""
         return f"{self.path}, after step {self.step}{averaged}"
+
+    @property
+    def mean_and_std(self) -> tuple[list[float] | None, list[float] | None]:
+        """What its samples are normalised by: the recipe's, or else the data's own; None where there is none."""
+        mean, std = self.recipe.data.mean or self.facts.mean, self.recipe.data.std or self.facts.std
+        return list(mean) if mean else None, list(std) if std else None
+
+    @property
+    def cut(self) -> Cut | None:
+        """What validation sees of images of any size; None where its samples are not cut from such."""
+        asked = request_of(values(self.recipe.data))
+        return cut_of(asked) if asked.cuts else None
+
+    @property
+    def tokenizer_by(self) -> str | None:
+        """What the tokens are of that its own tokenizer makes; None where it keeps none."""
+        by = (self.facts.tokenizer or {}).get("by")
+        return by if by in ("byte", "character", "tokenizer") else None
+
+    def open_data(self) -> DataSet:
+        """Open the data it was trained on; nothing is downloaded."""
+        return open_recipe_data(
+            self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"download": False})})
+        )
+
+    def construction(self) -> Construction:
+        """Return which function builds its model, and by which arguments."""
+        model = self.recipe.model
+        return construction(name=model.name, source=model.source, options=model.options, facts=self.known)
 
     def task(self, example: Batch = None) -> Task:
         """Return what the model learned; `example` is a few samples, where the facts do not say it."""

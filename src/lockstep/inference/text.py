@@ -69,22 +69,18 @@ def generated(
 
 def tokenizer_for(saved: Saved, file: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run, or that of a file. UsageError where neither is known, or it is another one."""
-    facts = saved.facts.tokenizer
-    own = saved.recipe.data.options.get("tokenizer")
-    if facts is None or facts.get("by") not in ("byte", "character", "tokenizer"):
-        if file is None:
-            raise UsageError(
-                f"{saved.path}: data set {saved.recipe.data.name} keeps no tokenizer; give the file of the library "
-                f"tokenizers that made its tokens, with --tokenizer"
-            )
-        found: Tokenizer = FromFile(file)
-    else:
-        if file is not None and facts["by"] != "tokenizer":
-            raise UsageError(f"--tokenizer: this run's tokens are by {facts['by']}, and no file's; leave it out")
-        place = file or own
-        if facts["by"] == "tokenizer" and not isinstance(place, str):
-            raise UsageError(f"{saved.path}: its tokenizer is a file; give it with --tokenizer")
-        found = tokenizer_of(facts, place or "")
+    by = saved.tokenizer_by
+    place = file or saved.recipe.data.options.get("tokenizer")
+    if by is None and file is None:
+        raise UsageError(
+            f"{saved.path}: data set {saved.recipe.data.name} keeps no tokenizer; give the file of the library "
+            f"tokenizers that made its tokens, with --tokenizer"
+        )
+    if by not in (None, "tokenizer") and file is not None:
+        raise UsageError(f"--tokenizer: this run's tokens are by {by}, and no file's; leave it out")
+    if by == "tokenizer" and not isinstance(place, str):
+        raise UsageError(f"{saved.path}: its tokenizer is a file; give it with --tokenizer")
+    found = FromFile(file or "") if by is None else tokenizer_of(saved.facts.tokenizer or {}, place or "")
     if saved.facts.vocabulary is not None and found.vocabulary > saved.facts.vocabulary:
         raise UsageError(
             f"tokenizer: it has {found.vocabulary:,} tokens, and the run's data {saved.facts.vocabulary:,}; give the "

@@ -10,7 +10,6 @@ import torch
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
-from lockstep.data.text.library import as_library
 from lockstep.data.text.tokenizer import Bytes, Characters, characters_of, tokenizer_of
 from lockstep.errors import UsageError
 
@@ -123,7 +122,7 @@ def test_a_strange_character_is_named() -> None:
 def test_the_library_gives_the_same_tokens(by: str) -> None:
     text = "Größe\tan\r\nalle,  漢字.\n\n'll \x00" + "".join(map(chr, range(0x20, 0x180)))
     own = Bytes() if by == "byte" else characters_of(text)
-    found = as_library(own)
+    found = own.library
     ids = found.encode(text).ids
     assert ids == own.encode(text).tolist()
     assert found.decode(ids) == text

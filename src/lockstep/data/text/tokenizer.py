@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -16,7 +17,6 @@ from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 _LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`
-_MISSING: Final = "the library tokenizers is not installed; run: pip install 'lockstep-train[text]'"
 
 
 class Tokenizer(Protocol):
@@ -30,6 +30,11 @@ class Tokenizer(Protocol):
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps, from which `tokenizer_of` makes it again."""
+        ...
+
+    @property
+    def library(self) -> Any:
+        """The same as a `tokenizers.Tokenizer`, which puts nothing before or after the tokens of a text."""
         ...
 
     def encode(self, text: str) -> NDArray[Any]:
@@ -51,6 +56,17 @@ class Bytes:
     def facts(self) -> dict[str, Any]:
         """See Tokenizer."""
         return {"by": "byte"}
+
+    @property
+    def library(self) -> Any:
+        """See Tokenizer."""
+        tokenizers = _library()
+        found = tokenizers.Tokenizer(
+            tokenizers.models.BPE({each: number for number, each in enumerate(_visible_bytes())}, [])
+        )
+        found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        found.decoder = tokenizers.decoders.ByteLevel()
+        return found
 
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer."""
@@ -78,6 +94,17 @@ class Characters:
         """See Tokenizer."""
         return {"by": "character", "characters": self.characters}
 
+    @property
+    def library(self) -> Any:
+        """See Tokenizer."""
+        tokenizers = _library()
+        codes = {each: number for number, each in enumerate(self.characters)}
+        found = tokenizers.Tokenizer(tokenizers.models.WordLevel(codes, unk_token=""))
+        # \s\S: a dot leaves the end of a line out.
+        found.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        found.decoder = tokenizers.decoders.Fuse()
+        return found
+
     @cached_property
     def _points(self) -> NDArray[np.uint32]:
         return _points(self.characters)
@@ -103,17 +130,14 @@ class FromFile:
     """The contents of a JSON file of the library `tokenizers`, such as a model's tokenizer.json."""
 
     def __init__(self, file: str) -> None:
-        try:
-            from tokenizers import Tokenizer as Library
-        except ModuleNotFoundError:
-            raise UsageError(f"tokenizer {file}: {_MISSING}") from None
+        tokenizers = _library(f"tokenizer {file}: ")
         try:
             with plainfile.reader(Path(file), links=True) as stream:
                 content = stream.read(_LARGEST)
         except OSError as error:
             raise UsageError(f"tokenizer {file}: cannot be read: {error.strerror}") from None
         try:
-            self.library = Library.from_str(content.decode())
+            self.library = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
             raise UsageError(f"tokenizer {file}: not a file of the library tokenizers: {error}") from None
         self._sha256 = hashlib.sha256(content).hexdigest()
@@ -159,3 +183,22 @@ def characters_of(text: str) -> Characters:
 
 def _points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _library(label: str = "") -> Any:
+    try:
+        return import_module("tokenizers")
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"{label}the library tokenizers is not installed; run: pip install 'lockstep-train[text]'"
+        ) from None
+
+
+def _visible_bytes() -> list[str]:
+    """Return the characters that stand for the 256 bytes in such files: a byte's own where it is visible.
+
+    So GPT-2's tokenizer has it (bytes_to_unicode); the others follow from 256 on, in their order.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

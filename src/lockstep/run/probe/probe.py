@@ -29,7 +29,7 @@ from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
-from lockstep.data.own_split import ImportedSplit, OwnSplit
+from lockstep.data.items import ImportedSplit, OwnSplit
 from lockstep.device.precision import autocast
 from lockstep.device.pretended import as_rank
 from lockstep.errors import OwnCodeError

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lockstep.errors import LockstepError, UsageError
 from lockstep.inference.confusions import confusions
-from lockstep.inference.foretold import Foretold
 from lockstep.inference.mistakes import Mistakes
+from lockstep.inference.perplexity import Perplexity
 from lockstep.inference.residuals import Residuals
 from lockstep.inference.saved import Saved, open_saved
-from lockstep.inference.validated import Totals, Validation, Visited, validation_of
+from lockstep.inference.validation_pass import EvaluatedBatch, Totals, Validation, open_validation
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
@@ -38,7 +38,7 @@ _BY_POSITION: Final = "The mean loss of the validation tokens that have so many 
 
 
 @dataclass(frozen=True)
-class Wish:
+class InspectionOptions:
     """Which checkpoint of each run is looked at, and at most how many of its validation samples; see also Asked."""
 
     samples: int = 10_000
@@ -47,7 +47,7 @@ class Wish:
     trust: bool = False
 
 
-class Examined(NamedTuple):
+class Inspection(NamedTuple):
     """Sections for a page, and why there are none of some of the runs."""
 
     sections: list[Section]
@@ -57,7 +57,7 @@ class Examined(NamedTuple):
 class View(Protocol):
     """What is to be seen of a task."""
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """Take samples that were computed."""
         ...
 
@@ -74,10 +74,10 @@ class _One(NamedTuple):
     line: Sequence[tuple[float, float]]
 
 
-def examined(found: Sequence[RunView], wish: Wish, tell: Callable[[str], None]) -> Examined:
+def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Callable[[str], None]) -> Inspection:
     """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets lines on each.
 
-    Code that a run folder names runs only where the wish says so (run/evaluation.py), and nothing is downloaded.
+    Code that a run folder names runs only where the options say so (run/evaluation.py), and nothing is downloaded.
     UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.
     """
     done: dict[str, _One] = {}
@@ -85,7 +85,7 @@ def examined(found: Sequence[RunView], wish: Wish, tell: Callable[[str], None]) 
     for each in found:
         folder = each.folder
         try:
-            done[folder] = _examined(folder, each.history, wish, tell)
+            done[folder] = _inspect(folder, each.history, options, tell)
         except LockstepError as error:
             problems[folder] = str(error)
     if not done:
@@ -97,20 +97,20 @@ def examined(found: Sequence[RunView], wish: Wish, tell: Callable[[str], None]) 
         x, y = "tokens before it in the context", "loss"
         sections.append(lines("Loss by position", x, y, by_position, note=_BY_POSITION, from_zero=False))
     sections += [section for each in done.values() for section in each.sections]
-    return Examined(sections, [*problems.values()])
+    return Inspection(sections, [*problems.values()])
 
 
-def _examined(folder: str, history: History, wish: Wish, tell: Callable[[str], None]) -> _One:
-    saved = open_saved(Asked(folder, wish.overrides, wish.trust, wish.prefer, "report --examples"))
-    for line in (*(f"note: {each}" for each in saved.notes), *(f"warning: {each}" for each in saved.problems)):
+def _inspect(folder: str, history: History, options: InspectionOptions, tell: Callable[[str], None]) -> _One:
+    saved = open_saved(Asked(folder, options.overrides, options.trust, options.prefer, "report --examples"))
+    for line in saved.remarks:
         tell(line)
-    validation = validation_of(saved, wish.samples)
+    validation = open_validation(saved, options.samples)
     task, count, of = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
     totals, view = Totals(task), _view(folder, saved, validation)
-    for visited in validation.visited():
-        totals.add(visited)
-        view.add(visited)
+    for evaluated in validation.batches():
+        totals.add(evaluated)
+        view.add(evaluated)
     figures = totals.figures()
     row = {
         "run": folder,
@@ -120,7 +120,7 @@ def _examined(folder: str, history: History, wish: Wish, tell: Callable[[str], N
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
         _RECORDED: _compared(saved, history, figures) if count == of else "",
     }
-    return _One(row, view.sections(), view.line() if isinstance(view, Foretold) else [])
+    return _One(row, view.sections(), view.line() if isinstance(view, Perplexity) else [])
 
 
 def _view(folder: str, saved: Saved, validation: Validation) -> View:
@@ -128,7 +128,7 @@ def _view(folder: str, saved: Saved, validation: Validation) -> View:
         case Classification():
             return Mistakes(folder, task, validation)
         case Language():
-            return Foretold(folder, task, validation, saved)
+            return Perplexity(folder, task, validation, saved)
         case Regression():
             return Residuals(folder, task, validation, saved.facts.targets or [])
         case Segmentation():
@@ -145,9 +145,9 @@ class Pixels:
         self._task = task
         self._counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """See View."""
-        self._counts += self._task.sums(visited.outputs, visited.batch)["confusion"].cpu()
+        self._counts += self._task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()
 
     def sections(self) -> list[Section]:
         """See View."""
@@ -164,7 +164,7 @@ class Unknown:
         self._run = run
         self._task = task
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """See View."""
 
     def sections(self) -> list[Section]:

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from looked import validation, visited
+from looked import evaluated, validation
 from torch.nn import functional as F
 
-from lockstep.inference.foretold import Foretold
+from lockstep.inference.perplexity import Perplexity
 from lockstep.tasks.language import Language
 
 TASK = Language(vocabulary=5)
 
 
-def view() -> Foretold:
+def view() -> Perplexity:
     saved: Any = None
-    return Foretold("r", TASK, validation(TASK, torch.zeros(1, 2).long(), 1), saved)
+    return Perplexity("r", TASK, validation(TASK, torch.zeros(1, 2).long(), 1), saved)
 
 
 def test_losses_are_averaged_over_what_counts_at_each_position() -> None:
@@ -26,8 +26,8 @@ def test_losses_are_averaged_over_what_counts_at_each_position() -> None:
     targets[3, 4:] = TASK.ignore
     by_hand = F.cross_entropy(logits.double().transpose(1, 2), targets, reduction="none")
     made = view()
-    made.add(visited((targets, targets[:3, :3]), logits[:3, :3]))  # shorter than what follows
-    made.add(visited((targets, targets[3:]), logits[3:]))
+    made.add(evaluated((targets, targets[:3, :3]), logits[:3, :3]))  # shorter than what follows
+    made.add(evaluated((targets, targets[3:]), logits[3:]))
     expected = [by_hand[:, place].mean() for place in range(3)] + [by_hand[3, 3]]
     assert [place for place, _ in made.line()] == [1, 2, 3, 4]
     assert [loss for _, loss in made.line()] == pytest.approx([float(each) for each in expected], rel=1e-6)
@@ -38,7 +38,7 @@ def test_of_many_positions_stretches_are_averaged() -> None:
     logits = torch.zeros(1, 1001, 5)
     logits[0, 500:, 0] = 1.0
     targets = torch.zeros(1, 1001, dtype=torch.int64)
-    made.add(visited((targets, targets), logits))
+    made.add(evaluated((targets, targets), logits))
     line = made.line()
     assert len(line) == 251
     assert (line[0][0], line[-1][0]) == (2.5, 1001)

@@ -15,7 +15,7 @@ from lockstep.data.text.tokenizer import Tokenizer
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Saved
 from lockstep.inference.text import Sampling, generated, tokenizer_for
-from lockstep.inference.validated import Validation, Visited
+from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.batches import predictions
 from lockstep.tasks.language import Language
@@ -32,7 +32,7 @@ _NOTE: Final = (
 
 
 @final
-class Foretold:
+class Perplexity:
     """A View of a language model: its loss by position, and samples of text."""
 
     def __init__(self, run: str, task: Language, validation: Validation, saved: Saved) -> None:
@@ -43,9 +43,9 @@ class Foretold:
         self._losses = torch.zeros(0, dtype=torch.float64)
         self._tokens = torch.zeros(0, dtype=torch.int64)
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """See View: losses are added by the position of the token that the model is to give."""
-        losses, counted = self._task.losses(visited.outputs, visited.batch)
+        losses, counted = self._task.losses(evaluated.outputs, evaluated.batch)
         self._losses = _longer(self._losses, losses.double().sum(0).cpu())
         self._tokens = _longer(self._tokens, counted.sum(0).cpu())
 

@@ -17,14 +17,13 @@ from lockstep.core.batch import Batch, mapped
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved
-from lockstep.run.build import open_recipe_data
 from lockstep.run.examples import examples, transforms_of
 from lockstep.run.facts import check_facts
 from lockstep.tasks.base import Task
 from lockstep.training.evaluate import batch_sums, figures_of
 
 
-class Visited(NamedTuple):
+class EvaluatedBatch(NamedTuple):
     """Samples by their `numbers`, as the model saw them, and what it gave for them; both are on its device."""
 
     numbers: NDArray[np.int64]
@@ -44,13 +43,13 @@ class Validation:
     computing: Computing
     transforms: DeviceTransforms
 
-    def visited(self) -> Iterator[Visited]:
+    def batches(self) -> Iterator[EvaluatedBatch]:
         """Compute each sample once, in the batches of an evaluation where all are looked at."""
         for first in range(0, len(self.numbers), self.computing.batch):
             numbers = self.numbers[first : first + self.computing.batch]
             arrived = mapped(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
             batch = self.transforms.for_evaluation(arrived)
-            yield Visited(numbers, batch, self.computing(self.task.inputs(batch)))
+            yield EvaluatedBatch(numbers, batch, self.computing(self.task.inputs(batch)))
 
     def name(self, number: int) -> str:
         """Return what a sample is called: its number, and its file where it has one."""
@@ -67,10 +66,10 @@ class Totals:
         self._added = NamedSums()
         self._count = 0
 
-    def add(self, visited: Visited) -> None:
+    def add(self, evaluated: EvaluatedBatch) -> None:
         """Take the sums of a batch."""
-        weight = self._task.weight(visited.batch)
-        self._added.add(self._count, batch_sums(self._task, visited.outputs, visited.batch, weight))
+        weight = self._task.weight(evaluated.batch)
+        self._added.add(self._count, batch_sums(self._task, evaluated.outputs, evaluated.batch, weight))
         self._count += 1
 
     def figures(self) -> dict[str, float]:
@@ -79,15 +78,13 @@ class Totals:
         return figures_of(self._task, self._added.total(alone, self._count))
 
 
-def validation_of(saved: Saved, most: int) -> Validation:
+def open_validation(saved: Saved, most: int) -> Validation:
     """Open the validation data of a saved run, and choose at most so many of its samples.
 
     Nothing is downloaded. UsageError where the data is not here, is not what the run learned from, or has no
     validation part.
     """
-    recipe = saved.recipe
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"download": False})})
-    data = open_recipe_data(recipe)
+    recipe, data = saved.recipe, saved.open_data()
     check_facts(data.facts, saved.known, saved.path)
     split = data.validation
     if split is None:
