@@ -180,6 +180,13 @@ def program(name: str, words: list[str], folder: Path, env: Mapping[str, str]) -
     return Command(process.pid, folder, name, f"{MARK}={mark}", process.wait)
 
 
+def as_rank(rank: int, size: int, port: int, hosts: int = 1) -> dict[str, str]:
+    """Return the variables that tell a process which rank of so many it is, on so many hosts, and where they meet."""
+    local = size // hosts
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    return {name: str(value) for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
+
+
 def events(run: Path, name: str) -> list[dict[str, Any]]:
     """Return the events of a run that bear a name."""
     return [event for event in jsonl.read(run / jsonl.EVENTS) if event["event"] == name]

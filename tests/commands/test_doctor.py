@@ -9,6 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 from conftest import FOLDER
+from waiting import free_port
 
 from lockstep.cli import main
 
@@ -17,9 +18,7 @@ HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 
 @pytest.fixture
 def free() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return str(free_port())
 
 
 def doctor(*words: str, **env: str):

@@ -1,7 +1,6 @@
 """What somebody can do who reaches the store at which the ranks of a job meet, and writes there whatever they like."""
 
 import json
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
-from waiting import QUICK, until
+from waiting import QUICK, free_port, until
 
 from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
@@ -34,9 +33,7 @@ def started(
     work: Callable[[Rendezvous], Any], secrets: tuple[bytes, bytes] = (SECRET, SECRET), timeout_s: float = 20.0
 ) -> list[Any]:
     """Do `work` in two ranks that meet by a port, the first of them where it listens; return what they return."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def one(rank: int) -> Any:
         info = RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port)
@@ -112,9 +109,7 @@ def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escape
 def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) -> None:
     """Both ranks stop: who overwrites what is needed can keep a run from starting, and no more than that."""
     sealed = f"- {json.dumps(value)}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     infos = [RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port) for rank in range(2)]
     first, other = (Rendezvous(info, 2.0, end, SECRET, QUICK) for info in infos)
     with ThreadPoolExecutor(1) as pool:
