@@ -29,8 +29,8 @@ _NEEDS: Final[dict[str, Callable[[], None]]] = {
     "horovod": partial(require_package, "horovod"),
     "mpirun": partial(require, "openmpi", "openmpi-bin", "mpirun", "ompi_info"),
 }
-# Lessons whose commands are left to scripts/test --all, and where the gate has what they show; test_tutorial.py has that
-# their words are taken.
+# Lessons whose commands are left to scripts/test --all, with where the gate has what they show; that their words are
+# taken is seen by test_tutorial.py.
 _HELD: Final = {
     "21-mixed-precision": "commands/test_train.py has bf16, fp16 and O3, config/test_load.py what O1 and O2 are",
     "22-offload-and-recomputation": "commands/test_strategies_train.py has a run that is recomputed",

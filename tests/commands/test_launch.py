@@ -174,13 +174,6 @@ def test_ssh_starts_a_torchrun_on_each_host(folder):
         )
 
 
-def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
-    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a cd "*) cat; exit 0;; *) exit 7;; esac\n')
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
-    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits")
-    assert (found.exit_code, found.stderr) == (7, "b ended with exit code 7; ending a\n")
-
-
 def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
     (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     words = ("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:3", "--dry-run", "--", "train", "digits", "run.dir=a")

@@ -237,19 +237,3 @@ def test_figures_are_compared_with_those_of_their_step(logged, found, told):
     history = History(curves={"loss/validation": [Point(1, 8, 0.1, 9.0), Point(2, 16, 0.2, logged)]})
     assert told in _compared(SimpleNamespace(weights="model", step=2), history, {"loss": found})
     assert _compared(SimpleNamespace(weights="model", step=3), history, {"loss": found}) == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--samples", "50"), "are for --examples, which is missing; add it"),
-        (("--trust",), "are for --examples"),
-        (("recipe.model.name=a:b",), "are for --examples"),
-        (("--examples", "--samples", "0"), "--samples"),
-        (("--examples",), "its recipe names code"),
-        (("--examples", TRUST, "recipe.model.options.width=7"), "not a checkpoint of this run"),
-    ],
-)
-def test_what_does_not_fit_is_refused(run, trained, tmp_path, words, told):
-    assert told in run("report", "run", *words, code=2).err
-    assert not (tmp_path / "report.html").exists()
