@@ -9,9 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 from forked import events
-from sections import section
+from sections import DOCS, section
 
-DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = re.compile(r"^\$ lockstep (train .*)$", re.MULTILINE)
 
 
