@@ -203,27 +203,30 @@ def test_facts_that_are_too_long_to_send_are_compared_by_their_hash() -> None:
         assert len(str(error)) < 300
 
 
+def each_of(values: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Return a change for each of the values that a field may be given."""
+    return [{name: value} for name, each in values.items() for value in each]
+
+
 GOOD = json.loads(FORGED.to_json())
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"exit_code": 0},
-        {"exit_code": 256},
-        {"exit_code": -9},
-        {"exit_code": True},
-        {"rank": -1},
-        {"rank": 2},
-        {"size": 0},
+        *each_of(
+            {
+                "exit_code": (0, 256, -9, True),
+                "rank": (-1, 2),
+                "size": (0,),
+                "text": (None, ["a"]),
+                "host": (1,),
+                "time": (float("nan"), 1),
+                "secondary": ("yes",),
+                "more": (1,),
+            }
+        ),
         {"rank": 10**30, "size": 10**31},
-        {"text": None},
-        {"text": ["a"]},
-        {"host": 1},
-        {"time": float("nan")},
-        {"time": 1},
-        {"secondary": "yes"},
-        {"more": 1},
     ],
     ids=str,
 )
@@ -247,16 +250,7 @@ BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"look": -1},
-        {"look": "3"},
-        {"look": 10**30},
-        {"peak": -1},
-        {"peak": 1.5},
-        {"status": None},
-        {"left": 1},
-        {"x": 1},
-    ],
+    each_of({"look": (-1, "3", 10**30), "peak": (-1, 1.5), "status": (None,), "left": (1,), "x": (1,)}),
     ids=str,
 )
 def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
@@ -318,19 +312,16 @@ ANSWER = {
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"host": 1},
-        {"status": {}},
-        {"status": {"phase": "sleeping", "step": 4}},
-        {"status": {"phase": "training", "step": -1}},
-        {"stack": []},
-        {"stack": [1]},
-        {"stack": "a"},
-        {"waits": 1},
-        {"waits": "no"},
-        {"record": None},
-        {"more": 1},
-    ],
+    each_of(
+        {
+            "host": (1,),
+            "status": ({}, {"phase": "sleeping", "step": 4}, {"phase": "training", "step": -1}),
+            "stack": ([], [1], "a"),
+            "waits": (1, "no"),
+            "record": (None,),
+            "more": (1,),
+        }
+    ),
     ids=str,
 )
 def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:
