@@ -8,17 +8,11 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from forked import imported
 
 from lockstep import __version__, commands
 from lockstep.cli import main
-from lockstep.errors import (
-    ConfigError,
-    LockstepError,
-    PreflightError,
-    TrainingError,
-    UsageError,
-    VerificationError,
-)
+from lockstep.errors import ConfigError, UsageError, VerificationError
 
 
 def run(*words):
@@ -73,21 +67,10 @@ def test_an_unknown_option_is_a_usage_error():
     assert run("--nothing").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (LockstepError("reason"), 1),
-        (TrainingError("reason"), 1),
-        (UsageError("reason"), 2),
-        (ConfigError(["reason"]), 2),
-        (VerificationError("reason"), 3),
-        (PreflightError("reason"), 4),
-    ],
-)
-def test_an_error_for_the_user_ends_with_its_text_and_code(monkeypatch, error, code):
-    monkeypatch.setattr("lockstep.commands.show.command", raising(error))
+def test_an_error_for_the_user_ends_with_its_text_and_code(monkeypatch):
+    monkeypatch.setattr("lockstep.commands.show.command", raising(VerificationError("reason")))
     result = run("show")
-    assert (result.exit_code, result.stderr, result.stdout) == (code, "error: reason\n", "")
+    assert (result.exit_code, result.stderr, result.stdout) == (3, "error: reason\n", "")
 
 
 def test_an_error_moves_no_cursor_whoever_wrote_its_words(monkeypatch):
@@ -140,13 +123,5 @@ def test_python_m_lockstep_is_the_same_command():
     assert found.stdout == f"lockstep, version {__version__}\n"
 
 
-def test_help_imports_nothing_heavy():
-    code = (
-        "import sys\n"
-        "from lockstep.cli import main\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit:\n    print([name for name in sys.modules if name.split('.')[0] in\n"
-        "        ('torch', 'numpy', 'pydantic', 'yaml', 'rich')])\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert found.stdout.splitlines()[-1] == "[]"
+def test_help_imports_nothing_heavy(tmp_path):
+    assert not imported("--help", folder=tmp_path) & {"torch", "numpy", "pydantic", "yaml", "rich"}

@@ -128,68 +128,8 @@ def test_tables_are_those_of_the_code_and_the_results(name: str) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-# What pages say in prose, with the place of each figure: result, row, and which figure of it.
 CITED = [
-    (
-        "docs/tensor-slicing.md",
-        "took {:.2f} times as long for a step",
-        "context",
-        "-time-",
-        "2 chunks, context on 2",
-        "ratio",
-    ),
-    (
-        "docs/tensor-slicing.md",
-        "both chunks took {:.2f} times as long",
-        "context",
-        "-time-",
-        "2 chunks, 1 process",
-        "ratio",
-    ),
-    (
-        "docs/tensor-slicing.md",
-        "and had {:.0f} MiB in use",
-        "context",
-        "-memory-",
-        "2 chunks, context on 2",
-        "median",
-    ),
-    (
-        "docs/tensor-slicing.md",
-        "in place of {:.0f}, of which",
-        "context",
-        "-memory-",
-        "whole sequences, 1 process",
-        "median",
-    ),
-    (
-        "docs/tensor-slicing.md",
-        "and had {:.0f} MiB (2 cores",
-        "context",
-        "-memory-",
-        "2 chunks, 1 process",
-        "median",
-    ),
-    ("docs/tensor-slicing.md", "had {:.0f} MiB in", "context", "-memory-", "2 x 2 chunks, sequence-parallel", "median"),
-    ("docs/tensor-slicing.md", "place of {:.0f} under", "context", "-memory-", "2 x 2 chunks, tensor on 2", "median"),
-    ("docs/tensor-slicing.md", "in {:.3f} and", "context", "-time-", "2 x 2 chunks, sequence-parallel", "median"),
-    ("docs/tensor-slicing.md", "and {:.3f} s of", "context", "-time-", "2 x 2 chunks, tensor on 2", "median"),
-    (
-        "docs/tensor-slicing.md",
-        "took {:.2f} times as long as with",
-        "tensor-rows",
-        "-time-",
-        "table and head in",
-        "ratio",
-    ),
-    ("docs/tensor-slicing.md", "and {:.2f} times the", "tensor-rows", "-memory-", "table and head in", "ratio"),
-    ("docs/tensor-slicing.md", "{:.2f} times as long at width 768", "tensor", "-whole-step-768", "8 chunks", "ratio"),
-    ("docs/tensor-slicing.md", "{:.2f} times at 384", "tensor", "-whole-step-384", "8 chunks", "ratio"),
-    ("docs/tensor-slicing.md", "{:.2f} times at 128", "tensor", "-whole-step-128", "8 chunks", "ratio"),
-    ("docs/strategies.md", "takes {:.2f} to", "mesh", "-time-384", "lockstep mesh", "ratio"),
-    ("docs/strategies.md", "to {:.2f} times as long as torch's", "mesh", "-time-768", "lockstep mesh", "ratio"),
-    ("docs/strategies.md", "and {:.2f} to", "mesh", "-memory-384", "lockstep mesh", "ratio"),
-    ("docs/strategies.md", "to {:.2f} times the memory", "mesh", "-memory-768", "lockstep mesh", "ratio"),
+    line.split(" | ") for line in (ROOT / "tests/cited.txt").read_text("utf-8").splitlines() if line.startswith("docs/")
 ]
 
 

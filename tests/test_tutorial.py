@@ -6,18 +6,23 @@ Those that need more than Python are run by test_tutorial_real.py.
 from __future__ import annotations
 
 import re
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import pytest
+from click.testing import CliRunner
 from component import require_etcd
 from lessons import LESSONS, TUTORIAL, check_what_is_printed, comparable, lessons, needs, on_top, shown
+
+from lockstep.cli import main
 
 SCRIPTS: Final = sorted(TUTORIAL.glob("*/*.py"))
 LANGUAGES: Final = ("README.md", "README.zh.md")
 LONGEST_SCRIPT, LONGEST_PAGE = 100, 60
 
+_TRAINS = re.compile(r"\blockstep (?:train|verify) ((?:[^|]|\n)*?)(?: --steps.*?)?(?: \||$)")
 _RUN = re.compile(r"\bruns/[\w-]+")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -26,6 +31,15 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 @pytest.mark.parametrize(("lesson", "ours"), lessons(*(each for each in LESSONS if not needs(each))))
 def test_a_lesson_prints_what_its_page_shows(lesson: Path, ours: bool, tmp_path: Path) -> None:
     check_what_is_printed(lesson, ours, tmp_path)
+
+
+def test_the_recipes_and_overrides_of_lessons_are_taken() -> None:
+    pages = [(lesson / LANGUAGES[0]).read_text(encoding="utf-8") for lesson in LESSONS]
+    found = [words for page in pages for command, _ in shown(page) for words in _TRAINS.findall(command)]
+    assert len(found) > 8
+    for words in found:
+        done = CliRunner().invoke(main, ["show", *shlex.split(words.replace("\\\n", " "))])
+        assert done.exit_code == 0, (words, done.output)
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)

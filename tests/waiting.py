@@ -1,5 +1,6 @@
 """Waits for what another process does, and with shorter times than ranks wait for each other."""
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,3 +41,9 @@ def ended(pid: int) -> bool:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -105,14 +105,14 @@ def test_what_is_not_installed_is_named() -> None:
     assert done.stderr.startswith("not installed: click, numpy, ")
 
 
-REST = [name for name in gpu.SECTIONS if name != "precision"]
+REST = [name for name in gpu.SECTIONS if name != "doctor"]
 
 
 @pytest.mark.timeout(1860)
 @pytest.mark.parametrize(
     "names",
     [
-        ["precision"],
+        ["doctor"],
         pytest.param(REST, marks=pytest.mark.extended("one section shows that the command runs them; no card is here")),
     ],
     ids=["gate", "rest"],

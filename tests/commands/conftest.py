@@ -1,5 +1,6 @@
 """Started commands for tests, ended with them; and runs that several tests look at."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -7,8 +8,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from forked import Command, Server
 from PIL import Image
+
+from lockstep.cli import main
 
 # An epoch of 23 steps, the last of them short, with BatchNorm, dropout, augmentation and clipping; a quarter as wide as
 # the recipe has it, because most of the time of a test is spent in these steps.
@@ -129,3 +133,26 @@ def tiny(tmp_path: Path) -> str:
     (tmp_path / "numbers.txt").write_text(" ".join(str(number) for number in range(600)))
     (tmp_path / "tiny.yaml").write_text(TINY)
     return str(tmp_path / "tiny.yaml")
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder, which is the current one and has a folder `bin` for programs that are found first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    """Put a program into the folder `bin`."""
+    file = folder / "bin" / name
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o755)
+
+
+def invoke(*words: str, code: int = 0) -> Result:
+    """Run a command in this process and expect an exit code."""
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == code, result.output
+    return result

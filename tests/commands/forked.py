@@ -180,6 +180,28 @@ def program(name: str, words: list[str], folder: Path, env: Mapping[str, str]) -
     return Command(process.pid, folder, name, f"{MARK}={mark}", process.wait)
 
 
+def imported(*words: str, folder: Path, **env: str) -> set[str]:
+    """Return the packages that `lockstep` with these words imports, in a Python of its own."""
+    code = """
+import sys
+from lockstep.cli import main
+main(sys.argv[1:], standalone_mode=False)
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+    line = [sys.executable, "-c", code, *words]
+    done = subprocess.run(
+        line, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=True, timeout=60
+    )
+    return {*done.stdout.splitlines()[-1].split()}
+
+
+def as_rank(rank: int, size: int, port: int, hosts: int = 1) -> dict[str, str]:
+    """Return the variables that tell a process which rank of so many it is, on so many hosts, and where they meet."""
+    local = size // hosts
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    return {name: str(value) for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
+
+
 def events(run: Path, name: str) -> list[dict[str, Any]]:
     """Return the events of a run that bear a name."""
     return [event for event in jsonl.read(run / jsonl.EVENTS) if event["event"] == name]

@@ -34,12 +34,17 @@ def linear(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
 
 
-class Remembering(nn.Module):
-    """Keeps a running mean and a count in plain attributes, and normalises by it."""
-
+class _Linear(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(64, num_classes)
+
+
+class Remembering(_Linear):
+    """Keeps a running mean and a count in plain attributes, and normalises by it."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
         self.forwards = 0
         self.center = torch.zeros(64)
 
@@ -48,38 +53,33 @@ class Remembering(nn.Module):
         if self.training:
             self.forwards += 1
             self.center = 0.9 * self.center + 0.1 * flat.detach().mean(0)
-        outputs: Tensor = self.linear(flat - self.center)
-        return outputs
+        return self.linear(flat - self.center)
 
 
-class Counting(nn.Module):
+class Counting(_Linear):
     """Counts its forwards in a plain attribute, and makes no use of the count."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
+        super().__init__(num_classes)
         self.forwards = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.forwards += 1
-        outputs: Tensor = self.linear(inputs.flatten(1))
-        return outputs
+        return self.linear(inputs.flatten(1))
 
 
-class Centered(nn.Module):
+class Centered(_Linear):
     """Moves a buffer in its forward pass."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
+        super().__init__(num_classes)
         self.register_buffer("center", torch.zeros(64))
 
     def forward(self, inputs: Tensor) -> Tensor:
         flat = inputs.flatten(1)
         if self.training:
             self.center.lerp_(flat.detach().mean(0), 0.1)
-        outputs: Tensor = self.linear(flat)
-        return outputs
+        return self.linear(flat)
 
 
 class MyNorm(nn.Module):
@@ -112,8 +112,7 @@ class TwoHeads(nn.Module):
         self.head, self.other = nn.Linear(64, num_classes), nn.Linear(64, num_classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.head(inputs.flatten(1))
-        return outputs
+        return self.head(inputs.flatten(1))
 
 
 class _Noise(nn.Module):
@@ -249,31 +248,27 @@ def slow(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), _Slow(), nn.Linear(64, num_classes))
 
 
-class Caching(nn.Module):
+class Caching(_Linear):
     """Keeps a table in a buffer, which its first forward fills."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
+        super().__init__(num_classes)
         self.register_buffer("table", torch.zeros(64))
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.table.copy_(torch.linspace(0.0, 1.0, 64))
-        outputs: Tensor = self.linear(inputs.flatten(1) + self.table)
-        return outputs
+        return self.linear(inputs.flatten(1) + self.table)
 
 
-class Drawing(nn.Module):
+class Drawing(_Linear):
     """Draws from a generator of its own, which it made when it was built."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
+        super().__init__(num_classes)
         self.generator = np.random.default_rng(0)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs.flatten(1) * (1 + 0.1 * float(self.generator.random())))
-        return outputs
+        return self.linear(inputs.flatten(1) * (1 + 0.1 * float(self.generator.random())))
 
 
 def contrasting(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -330,16 +325,11 @@ def counted_loss() -> Loss:
 counting_loss = counted_loss()
 
 
-class InPlace(nn.Module):
+class InPlace(_Linear):
     """Changes its inputs in place."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
-
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs.mul_(0.5).add_(1.0).flatten(1))
-        return outputs
+        return self.linear(inputs.mul_(0.5).add_(1.0).flatten(1))
 
 
 def started_by_rank(num_classes: int) -> nn.Module:
@@ -348,26 +338,20 @@ def started_by_rank(num_classes: int) -> nn.Module:
     return linear(num_classes)
 
 
-class Capped(nn.Module):
+class Capped(_Linear):
     """Keeps the norm of its weight below a bound by shrinking it in each forward."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
             self.linear.weight.data.mul_(0.99)
-        outputs: Tensor = self.linear(inputs.flatten(1))
-        return outputs
+        return self.linear(inputs.flatten(1))
 
 
-class Dropping(nn.Module):
+class Dropping(_Linear):
     """Drops features in evaluation too, or counts what it evaluated."""
 
     def __init__(self, num_classes: int, counts: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
+        super().__init__(num_classes)
         self.evaluated = 0
         self.counts = counts
 
@@ -380,8 +364,7 @@ class Dropping(nn.Module):
             flat = flat * self.evaluated
         else:
             flat = functional.dropout(flat, 0.1)
-        outputs: Tensor = self.linear(flat)
-        return outputs
+        return self.linear(flat)
 
 
 class Unordered(nn.Module):
@@ -392,8 +375,7 @@ class Unordered(nn.Module):
         self.layers = nn.ModuleDict({f"layer{number}": nn.Linear(64, num_classes) for number in range(9)})
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = sum(self.layers[name](inputs.flatten(1)) for name in set(self.layers))  # type: ignore[assignment]
-        return outputs
+        return sum(self.layers[name](inputs.flatten(1)) for name in set(self.layers))  # type: ignore[assignment]
 
 
 class Renorm(nn.BatchNorm1d):
@@ -417,16 +399,11 @@ def _noise_of(size: int, number: int) -> float:
     return size * random.random() + number
 
 
-class Cached(nn.Module):
+class Cached(_Linear):
     """Takes its noise from a cache, which the first forward of a process fills."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
-
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs.flatten(1) * (1 + 0.1 * _noise_of(len(inputs), 0)))
-        return outputs
+        return self.linear(inputs.flatten(1) * (1 + 0.1 * _noise_of(len(inputs), 0)))
 
 
 class Edited(Jittering):
@@ -445,13 +422,8 @@ def edited() -> tuple[Edited, Edited]:
     return Edited(40), Edited(12)
 
 
-class Rarely(nn.Module):
+class Rarely(_Linear):
     """Draws from Python's generator in a forward of a thousand only, as a layer that is dropped now and then."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, num_classes)
-
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs.flatten(1) * (2 if random.random() < 0.001 else 1))
-        return outputs
+        return self.linear(inputs.flatten(1) * (2 if random.random() < 0.001 else 1))

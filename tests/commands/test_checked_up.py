@@ -5,8 +5,8 @@ import socket
 from pathlib import Path
 
 from conftest import Start
-
-RANK = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+from forked import as_rank
+from waiting import free_port
 
 
 def test_one_rank(run: Start, tmp_path: Path) -> None:
@@ -38,11 +38,9 @@ def test_a_problem_ends_with_its_exit_code_and_what_to_do(run: Start) -> None:
 
 
 def test_ranks_that_differ_are_named_and_only_rank_0_prints(start: Start) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    first = start("doctor", RANK="0", MASTER_PORT=port, **RANK)
-    second = start("doctor", RANK="1", MASTER_PORT=port, NVIDIA_TF32_OVERRIDE="1", **RANK)
+    port = free_port()
+    first = start("doctor", **as_rank(0, 2, port, hosts=2))
+    second = start("doctor", NVIDIA_TF32_OVERRIDE="1", **as_rank(1, 2, port, hosts=2))
     assert (first.wait(), second.wait()) == (4, 4), first.err + second.err
     host = socket.gethostname()
     assert f"NVIDIA_TF32_OVERRIDE=1  [rank 1 ({host})]" in first.out
@@ -51,9 +49,6 @@ def test_ranks_that_differ_are_named_and_only_rank_0_prints(start: Start) -> Non
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(start: Start) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    alone = start("doctor", "--timeout", "3", RANK="0", MASTER_PORT=port, **RANK)
+    alone = start("doctor", "--timeout", "3", **as_rank(0, 2, free_port(), hosts=2))
     assert alone.wait(40) == 1
     assert "timed out after 3 s waiting for rank 1" in alone.err

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import steps
+from forked import events, steps
 
 QUICK = ("recipe.epochs=1", "recipe.model.name=held:linear", "recipe.model.source=auto", "recipe.model.options={}")
 QUICK = (*QUICK, "run.tensorboard=false", "run.probe=off", "run.log_every=1")
@@ -34,7 +34,7 @@ def test_placements_side_by_side_and_again(run):
         assert min(row["samples_per_s"], row["speed_up"], row["efficiency"], *row["peak_bytes_by_rank"]) > 0
         spent = row["seconds_by_rank"]
         assert {"setting up", "computing", "data", "waiting", "waiting for a core", "evaluating"} <= set(spent)
-        [done] = [event for event in events(folder / Path(row["run"]).name) if event["event"] == "done"]
+        [done] = events(folder / Path(row["run"]).name, "done")
         assert sum(each[0] for each in spent.values()) == pytest.approx(done["seconds"], abs=0.1)
     assert "ddp on 3" in first.out
     assert "written a/comparison.html" in first.out
@@ -141,7 +141,3 @@ def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
     single, ddp = rows(command.folder / "a")
     assert (single["starts"], ddp["starts"]) == (1, 2)
     assert ddp["same_bits_as_single"] is True
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]

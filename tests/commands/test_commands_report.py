@@ -3,14 +3,14 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from conftest import invoke
 from event_examples import done, evaluated, saved, started, stepped
 
-from lockstep.cli import main
 from lockstep.config.load import load, to_yaml
 from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.charts import Chart
@@ -40,10 +40,7 @@ def run_folder(name: str, *events: Event, overrides: tuple[str, ...] = ()) -> Pa
     return run
 
 
-def report(*words: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ("report", *words))
-    assert result.exit_code == code, result.output
-    return result
+report = partial(invoke, "report")
 
 
 def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import events, steps
 from torch.nn import functional
 from torch.utils.data import DistributedSampler
 
@@ -96,12 +97,12 @@ def test_it_computes_and_prints_what_the_script_by_hand_does(run, monkeypatch):
         assert {name: row["last"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
         assert (row["state"], row["promises"], row["same_bits_as_single"]) == ("done", "none", False)
         assert len(row["peak_bytes_by_rank"]) == ranks
-        started, *others = events(command.folder / row["run"])
+        [started] = events(command.folder / row["run"], "started")
         samples = started["train_samples"]
         assert started["batch"] == ranks * BATCH
-        steps = [event["samples"] for event in others if event["event"] == "step"]
-        assert len(steps) == started["steps"] == EPOCHS * math.ceil(math.ceil(samples / ranks) / BATCH)
-        assert steps[-1] == EPOCHS * samples
+        samples_seen = [event["samples"] for event in events(command.folder / row["run"], "step")]
+        assert len(samples_seen) == started["steps"] == EPOCHS * math.ceil(math.ceil(samples / ranks) / BATCH)
+        assert samples_seen[-1] == EPOCHS * samples
     assert found["usual script on 2"]["weights_sha256"] != found["usual script on 1"]["weights_sha256"]
     assert "top1 of each sample once" in command.out
     assert command.left() == []
@@ -117,7 +118,7 @@ def test_an_interruption_leaves_no_process_and_it_begins_anew(run, start):
 
     def logged() -> list[int]:
         found = next((command.folder / "a").glob("usual-script-2*"), None)
-        return [event["step"] for event in events(found) if event["event"] == "step"] if found else []
+        return steps(found) if found else []
 
     command.until(logged)
     command.signal_group(signal.SIGINT)
@@ -126,11 +127,6 @@ def test_an_interruption_leaves_no_process_and_it_begins_anew(run, start):
     assert len(logged()) < 10 * 12
     run(*asked)
     assert logged() == [*range(1, 10 * 12 + 1)]
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "events.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def test_what_the_script_passes_over_gives_it_no_row(tmp_path: Path) -> None:

@@ -6,15 +6,14 @@ import pty
 import re
 import signal
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from conftest import DIGITS, Start
+from conftest import DIGITS, Start, invoke
 from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
 
-from lockstep.cli import main
 from lockstep.errors import UsageError
 from lockstep.jobs import reader
 from lockstep.jobs.reader import RunReader, Watch
@@ -35,10 +34,7 @@ def run_folder(run: Path, *events: Event, first: float = 100.0) -> Path:
     return run
 
 
-def watch(*words: str, code: int) -> Result:
-    result = CliRunner().invoke(main, ("watch", *words))
-    assert result.exit_code == code, result.output
-    return result
+watch = partial(invoke, "watch")
 
 
 def losses(url: str) -> int:

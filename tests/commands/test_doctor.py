@@ -3,12 +3,12 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
 from conftest import FOLDER
+from forked import imported
+from waiting import free_port
 
 from lockstep.cli import main
 
@@ -17,9 +17,7 @@ HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 
 @pytest.fixture
 def free() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return str(free_port())
 
 
 def doctor(*words: str, **env: str):
@@ -122,18 +120,9 @@ def test_under_torchrun_the_agent_listens():
     assert "ok rendezvous n1:29500, where torchrun listens" in lines(doctor(**env))
 
 
-def test_torch_is_not_imported_where_no_device_is_asked_for():
-    code = (
-        "import sys\n"
-        "from lockstep.cli import main\n"
-        "try:\n    main(['doctor', 'launch', '--device', 'cpu'])\n"
-        "except SystemExit:\n    print('torch' in sys.modules)\n"
-    )
-    env = {**os.environ, **HYDRA, "MASTER_PORT": "29500"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=env
-    )
-    assert found.stdout.splitlines()[-1] == "False"
+def test_torch_is_not_imported_where_no_device_is_asked_for(tmp_path):
+    words = ("doctor", "launch", "--device", "cpu")
+    assert "torch" not in imported(*words, folder=tmp_path, **HYDRA, MASTER_PORT="29500")
 
 
 class TestData:

@@ -10,7 +10,7 @@ import planted
 import pytest
 import torch
 from conftest import DIGITS
-from forked import events
+from forked import as_rank, events
 from timm.layers import EvoNorm2dB0
 from torch import nn
 
@@ -171,10 +171,7 @@ def test_a_run_that_goes_on_is_not_looked_at_again(run):
 
 
 def test_rank_0_of_another_launcher_looks(start, tmp_path):
-    places = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"} for rank in (0, 1)
-    ]
     words = ("train", *LOOKING, NOISY.format("rank"), f"placement.rendezvous=file://{tmp_path}/meet")
-    ranks = [start(*words, **place) for place in places]
+    ranks = [start(*words, **as_rank(rank, 2, 1)) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0]
     assert ["warning: on rank 1 of 2" in rank.out for rank in ranks] == [True, False]

@@ -105,25 +105,10 @@ def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        *(
-            "sgd",
-            "{name: sgd, momentum: 0.9}",
-            "adagrad",
-            "adafactor",
-            "asgd",
-            "nadam",
-            "rprop",
-            "lars",
-            "lamb",
-            "muon",
-        ),
-        *(
-            "adan",
-            "adamp",
-            "nadamlegacy",
-            "laprop",
-            "{name: adamw, decay_bias_and_norm: false, options: {amsgrad: true}}",
-        ),
+        *("sgd", "adagrad", "adafactor", "asgd", "nadam", "rprop", "lars", "lamb", "muon", "adan", "adamp"),
+        *("nadamlegacy", "laprop"),
+        "{name: sgd, momentum: 0.9}",
+        "{name: adamw, decay_bias_and_norm: false, options: {amsgrad: true}}",
     ],
 )
 def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, optimizer: str) -> None:

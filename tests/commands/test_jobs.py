@@ -3,17 +3,15 @@
 import fcntl
 import json
 import os
-import stat
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from conftest import invoke, put
+from forked import imported
 
-from lockstep.cli import main
 from lockstep.config.load import load, to_yaml
 from lockstep.launchers import batch
 from lockstep.run.runs import Submitted, record_job
@@ -24,13 +22,14 @@ STOPPED = {"event": "stopped", "time": 110.5, "step": 10, "samples": 640, "reaso
 DONE = {"event": "done", "time": 120.0, "step": 50, "samples": 3200}
 
 
+show = partial(invoke, "jobs")
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the test's folder, in which programs may be put; there is no Slurm."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
-    return tmp_path
+def folder(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder; there is no Slurm."""
+    monkeypatch.setenv("PATH", f"{programs}/bin")
+    return programs
 
 
 def run_folder(folder: Path, name: str, *events: dict[str, Any], tail: str = "", job: int | None = None) -> Path:
@@ -44,15 +43,7 @@ def run_folder(folder: Path, name: str, *events: dict[str, Any], tail: str = "",
 
 
 def squeue(folder: Path, text: str) -> None:
-    file = folder / "bin" / "squeue"
-    file.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-
-
-def show(*words: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ("jobs", *words))
-    assert result.exit_code == code, result.output
-    return result
+    put(folder, "squeue", f"#!/bin/sh\n{text}\n")
 
 
 def states() -> dict[str, str]:
@@ -310,11 +301,4 @@ def test_without_jobs_nobody_is_asked(folder: Path) -> None:
 
 def test_it_imports_no_torch(folder: Path) -> None:
     run_folder(folder, "a", STARTED, job=7)
-    code = (
-        "import sys\nfrom lockstep.cli import main\nmain(['jobs'], standalone_mode=False)\n"
-        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'pydantic')])\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ)
-    )
-    assert found.stdout.splitlines()[-1] == "[]", found.stderr
+    assert not imported("jobs", folder=folder) & {"torch", "numpy", "pydantic"}

@@ -3,12 +3,11 @@
 import os
 import re
 import shlex
-import stat
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from conftest import put
 
 from lockstep.cli import main
 from lockstep.common import follow_parent
@@ -27,27 +26,12 @@ exec sh -c "$2"
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the test's folder, in which programs may be put."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
-    (tmp_path / "bin").mkdir()
-    return tmp_path
-
-
-def put(folder: Path, name: str, text: str) -> None:
-    file = folder / "bin" / name
-    file.write_text(text, encoding="utf-8")
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-
-
 def launch(*words: str):
     return CliRunner().invoke(main, ("launch", *words))
 
 
-def test_a_dry_run_prints_the_line_and_nothing_else(folder):
-    put(folder, "srun", STANDS_IN)
+def test_a_dry_run_prints_the_line_and_nothing_else(programs):
+    put(programs, "srun", STANDS_IN)
     words = ("--nodes", "2", "--dry-run", "--python", "py", "--", "train", "digits", "recipe.loss={label_smoothing: 0}")
     found = launch("--on", "slurm", *words)
     assert found.stdout == (
@@ -55,10 +39,10 @@ def test_a_dry_run_prints_the_line_and_nothing_else(folder):
         "'recipe.loss={label_smoothing: 0}'\n"
     )
     assert (found.exit_code, found.stderr) == (0, "")
-    assert not (folder / "calls").exists()
+    assert not (programs / "calls").exists()
 
 
-def test_more_ranks_than_have_work_are_refused_before_they_start(folder):
+def test_more_ranks_than_have_work_are_refused_before_they_start(programs):
     asked = ("--on", "slurm", "--nodes", "4", "--processes-per-node", "8", "--dry-run", "--", "train")
     found = launch(*asked, "imagenet-resnet18")
     assert (found.exit_code, found.stdout) == (2, "")
@@ -67,8 +51,8 @@ def test_more_ranks_than_have_work_are_refused_before_they_start(folder):
     assert launch(*asked, "imagenet-resnet18", "recipe.microbatches=32").exit_code == 0
 
 
-def test_the_process_becomes_the_launcher(folder, monkeypatch):
-    put(folder, "srun", STANDS_IN)
+def test_the_process_becomes_the_launcher(programs, monkeypatch):
+    put(programs, "srun", STANDS_IN)
     became = []
     monkeypatch.setattr(os, "execvpe", lambda program, line, env: became.append((program, line, env)))
     words = ("--on", "slurm", "--processes-per-node", "3", "--option", "--exclusive", "--", "train", "digits")
@@ -93,9 +77,9 @@ def test_the_process_becomes_the_launcher(folder, monkeypatch):
         (("--on", "torchrun", "--nodes", "1:2", "--endpoint", "localhost:1", "--id", "a"), False),
     ],
 )
-def test_ranks_get_a_secret_in_their_environment_and_nowhere_else(folder, monkeypatch, words, drawn):
+def test_ranks_get_a_secret_in_their_environment_and_nowhere_else(programs, monkeypatch, words, drawn):
     for name in ("srun", "mpirun"):
-        put(folder, name, STANDS_IN)
+        put(programs, name, STANDS_IN)
     became = []
     monkeypatch.setattr(os, "execvpe", lambda program, line, env: became.append((line, env)))
     for _ in range(2):
@@ -112,19 +96,19 @@ def test_ranks_get_a_secret_in_their_environment_and_nowhere_else(folder, monkey
     assert (found.exit_code, "a secret has 16 to 4096 bytes, this one 5" in found.stderr) == (2, True)
 
 
-def test_ssh_brings_the_secret_by_stdin(folder):
-    put(folder, "ssh", '#!/bin/sh\necho "$*" >> lines; head -n 1 >> secrets\n')
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+def test_ssh_brings_the_secret_by_stdin(programs):
+    put(programs, "ssh", '#!/bin/sh\necho "$*" >> lines; head -n 1 >> secrets\n')
+    (programs / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     assert launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits").exit_code == 0
-    one, other = (folder / "secrets").read_text(encoding="utf-8").splitlines()
+    one, other = (programs / "secrets").read_text(encoding="utf-8").splitlines()
     assert one == other
     assert re.fullmatch("[0-9a-f]{64}", one)
-    lines = (folder / "lines").read_text(encoding="utf-8")
+    lines = (programs / "lines").read_text(encoding="utf-8")
     assert one not in lines
     assert lines.count("-m lockstep.common.follow_parent --secret ") == 2
 
 
-def test_a_name_that_stands_for_no_address_ends_it_in_seconds(folder, monkeypatch):
+def test_a_name_that_stands_for_no_address_ends_it_in_seconds(programs, monkeypatch):
     """torchrun would look for it for ten minutes."""
     monkeypatch.setattr("lockstep.jobs.launch.host_problem", lambda host: follow_parent.host_problem(host, 0.1))
     words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
@@ -134,12 +118,12 @@ def test_a_name_that_stands_for_no_address_ends_it_in_seconds(folder, monkeypatc
     assert "); give an address of it in --endpoint ADDRESS:PORT" in found.stderr
 
 
-def test_what_only_slurm_can_do_is_asked_of_slurm(folder):
+def test_what_only_slurm_can_do_is_asked_of_slurm(programs):
     asked = ("--partition", "gpu", "--account", "physics", "--gpus-per-node", "4", "--cpus-per-task", "8")
     words = (*asked, "--dry-run", "--python", "py", "--", "train", "digits")
     shown = " --partition=gpu --account=physics --gpus-per-node=4 --cpus-per-task=8 py -m lockstep train digits\n"
     assert launch("--on", "slurm", *words).stdout.endswith(shown)
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    (programs / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     for on in (("local",), ("torchrun",), ("openmpi",), ("ssh", "--hosts", "hosts.txt")):
         found = launch("--on", *on, *words)
         assert found.exit_code == 2
@@ -147,42 +131,35 @@ def test_what_only_slurm_can_do_is_asked_of_slurm(folder):
         assert told in found.stderr
 
 
-def test_a_port_that_is_used_is_taken(folder):
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+def test_a_port_that_is_used_is_taken(programs):
+    (programs / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     for on in ("ssh", "openmpi"):
         words = ("--on", on, "--hosts", "hosts.txt", "--dry-run", "--", "train", "digits")
         assert "29513" in launch(*words).stdout
         assert "29600" in launch("--port", "29600", *words).stdout
 
 
-def test_ssh_starts_a_torchrun_on_each_host(folder):
-    put(folder, "ssh", SSH)
-    put(folder, "python", '#!/bin/sh\necho "$*" >> calls\n')
-    (folder / "hosts.txt").write_text("# the two\nlocalhost  gpus=8\n\nb\n", encoding="utf-8")
-    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--python", f"{folder}/bin/python", "--", "train", "digits")
+def test_ssh_starts_a_torchrun_on_each_host(programs):
+    put(programs, "ssh", SSH)
+    put(programs, "python", '#!/bin/sh\necho "$*" >> calls\n')
+    (programs / "hosts.txt").write_text("# the two\nlocalhost  gpus=8\n\nb\n", encoding="utf-8")
+    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--python", f"{programs}/bin/python", "--", "train", "digits")
     assert (found.exit_code, found.stdout, found.stderr) == (0, "", "")
-    assert sorted((folder / "hosts").read_text(encoding="utf-8").split()) == ["b", "localhost"]
-    calls = sorted((folder / "calls").read_text(encoding="utf-8").splitlines())
+    assert sorted((programs / "hosts").read_text(encoding="utf-8").split()) == ["b", "localhost"]
+    calls = sorted((programs / "calls").read_text(encoding="utf-8").splitlines())
     assert len(calls) == 2
     for number, call in enumerate(calls):
         assert call == (
             f"-m lockstep.common.follow_parent --secret --knows localhost "
-            f"{folder}/bin/python -m torch.distributed.run --nnodes=2 "
+            f"{programs}/bin/python -m torch.distributed.run --nnodes=2 "
             f"--node-rank={number} "
             f"--master-addr=localhost --master-port=29513 --nproc-per-node=1 {SIGNALS} -m lockstep train digits "
             f"placement.processes=2"
         )
 
 
-def test_the_exit_code_of_ssh_is_that_of_the_host_that_failed(folder):
-    put(folder, "ssh", '#!/bin/sh\ncase "$*" in *" a cd "*) cat; exit 0;; *) exit 7;; esac\n')
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
-    found = launch("--on", "ssh", "--hosts", "hosts.txt", "--", "train", "digits")
-    assert (found.exit_code, found.stderr) == (7, "b ended with exit code 7; ending a\n")
-
-
-def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(programs):
+    (programs / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     words = ("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:3", "--dry-run", "--", "train", "digits", "run.dir=a")
     lines = launch(*words).stdout.splitlines()
     assert len(lines) == 2
@@ -194,23 +171,23 @@ def test_hosts_that_may_go_and_come_get_one_name_for_their_meeting(folder):
     assert "--rdzv-id=mine --rdzv-conf=" in launch("--id", "mine", "--restarts", "0", *words).stdout
 
 
-def test_a_host_that_may_go_does_not_end_the_others(folder):
+def test_a_host_that_may_go_does_not_end_the_others(programs):
     after_b = 'until [ -s b ] && ! kill -0 "$(cat b)" 2> /dev/null; do sleep 0.01; done'
-    put(folder, "ssh", f'#!/bin/sh\ncase "$*" in *" a cd "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
-    (folder / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
+    put(programs, "ssh", f'#!/bin/sh\ncase "$*" in *" a cd "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
+    (programs / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits", "run.dir=a")
     assert (found.exit_code, found.stderr) == (0, "b ended with exit code 7; going on with a\n")
 
 
-def test_one_host_that_meets_at_an_etcd_gets_a_name_too(folder):
+def test_one_host_that_meets_at_an_etcd_gets_a_name_too(programs):
     words = ("--on", "torchrun", "--rendezvous", "etcd-v2", "--endpoint", "e:1", "--dry-run", "--", "train", "digits")
     assert re.search("--rdzv-endpoint=e:1 --rdzv-id=[0-9a-f]{12} --nproc", launch(*words).stdout)
 
 
 @pytest.mark.parametrize("on", ["slurm", "openmpi", "ssh"])
-def test_a_launcher_that_is_not_here_is_told(folder, monkeypatch, on):
-    monkeypatch.setenv("PATH", f"{folder}/bin")
-    (folder / "hosts.txt").write_text("a\n", encoding="utf-8")
+def test_a_launcher_that_is_not_here_is_told(programs, monkeypatch, on):
+    monkeypatch.setenv("PATH", f"{programs}/bin")
+    (programs / "hosts.txt").write_text("a\n", encoding="utf-8")
     found = launch("--on", on, "--hosts", "hosts.txt", "--", "train", "digits")
     assert found.exit_code == 2
     assert "is not found; " in found.stderr

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from conftest import DIGITS, FOLDER
-from forked import Command, events, program, steps
+from forked import Command, as_rank, events, program, steps
 from held import HOLD, hold
 from PIL import Image
+from waiting import free_port
 
 # One layer, because each process of these launchers imports for itself what its model needs.
 LINEAR = (*DIGITS, 'recipe.model={name: "held:linear"}', "run.dir=run", "run.save_every.steps=5")
@@ -42,11 +43,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 def by_hand(start) -> Callable[..., list[Command]]:
     """Return a function that starts each rank with its variables, as a user or an unknown launcher would."""
 
-    def by_hand(size: int, *words: str, **env: str) -> list[Command]:
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)} for rank in range(size)]
-        return [
-            start("train", *DIGITS, "run.dir=run", *words, WORLD_SIZE=str(size), **place, **env) for place in places
-        ]
+    def by_hand(size: int, *words: str, port: int = 1) -> list[Command]:
+        return [start("train", *DIGITS, "run.dir=run", *words, **as_rank(rank, size, port)) for rank in range(size)]
 
     return by_hand
 
@@ -54,32 +52,13 @@ def by_hand(start) -> Callable[..., list[Command]]:
 @pytest.fixture
 def port() -> int:
     """Return a port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    """Return a port that something listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield int(listener.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
 def reference(finished) -> str:
     """Return the hash of the run by one process."""
     return finished("recipe.microbatches=4", "placement.processes=1").sha256
-
-
-def test_torchrun(launch, finished):
-    command = launch(*TORCHRUN)
-    assert command.wait() == 0, command.err
-    assert command.sha256 == finished('recipe.model={name: "held:linear"}').sha256
-    assert "rank 1 of 2  local rank 1  host " in command.out
-    assert command.left() == []
 
 
 def test_sigterm_to_torchrun_saves(launch, run, finished):
@@ -108,22 +87,15 @@ def test_torchs_other_launcher_leaves_no_process_when_it_is_killed(launch, port)
 
 
 def test_variables_by_hand(by_hand, reference, port):
-    commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands = by_hand(2, port=port)
     assert [command.wait() for command in commands] == [0, 0]
     assert commands[0].sha256 == reference
     assert commands[1].out.splitlines()[0].startswith("rank 1 of 2  local rank 1  host ")
     assert [command.err for command in commands] == ["", ""]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_rendezvous_at_an_address(by_hand, reference, port, host):
-    commands = by_hand(2, f"placement.rendezvous=tcp://{host}:{port}")
-    assert [command.wait() for command in commands] == [0, 0]
-    assert commands[0].sha256 == reference
-
-
-def test_rendezvous_at_a_file(by_hand, reference, tmp_path):
-    commands = by_hand(2, f"placement.rendezvous=file://{tmp_path}/meet")
+def test_rendezvous_at_an_address(by_hand, reference, port):
+    commands = by_hand(2, f"placement.rendezvous=tcp://[::1]:{port}")
     assert [command.wait() for command in commands] == [0, 0]
     assert commands[0].sha256 == reference
 
@@ -145,7 +117,7 @@ def test_a_file_that_a_killed_run_left_is_no_obstacle(by_hand, reference, tmp_pa
 
 def test_sigterm_to_one_rank_stops_all(by_hand, run, reference, port):
     hold("run", 7)
-    commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands = by_hand(2, port=port)
     commands[0].until_step(7)
     commands[1].signal(signal.SIGTERM)
     HOLD.unlink()
@@ -157,7 +129,7 @@ def test_no_rank_ends_before_all_is_saved(by_hand, port):
     """Launchers end those that are left when one has ended with 75."""
     hold("run", 3)
     slow = 'recipe.model={name: "held:slow_to_save"}'
-    commands = by_hand(2, slow, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands = by_hand(2, slow, port=port)
     commands[0].until_step(3)
     commands[1].signal(signal.SIGUSR1)
     HOLD.unlink()
@@ -168,7 +140,7 @@ def test_no_rank_ends_before_all_is_saved(by_hand, port):
 
 def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
     run("train", *DIGITS, *SHORT, "recipe.seed=1", "run.dir=run")
-    commands = by_hand(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands = by_hand(2, port=port)
     assert [command.wait() for command in commands] == [2, 2]
     assert "seed: 1 in the run, 0 now" in commands[0].err
     assert commands[1].err.startswith("rank 1 ends with it: [rank 0 of 2, ")
@@ -176,8 +148,8 @@ def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
 
 
 def test_ranks_with_different_recipes_do_not_train(start, port):
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    commands = [start("train", *DIGITS, f"recipe.seed={rank}", "run.dir=run", RANK=str(rank), **env) for rank in (0, 1)]
+    words = ("train", *DIGITS, "run.dir=run")
+    commands = [start(*words, f"recipe.seed={rank}", **as_rank(rank, 2, port)) for rank in (0, 1)]
     assert [command.wait() for command in commands] == [2, 2]
     assert all("error: recipe: rank 1 (" in each.err for each in commands)
     assert all("): seed: 1, not 0; start all ranks with the same" in each.err for each in commands)
@@ -185,7 +157,6 @@ def test_ranks_with_different_recipes_do_not_train(start, port):
 
 def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_path, port):
     """Each host has a run folder of its own, and in them are different runs."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for seed, host in enumerate(("a", "b")):
         (tmp_path / host).mkdir()
         words = ("train", *DIGITS, *SHORT, f"recipe.seed={seed}", "run.dir=run")
@@ -196,7 +167,7 @@ def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_pat
         (("eval", "--trust", "run"), "weights: rank 1 ("),
     ):
         ranks = [
-            server.start(f"{words[0]}-{rank}", words, tmp_path / host, {**env, "RANK": str(rank)})
+            server.start(f"{words[0]}-{rank}", words, tmp_path / host, as_rank(rank, 2, port, hosts=2))
             for rank, host in enumerate(("a", "b"))
         ]
         assert [rank.wait() for rank in ranks] == [2, 2]
@@ -205,10 +176,9 @@ def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_pat
 
 def test_another_instruction_set_is_told(start, tmp_path, port):
     """Which gives other bits; here by the variable by which torch, as it is imported, can be told to do without."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = [sys.executable, "-m", "lockstep", "train", *LINEAR]
-    other = program("rank-1", words, tmp_path, {**env, "RANK": "1", "ATEN_CPU_CAPABILITY": "default"})
-    ranks = [start("train", *LINEAR, RANK="0", **env), other]
+    other = program("rank-1", words, tmp_path, {**as_rank(1, 2, port), "ATEN_CPU_CAPABILITY": "default"})
+    ranks = [start("train", *LINEAR, **as_rank(0, 2, port)), other]
     assert [rank.wait() for rank in ranks] == [2, 2]
     told = "error: versions of the libraries, CPU or threads: rank 1 ("
     assert all(told in rank.err and "cpu_capability: DEFAULT, not " in rank.err for rank in ranks)
@@ -218,16 +188,16 @@ def test_another_instruction_set_is_told(start, tmp_path, port):
 def test_other_data_are_told(start, images, port):
     shutil.copytree(images, "other")
     Image.new("RGB", (12, 10), (9, 9, 9)).save("other/train/cat/0.jpg")
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ("train", *FOLDER, "run.dir=run")
     roots = ["recipe.data.root=images", "recipe.data.root=other"]
-    commands = [start("train", *FOLDER, root, "run.dir=run", RANK=str(rank), **env) for rank, root in enumerate(roots)]
+    commands = [start(*words, root, **as_rank(rank, 2, port)) for rank, root in enumerate(roots)]
     assert [command.wait() for command in commands] == [2, 2]
     assert all("error: data: rank 1 (" in each.err and "samples: [" in each.err for each in commands)
 
 
 def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, reference, port):
     hold("run", 7)
-    commands = by_hand(3, "run.save_every.steps=5", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands = by_hand(3, "run.save_every.steps=5", port=port)
     commands[0].until_step(7)
     commands[2].signal(signal.SIGKILL)
     HOLD.unlink()
@@ -246,7 +216,7 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
 
 
 def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
-    commands = by_hand(2, "recipe.loss.name=held:failing", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    commands = by_hand(2, "recipe.loss.name=held:failing", port=port)
     assert [command.wait() for command in commands] == [2, 2]
     failure = (
         r"\[rank 1 of 2, \S+\] error: loss held:failing: ValueError: no such loss \(\S+held\.py:\d+\); mend it there"
@@ -256,11 +226,10 @@ def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
     assert "ValueError: no such loss" in (commands[1].folder / "run" / "logs" / "rank-1.log").read_text()
 
 
-@pytest.mark.parametrize("by", ["variables", "address"])
-def test_a_port_in_use_is_told_before_anything_starts(by_hand, busy_port, by):
-    words = [f"placement.rendezvous=tcp://127.0.0.1:{busy_port}"] if by == "address" else []
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)} if by == "variables" else {}
-    rank_0 = by_hand(2, *words, **env)[0]
-    assert rank_0.wait() == 2
-    assert f"rendezvous 127.0.0.1:{busy_port}: rank 0 cannot listen there: Address already in use" in rank_0.err
+def test_a_port_in_use_is_told_before_anything_starts(by_hand):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        rank_0 = by_hand(2, port=port)[0]
+        assert rank_0.wait() == 2
+    assert f"rendezvous 127.0.0.1:{port}: rank 0 cannot listen there: Address already in use" in rank_0.err
     assert not (rank_0.folder / "run").exists()

@@ -6,7 +6,8 @@ from pathlib import Path
 import held
 import pytest
 from conftest import DIGITS
-from forked import Command
+from forked import Command, as_rank
+from waiting import free_port
 
 HELD = ("train", *DIGITS, "recipe.microbatches=4", "run.dir=run")
 
@@ -25,10 +26,10 @@ def test_a_local_run_listens_at_the_loopback_interface_alone(start, tmp_path):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_ranks_of_one_host_that_meet_by_a_port_listen_at_the_loopback_interface_alone(start, tmp_path, host):
     held.hold("run", 2)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(free_port())}
-    ranks = [start(*HELD, RANK=rank, LOCAL_RANK=rank, **place) for rank in "01"]
+    port = free_port()
+    ranks = [start(*HELD, **as_rank(rank, 2, port) | {"MASTER_ADDR": host}) for rank in range(2)]
     ranks[0].until((tmp_path / held.HELD).exists)
-    assert any(address.endswith(f":{place['MASTER_PORT']}") for address in listening(ranks[0]))
+    assert any(address.endswith(f":{port}") for address in listening(ranks[0]))
     for rank in ranks:
         assert_on_loopback(rank)
 
@@ -55,9 +56,3 @@ def listening(command: Command) -> list[str]:
 
 def descriptors(pid: int) -> list[str]:
     return [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,10 +3,12 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from forked import as_rank
+from waiting import free_port
 
 import lockstep
 
@@ -24,14 +26,12 @@ def other(folder: Path) -> Path:
 
 def test_another_lockstep_is_told(tmp_path: Path) -> None:
     """Its version, and the hash of its code, by which two that are called the same differ too."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     there = other(tmp_path)
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    own = [{"RANK": "0"}, {"RANK": "1", "PYTHONPATH": str(there)}]
+    port = free_port()
+    own = [as_rank(0, 2, port), {**as_rank(1, 2, port), "PYTHONPATH": str(there)}]
     ranks = [
         subprocess.Popen(
-            [sys.executable, *WORDS], env={**os.environ, **env, **each}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+            [sys.executable, *WORDS], env={**os.environ, **each}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
         )
         for each in own
     ]

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import DIGITS
+from forked import as_rank
+from waiting import free_port
 
 from lockstep.run.user_source import source_changes, source_digests
 
@@ -108,15 +109,12 @@ def test_a_resumed_run_warns_of_what_changed(run, tmp_path: Path) -> None:
 
 
 def test_ranks_with_other_source_are_refused(server, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     commands = []
     for rank, width in enumerate(("8", "2 * 4")):
         write(tmp_path / str(rank), {"zoo/nets.py": NETS, "zoo/blocks.py": f"WIDTH = {width}\n"})
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         words = (*TRAIN, "recipe.loss.name=cross_entropy")
-        commands.append(server.start("command", words, tmp_path / str(rank), env))
+        commands.append(server.start("command", words, tmp_path / str(rank), as_rank(rank, 2, port)))
     assert [command.wait() for command in commands] == [2, 2]
     told = (
         r"your source files: rank 1 \(\S+\) differs from rank 0 \(\S+\): zoo/blocks\.py: "

@@ -118,28 +118,6 @@ def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ((), "this run takes pictures or folders of them, and gives classes; give some"),
-        (("one.png", "--prompt", "x"), "--prompt does not fit it, the options that do: --top"),
-        (("one.png", "--out", "masks"), "--out does not fit it"),
-        (("none.png",), "none.png: not found; give pictures, or folders of them"),
-        (("empty",), "empty: a folder without pictures"),
-        (("run/config.yaml",), "config.yaml: cannot be read as an image: it has no image format that is known"),
-        (("one.png", "--top", "0"), "--top"),
-        (("one.png", "recipe.model.options.width=7"), "not a checkpoint of this run"),
-        (("one.png", "recipe.seed=5"), "recipe.seed: lockstep predict does not use it; leave it out"),
-        (("one.png", "recipe.optimizer.lr=5"), "recipe.optimizer.lr.value: lockstep predict does not use it"),
-        (("one.png", "placement.processes=2"), "placement.processes: lockstep predict does not use it"),
-    ],
-)
-def test_what_does_not_fit_is_refused(run, trained, tmp_path, words, told):
-    (tmp_path / "empty").mkdir()
-    Image.new("L", (8, 8)).save(tmp_path / "one.png")
-    assert told in run("predict", "run", *words, TRUST, code=2).err
-
-
 def test_best_and_averages_that_are_not_there(run, finished, tmp_path):
     shutil.copytree(finished().folder / "run", tmp_path / "run", symlinks=True)
     Image.new("RGB", (20, 10)).save(tmp_path / "one.png")

@@ -13,6 +13,7 @@ import pytest
 import stored
 import torch
 from conftest import FOLDER
+from forked import events
 from looked import pixels
 from test_predict import SEGMENTS, plain
 
@@ -59,11 +60,6 @@ def chunks(cells: list[str], size: int) -> list[list[str]]:
     return [cells[first : first + size] for first in range(0, len(cells), size)]
 
 
-def evaluations(folder: Path) -> list[dict]:
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "evaluated"]
-
-
 @pytest.fixture
 def trained(finished, tmp_path: Path) -> Path:
     """Return a run that learned digits with a loss of its user's own, in the test's folder, with averaged weights."""
@@ -78,7 +74,7 @@ def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
     right, wrong = page.charts["run: samples by class"]
     matrix = [[int(one or other or 0) for one, other in zip(*rows, strict=True)] for rows in both(right, wrong)]
     assert matrix == json.loads((trained / "last-evaluation.json").read_text())["confusion"]
-    last = evaluations(trained)[-1]
+    last = events(trained, "evaluated")[-1]
     assert last["weights"] == "ema"
     assert sum(matrix[n][n] for n in range(10)) / sum(map(sum, matrix)) == last["top1"]  # to the bit
     [row] = page.tables["What the models do"]
@@ -155,7 +151,7 @@ def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
     assert trace["x"] == [*range(1, 13)]
     # 60 tokens, of which each but the first is a target once: the last window lacks one.
     mean = sum(loss * (5 - (place == 12)) for place, loss in zip(trace["x"], trace["y"], strict=True)) / 59
-    assert mean == pytest.approx(evaluations(tmp_path / "run")[-1]["loss"], rel=1e-6)
+    assert mean == pytest.approx(events(tmp_path / "run", "evaluated")[-1]["loss"], rel=1e-6)
     assert "There are none: " in page.texts["run: samples of text"]
     assert "with --tokenizer. The option is one of `lockstep predict`." in page.texts["run: samples of text"]
 
@@ -182,7 +178,7 @@ def test_a_regression(run, tmp_path):
     assert row["compared with the log"] == "equal"
     drawn, _ = page.charts["run: predicted price"]
     errors = [abs(one - other) for one, other in zip(drawn["x"], drawn["y"], strict=True)]
-    assert sum(errors) / len(errors) == pytest.approx(evaluations(tmp_path / "run")[-1]["mae"], rel=1e-6)
+    assert sum(errors) / len(errors) == pytest.approx(events(tmp_path / "run", "evaluated")[-1]["mae"], rel=1e-6)
     worst = page.tables["run: largest errors"][0]
     assert abs(float(worst["true"]) - float(worst["predicted"])) == pytest.approx(max(errors), rel=1e-4)
 
@@ -217,7 +213,7 @@ def test_of_a_task_of_ones_own_its_figures_are_shown(run, tmp_path):
     page = Page(tmp_path / "report.html")
     [row] = page.tables["What the models do"]
     assert (row["wrong"], row["compared with the log"]) == (
-        f"{100 * evaluations(tmp_path / 'run')[-1]['wrong']:.2f} %",
+        f"{100 * events(tmp_path / 'run', 'evaluated')[-1]['wrong']:.2f} %",
         "equal",
     )
     assert "what task mine:Wrong makes of a model's outputs is known to its code alone" in page.texts["run"]
@@ -237,19 +233,3 @@ def test_figures_are_compared_with_those_of_their_step(logged, found, told):
     history = History(curves={"loss/validation": [Point(1, 8, 0.1, 9.0), Point(2, 16, 0.2, logged)]})
     assert told in _compared(SimpleNamespace(weights="model", step=2), history, {"loss": found})
     assert _compared(SimpleNamespace(weights="model", step=3), history, {"loss": found}) == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--samples", "50"), "are for --examples, which is missing; add it"),
-        (("--trust",), "are for --examples"),
-        (("recipe.model.name=a:b",), "are for --examples"),
-        (("--examples", "--samples", "0"), "--samples"),
-        (("--examples",), "its recipe names code"),
-        (("--examples", TRUST, "recipe.model.options.width=7"), "not a checkpoint of this run"),
-    ],
-)
-def test_what_does_not_fit_is_refused(run, trained, tmp_path, words, told):
-    assert told in run("report", "run", *words, code=2).err
-    assert not (tmp_path / "report.html").exists()

@@ -2,15 +2,15 @@
 
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from conftest import DIGITS, FOLDER
-from forked import Command, events
+from forked import Command, as_rank, events
 from test_resume import stop
+from waiting import free_port
 
 from lockstep.config.load import load
 from lockstep.training.checkpoint import store
@@ -99,14 +99,9 @@ def test_ranks_with_other_files_are_told_before_the_run(start, tmp_path: Path, a
     for rank in range(2):
         model["9.bias"] += rank
         safetensors.torch.save_file(model, tmp_path / f"{rank}.safetensors")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = free_port()
     words = ("train", *DIGITS, "run.dir=b")
-    ranks = [
-        start(*words, f"recipe.model.weights={rank}.safetensors", **env, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(2)
-    ]
+    ranks = [start(*words, f"recipe.model.weights={rank}.safetensors", **as_rank(rank, 2, port)) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [2, 2]
     assert any("model.weights.sha256" in rank.err for rank in ranks), [rank.err for rank in ranks]
     assert not (tmp_path / "b").exists()

@@ -2,12 +2,13 @@
 
 import json
 import os
-import stat
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from conftest import invoke, put
 
 from lockstep.cli import main
 from lockstep.run.runs import job_of
@@ -18,26 +19,14 @@ echo "12;cluster"
 """
 
 
+submit = partial(invoke, "submit")
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the test's folder, in which programs may be put; there is no Slurm."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    put(tmp_path, SBATCH)
-    return tmp_path
-
-
-def put(folder: Path, text: str, name: str = "sbatch") -> None:
-    file = folder / "bin" / name
-    file.write_text(text, encoding="utf-8")
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-
-
-def submit(*words: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ("submit", *words))
-    assert result.exit_code == code, result.output
-    return result
+def folder(programs: Path) -> Path:
+    """Return the test's folder, in which there is an sbatch and nothing else of Slurm."""
+    put(programs, "sbatch", SBATCH)
+    return programs
 
 
 def left(folder: Path) -> list[str]:
@@ -141,13 +130,13 @@ def test_a_folder_with_a_run_of_another_recipe_is_refused(folder: Path) -> None:
     ],
 )
 def test_a_job_that_is_not_taken_leaves_nothing(folder: Path, text: str, problem: str) -> None:
-    put(folder, f"#!/bin/sh\n{text}\n")
+    put(folder, "sbatch", f"#!/bin/sh\n{text}\n")
     assert submit("--", "train", "digits", "run.dir=a", code=1).stderr.startswith(problem)
     assert not (folder / "a").exists()
 
 
 def test_a_folder_that_was_there_stays(folder: Path) -> None:
-    put(folder, "#!/bin/sh\nexit 1\n")
+    put(folder, "sbatch", "#!/bin/sh\nexit 1\n")
     (folder / "a").mkdir()
     (folder / "a" / "notes").touch()
     submit("--", "train", "digits", "run.dir=a", code=1)
@@ -163,7 +152,7 @@ def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_submitted_is_seen(folder: Path) -> None:
     submit("--", "train", "digits", "run.dir=runs/a")
-    put(folder, "#!/bin/sh\necho '12|PENDING|Priority'\n", "squeue")
+    put(folder, "squeue", "#!/bin/sh\necho '12|PENDING|Priority'\n")
     [found] = json.loads(CliRunner().invoke(main, ("jobs", "--json")).stdout)
     assert (found["run"], found["state"], found["job"]) == ("runs/a", "queued", 12)
 

@@ -54,29 +54,6 @@ def test_names_the_module_that_is_missing_in_a_package(here: Path) -> None:
         import_object("lockstep.absent:f", "loss")
 
 
-def test_a_dependency_missing_inside_is_the_modules_own_failure(here: Path) -> None:
-    (here / "needs_here.py").write_text("import absent_dependency\n")
-    message = r"fails on import: ModuleNotFoundError: No module named 'absent_dependency' \(needs_here\.py:1\); see it"
-    with pytest.raises(UsageError, match=message):
-        import_object("needs_here:f", "model")
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("def (", "SyntaxError: "),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-    ],
-)
-def test_says_what_a_module_raised(here: Path, code: str, said: str) -> None:
-    (here / "raises_here.py").write_text(code)
-    with pytest.raises(UsageError) as caught:
-        import_object("raises_here:f", "model")
-    assert f"module raises_here fails on import: {said}" in str(caught.value)
-    assert caught.value.__cause__ is not None
-
-
 def test_suggests_names_near_a_missing_one(here: Path) -> None:
     (here / "near_here.py").write_text("def small_net(): ...\ndef _private(): ...\n")
     with pytest.raises(UsageError, match=r"has no 'smal_net'; did you mean 'small_net'\?$"):

@@ -12,34 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 from component import require_etcd, require_hosts
+from small import pace
 from waiting import until
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 PATIENCE_S = 90.0
 STEPS = 200
-# Sleeps so many seconds with each micro-batch as the file says.
-MODEL = """
-import time
-from pathlib import Path
-from torch import nn
-class Paced(nn.Module):
-    def forward(self, inputs):
-        time.sleep(float(Path("pace").read_text() or 0))
-        return inputs
-def linear(num_classes):
-    return nn.Sequential(Paced(), nn.Flatten(), nn.Linear(64, num_classes))
-"""
-RECIPE = f"""
-recipe:
-  model: {{name: "paced:linear"}}
-  data: {{name: digits}}
-  batch: 64
-  microbatches: 2
-  steps: {STEPS}
-  optimizer: {{name: sgd, lr: 0.1}}
-run: {{tensorboard: false, log_every: 1, save_every: {{steps: 7}}, evaluate_every: {{steps: {STEPS}}}}}
-"""
 # One is gone after 4 s without a sign of life; when there are enough, others have one more second to come.
 AGENT = (
     "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=etcd-v2 --rdzv-endpoint=$ETCD_ENDPOINT "
@@ -50,9 +30,7 @@ AGENT = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "paced.py").write_text(MODEL, encoding="utf-8")
-    (tmp_path / "small.yaml").write_text(RECIPE, encoding="utf-8")
-    pace(tmp_path, 0)
+    small.write(tmp_path, STEPS, save_every=7)
     return tmp_path
 
 
@@ -72,11 +50,6 @@ def hosts(folder: Path) -> Iterator[subprocess.Popen[str]]:
     ):
         yield shell
         shell.kill()
-
-
-def pace(folder: Path, seconds: float) -> None:
-    (folder / "new").write_text(str(seconds), encoding="utf-8")
-    (folder / "new").rename(folder / "pace")
 
 
 def events(folder: Path, name: str, run: str = "run") -> list[dict[str, Any]]:

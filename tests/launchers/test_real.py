@@ -9,28 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 from component import require, require_slurm
 
 ROOT = Path(__file__).parent.parent.parent
 LOCKSTEP = f"{sys.executable} -m lockstep"
 DOCTOR = f"{LOCKSTEP} doctor launch --device cpu --json"
-# One layer, because each process imports for itself what its model needs.
 TRAIN = f"{LOCKSTEP} train small.yaml"
-RECIPE = """
-recipe:
-  model: {name: "timeless:linear"}
-  data: {name: digits}
-  batch: 64
-  microbatches: 2
-  steps: 3
-  optimizer: {name: sgd, lr: 0.1}
-run: {tensorboard: false}
-"""
-MODEL = """
-from torch import nn
-def linear(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
-"""
 # What Slurm is asked to do, all of it within one start of it: each task has a file for what it says.
 SLURM = f"""
 set -e
@@ -49,8 +34,7 @@ sbatch -W -N2 -n4 script
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model and a recipe, where all is run."""
     folder = tmp_path_factory.mktemp("real")
-    (folder / "timeless.py").write_text(MODEL, encoding="utf-8")
-    (folder / "small.yaml").write_text(RECIPE, encoding="utf-8")
+    small.write(folder, 3)
     return folder
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 from cluster import Run, slurm
 from waiting import until
 
@@ -41,28 +42,6 @@ STOPS = {
 }
 ALONE = (*LOCKSTEP, "train", "small.yaml", "run.dir=alone", "placement.processes=1")  # the run that nobody stops
 STEPS = 300
-MODEL = """
-import time
-from pathlib import Path
-from torch import nn
-class Braked(nn.Module):
-    def forward(self, inputs):
-        if self.training and len(inputs) > 2 and Path("brake").exists():
-            time.sleep(0.1)
-        return inputs
-def linear(num_classes):
-    return nn.Sequential(Braked(), nn.Flatten(), nn.Linear(64, num_classes))
-"""
-RECIPE = f"""
-recipe:
-  model: {{name: "braked:linear"}}
-  data: {{name: digits}}
-  batch: 64
-  microbatches: 2
-  steps: {STEPS}
-  optimizer: {{name: sgd, lr: 0.1}}
-run: {{tensorboard: false, log_every: 1, save_every: {{steps: 1000}}, evaluate_every: {{steps: 1000}}}}
-"""
 SLEEPER = """#!/bin/sh
 exec sleep 1000
 """
@@ -87,8 +66,7 @@ class Seen:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real") / "it's 100%j"  # what has to be quoted everywhere
     folder.mkdir()
-    (folder / "braked.py").write_text(MODEL, encoding="utf-8")
-    (folder / "small.yaml").write_text(RECIPE, encoding="utf-8")
+    small.write(folder, STEPS, pace_s=0.1)
     (folder / "sleeper").write_text(SLEEPER, encoding="utf-8")
     (folder / "sleeper").chmod(0o755)
     return folder
@@ -114,7 +92,7 @@ def submit(run: Run, submissions: dict[str, list[str]]) -> None:
 @pytest.fixture(scope="module")
 def seen(folder: Path, beside_slurm: Run) -> Seen:
     """Return what was seen of four jobs, each of which was stopped in its own way."""
-    run, brake = beside_slurm, folder / "brake"
+    run = beside_slurm
 
     def said(name: str) -> str:
         log = folder / name / "events.jsonl"
@@ -136,7 +114,6 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
 
         until(seen_all, PATIENCE_S)
 
-    brake.touch()
     submit(run, {name: [*options, "--option=--hold"] for name, options in PLACES.items()})
     queued = jobs(run)
     run("scontrol", "release", ",".join(str(queued[name]["job"]) for name in STOPS))
@@ -145,7 +122,7 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
     stopped: dict[str, dict[str, Any]] = {}
     stop("given way")  # while the others leave no place
     stop("warned", "put back", "cancelled")
-    brake.unlink()
+    small.pace(folder, 0)
     with subprocess.Popen(
         ALONE, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.PIPE
     ) as alone:
@@ -165,7 +142,7 @@ def test_before_they_begin_they_are_queued(seen: Seen) -> None:
 def test_while_they_train_their_progress_is_seen(seen: Seen) -> None:
     for each in (seen.running[name] for name in STOPS):
         assert (each["state"], each["slurm"], each["steps"]) == ("running", "RUNNING", STEPS)
-        # Braked for 0.1 s in a step, of 64 samples.
+        # A step of 64 samples takes 0.1 s longer.
         assert 0 < each["samples_per_s"] < 640
         assert each["left_s"] > 0.1 * (STEPS - each["step"])
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
-from waiting import QUICK, until
+from waiting import QUICK, free_port, until
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.rank import RankInfo
@@ -45,12 +45,9 @@ def end(_: Rendezvous, failure: Failure) -> NoReturn:
 @pytest.fixture(params=["tcp", "file", "agent"])
 def infos(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Return the ranks of a start and their rendezvous: rank 0 listens, they share a file, or another listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     hosted = request.param == "agent"
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if hosted else None
-    port = store.port if store else port
+    port = store.port if store else free_port()
     infos = [RankInfo(rank, SIZE, rank, SIZE, "torchrun", "127.0.0.1", port, hosted=hosted) for rank in range(SIZE)]
     yield infos, f"file://{tmp_path}/meet" if request.param == "file" else "env://"
     del store

@@ -1,7 +1,6 @@
 """What somebody can do who reaches the store at which the ranks of a job meet, and writes there whatever they like."""
 
 import json
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
-from waiting import QUICK, until
+from waiting import QUICK, free_port, until
 
 from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
@@ -34,9 +33,7 @@ def started(
     work: Callable[[Rendezvous], Any], secrets: tuple[bytes, bytes] = (SECRET, SECRET), timeout_s: float = 20.0
 ) -> list[Any]:
     """Do `work` in two ranks that meet by a port, the first of them where it listens; return what they return."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def one(rank: int) -> Any:
         info = RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port)
@@ -112,9 +109,7 @@ def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escape
 def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) -> None:
     """Both ranks stop: who overwrites what is needed can keep a run from starting, and no more than that."""
     sealed = f"- {json.dumps(value)}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     infos = [RankInfo(rank, 2, rank, 2, "environment", "127.0.0.1", port) for rank in range(2)]
     first, other = (Rendezvous(info, 2.0, end, SECRET, QUICK) for info in infos)
     with ThreadPoolExecutor(1) as pool:
@@ -208,27 +203,30 @@ def test_facts_that_are_too_long_to_send_are_compared_by_their_hash() -> None:
         assert len(str(error)) < 300
 
 
+def each_of(values: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Return a change for each of the values that a field may be given."""
+    return [{name: value} for name, each in values.items() for value in each]
+
+
 GOOD = json.loads(FORGED.to_json())
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"exit_code": 0},
-        {"exit_code": 256},
-        {"exit_code": -9},
-        {"exit_code": True},
-        {"rank": -1},
-        {"rank": 2},
-        {"size": 0},
+        *each_of(
+            {
+                "exit_code": (0, 256, -9, True),
+                "rank": (-1, 2),
+                "size": (0,),
+                "text": (None, ["a"]),
+                "host": (1,),
+                "time": (float("nan"), 1),
+                "secondary": ("yes",),
+                "more": (1,),
+            }
+        ),
         {"rank": 10**30, "size": 10**31},
-        {"text": None},
-        {"text": ["a"]},
-        {"host": 1},
-        {"time": float("nan")},
-        {"time": 1},
-        {"secondary": "yes"},
-        {"more": 1},
     ],
     ids=str,
 )
@@ -252,16 +250,7 @@ BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"look": -1},
-        {"look": "3"},
-        {"look": 10**30},
-        {"peak": -1},
-        {"peak": 1.5},
-        {"status": None},
-        {"left": 1},
-        {"x": 1},
-    ],
+    each_of({"look": (-1, "3", 10**30), "peak": (-1, 1.5), "status": (None,), "left": (1,), "x": (1,)}),
     ids=str,
 )
 def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
@@ -323,19 +312,16 @@ ANSWER = {
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"host": 1},
-        {"status": {}},
-        {"status": {"phase": "sleeping", "step": 4}},
-        {"status": {"phase": "training", "step": -1}},
-        {"stack": []},
-        {"stack": [1]},
-        {"stack": "a"},
-        {"waits": 1},
-        {"waits": "no"},
-        {"record": None},
-        {"more": 1},
-    ],
+    each_of(
+        {
+            "host": (1,),
+            "status": ({}, {"phase": "sleeping", "step": 4}, {"phase": "training", "step": -1}),
+            "stack": ([], [1], "a"),
+            "waits": (1, "no"),
+            "record": (None,),
+            "more": (1,),
+        }
+    ),
     ids=str,
 )
 def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""The examples of pages of the docs train as they stand there, on several ranks to the bits of one."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from forked import events
+from sections import DOCS, section
+
+COMMAND = re.compile(r"^\$ lockstep (train .*)$", re.MULTILINE)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, kinds: str = "python") -> list[str]:
+    """Return the blocks of code of these kinds in a page, in their order."""
+    return re.findall(rf"^```(?:{kinds})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_what_is_brought_along(run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("\n\n".join(blocks(page("bring-your-own.md"))), encoding="utf-8")
+    commands = COMMAND.findall(page("bring-your-own.md"))
+    assert len(commands) == 2
+    trained = [run(*shlex.split(command)) for command in commands]
+    assert trained[0].sha256 == trained[1].sha256
+    figures = [events(tmp_path / name, "evaluated")[0] for name in ("one", "two")]
+    assert figures[0]["brier"] == figures[1]["brier"] > 0
+    assert figures[0]["sure"] == figures[1]["sure"]
+    source = json.loads((tmp_path / "two/environment.json").read_text())["source"]
+    assert list(source) == ["mine.py"]
+    assert trained[1].err == ""
+    assert float((tmp_path / "two/best.txt").read_text().rstrip("%\n")) > 0
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> None:
+    """Put the whole recipes of docs/data.md into the test's folder, with a text and a table for them."""
+    found = blocks(page("data.md").partition("\n## Add a dataset\n")[0], "yaml|python")
+    book, houses, models = [each for each in found if re.match("recipe:|from torch", each)]
+    for name, text in (("book.yaml", book), ("houses.yaml", houses), ("my_models.py", models)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 80)
+    rows = [f"{each},{each % 7},{('north', 'south')[each % 2]},{each * 1.5 + 0.25}" for each in range(80)]
+    (tmp_path / "houses.csv").write_text("\n".join(["id,rooms,side,price", *rows, ""]))
+
+
+@pytest.mark.usefixtures("recipes")
+@pytest.mark.parametrize(("name", "length"), [("book", "recipe.steps=2"), ("houses", "recipe.epochs=1")])
+def test_recipes_of_data(run, name: str, length: str) -> None:
+    words = ("train", f"{name}.yaml", length, "run.tensorboard=false")
+    one, three = (run(*words, f"placement.processes={size}", f"run.dir=on-{size}") for size in (1, 3))
+    assert one.sha256 == three.sha256
+    assert one.err == three.err == ""
+
+
+def test_fine_tuning(run) -> None:
+    example = page("fine-tuning.md").partition("## Example")[2].partition("```console\n")[2]
+    lines = example.partition("```")[0].replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line.removeprefix("$ lockstep ")) for line in lines if line.startswith("$ ")]
+    assert [words[:2] for words in commands] == [["train", "digits"]] * 2
+    trunk, head = (run(*words, "run.tensorboard=false", "run.probe=off") for words in commands)
+    printed = [line for line in lines if not line.startswith("$ ")]
+    assert printed
+    assert all(line in head.err.splitlines() for line in printed)
+    before, after = (
+        safetensors.torch.load_file(f"runs/{name}/checkpoints/latest/model.safetensors") for name in ("digits", "head")
+    )
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"9.weight", "9.bias"}
+    assert trunk.sha256 != head.sha256
+
+
+def test_a_task_of_ones_own(run, tmp_path: Path) -> None:
+    tasks = section("models.md", "Tasks")
+    (code,), (command,) = blocks(tasks), COMMAND.findall(tasks)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "tasks.py").write_text(code, encoding="utf-8")
+    one = run(*shlex.split(command), "placement.processes=1")
+    two = run(*shlex.split(command), "placement.processes=2", "run.dir=runs/two")
+    assert one.sha256 == two.sha256
+    (first,), (second,) = (events(tmp_path / "runs" / name, "evaluated") for name in ("wrong", "two"))
+    assert first["wrong"] == second["wrong"] == pytest.approx(round(first["wrong"] * first["of"]) / first["of"])
+    assert 0 < first["wrong"] < 1
+    assert (first["loss"], first["fractions"]) == (second["loss"], ["wrong"])
+    assert events(tmp_path / "runs" / "wrong", "done")[0]["best_wrong"] == first["wrong"]
