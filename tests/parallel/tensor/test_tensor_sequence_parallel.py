@@ -57,7 +57,7 @@ def _net(together: Cooperative, spread: bool) -> nn.Module:
         alone = CanonicalSum(0, [DataRank()], None)
         found = Spread(SEATS, 0, 1, alone, None, together, [torch.default_generator])
         for layer in cut_layers(net).values():
-            layer.chunks.spread = found
+            layer.chunks.visited = found
     return net
 
 

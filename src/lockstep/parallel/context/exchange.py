@@ -9,15 +9,16 @@ nothing is added, so the bits do not depend on which seats are in one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lockstep.comm.canonical import move
 from lockstep.comm.carrier import Carrier
 from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.parallel.linear_map import linear_map
 
 
 @final
@@ -36,7 +37,8 @@ class Exchange:
 
     def __call__(self, given: Sequence[Sequence[Tensor]], cut: int, join: int) -> list[tuple[Tensor, ...]]:
         """Return what each of this rank's seats gets, where `given` has what each gives: as many tensors."""
-        moved = _Exchanged.apply(self, cut, join, *(tensor for tensors in given for tensor in tensors))
+        there, back = partial(self.moved, cut=cut, join=join), partial(self.moved, cut=join, join=cut)
+        moved = linear_map(there, back, [tensor for tensors in given for tensor in tensors])
         count = len(given[0])
         return [moved[first : first + count] for first in range(0, len(moved), count)]
 
@@ -73,17 +75,3 @@ class Exchange:
 
     def _first(self, rank: int) -> int:
         return rank * self._own
-
-
-class _Exchanged(torch.autograd.Function):
-    """Exchange.moved, whose backward is the exchange the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, cut: int, join: int, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.cut, ctx.join = exchange, cut, join
-        return tuple(exchange.moved(given, cut, join))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.exchange.moved(gradients, ctx.join, ctx.cut)
