@@ -186,9 +186,8 @@ class Chunks:
 class _OneForward:
     """A forward by itself, which has nothing to gather."""
 
-    count, own, under_way = 1, range(1), True
-
     def __init__(self, chunks: Chunks) -> None:
+        self.count, self.own, self.under_way = 1, range(1), True
         self._chunks = chunks
 
     def enter(self, chunks: Chunks, call: Callable[..., Any], arguments: Any, named: Any) -> None:

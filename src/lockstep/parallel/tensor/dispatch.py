@@ -53,7 +53,7 @@ class Dispatch:
         arriving = self._announce(counts, draws.key if training else 0)
         out = [sum(counts[first : first + self._own]) for first in range(0, len(counts), self._own)]
         back = [sum(each[:-1]) for each in arriving]
-        rows, weights = self._exchanged(
+        rows, weights = self._exchange_rows(
             out, back, [torch.cat([each.rows for each in asked]), torch.cat([each.weights for each in asked])]
         )
         [experts] = self.exchange(out, back, [torch.cat([each.experts for each in asked])])
@@ -73,7 +73,7 @@ class Dispatch:
                 found = dict(zip(names, (align(each) for each in of_group), strict=True))
                 made.append(self._experts.made(found, next(given)))
         draws.go_on()
-        [returned] = self._exchanged(back, out, [_join(made)])
+        [returned] = self._exchange_rows(back, out, [_join(made)])
         return list(_split(counts, returned))
 
     def exchange(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +95,7 @@ class Dispatch:
             move(self._carrier, sent, received)
         return arriving
 
-    def _exchanged(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _exchange_rows(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what `exchange` does; its backward is the exchange the other way."""
         return linear_map(partial(self.exchange, out, back), partial(self.exchange, back, out), tensors)
 
@@ -106,7 +106,7 @@ class Dispatch:
             if gradient is not None:
                 arrived[name] = arrived[name] + gradient if name in arrived else gradient
 
-    def taken(self) -> Mapping[int, Gradients]:
+    def take(self) -> Mapping[int, Gradients]:
         """Return what was received in a round, by rank, and forget it."""
         arrived, self._arrived = self._arrived, {}
         return arrived
@@ -144,7 +144,7 @@ def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
         [whole] = tensors
         return [each.clone() for each in torch.split(whole, [*lengths])]
 
-    return linear_map(parts, _joined, [tensor])
+    return linear_map(parts, _cat, [tensor])
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
@@ -155,9 +155,9 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
         [gradient] = gradients
         return [each.clone() for each in torch.split(gradient, lengths)]
 
-    [whole] = linear_map(_joined, of_parts, parts)
+    [whole] = linear_map(_cat, of_parts, parts)
     return whole
 
 
-def _joined(parts: Sequence[Tensor]) -> list[Tensor]:
+def _cat(parts: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat([*parts])]

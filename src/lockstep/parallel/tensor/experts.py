@@ -74,7 +74,7 @@ class Experts:
             asked.append(Pairs(given[2 * at].index_select(0, places[-1]), relative[pairs], given[2 * at + 1][pairs]))
         made = zip(places, self.make(asked), strict=True)
         of_groups = [torch.zeros_like(rows).index_add(0, *each) for each in made]
-        [total] = linear_map(lambda given: [self.chunks.total(given)], partial(_repeated, len(of_groups)), of_groups)
+        [total] = linear_map(lambda given: [self.chunks.total(given)], partial(_repeat, len(of_groups)), of_groups)
         return total
 
     @property
@@ -105,5 +105,5 @@ def _pairs(relative: Tensor, count: int) -> Tensor:
     return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
 
 
-def _repeated(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _repeat(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
     return [*gradients] * count

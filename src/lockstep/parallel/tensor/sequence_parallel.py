@@ -70,13 +70,13 @@ def sequence_parallel_leaves(
     carrier = world.carrier(slices, "context", beside=False) if slices.context > 1 else None
     local = part(chunks, slices.context, at.context)
     exchange = Exchange(chunks, at.context, slices.context, carrier)
-    seats = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
+    sequences = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
     across = world.canonical(slices, "tensor", beside=False)
     along = world.carrier(slices, "tensor", beside=False)
     spread = Spread(len(local), at.tensor, slices.tensor, across, along, together, world.generators())
     for layer in cut_layers(model).values():
         layer.chunks.visited = spread
-    return SpreadChunks(seats, spread)
+    return SpreadChunks(sequences, spread)
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
@@ -121,27 +121,27 @@ class _InRegions(TorchFunctionMode):
 class SpreadChunks:
     """The chunks of sequences that go through this rank's regions: those of other ranks are dummies."""
 
-    def __init__(self, seats: SequenceChunks, spread: Spread) -> None:
-        self.count = seats.count
-        self._seats = seats
+    def __init__(self, sequences: SequenceChunks, spread: Spread) -> None:
+        self.count = sequences.count
+        self._sequences = sequences
         self._spread = spread
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
         """See Leaves."""
-        leaves = self._seats.of(microbatch, microbatches)
-        return [replace(leaf, dummy=seat not in self._spread.own) for seat, leaf in enumerate(leaves)]
+        leaves = self._sequences.of(microbatch, microbatches)
+        return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
         """See Leaves."""
-        return self._seats.inputs(leaf)
+        return self._sequences.inputs(leaf)
 
     def around(self) -> Attention:
         """See Leaves."""
-        return self._seats.around()
+        return self._sequences.around()
 
     def evaluated(self, inputs: Inputs) -> Inputs:
         """See Leaves."""
-        return self._seats.evaluated(inputs)
+        return self._sequences.evaluated(inputs)
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
         """See Leaves."""
@@ -228,14 +228,14 @@ class Spread:
         for rank in range(self._ranks):
             if rank == self._rank:
                 continue
-            theirs = [pieces[seat][block] for seat in part(self.count, self._ranks, rank) for block in own]
+            theirs = [pieces[number][block] for number in part(self.count, self._ranks, rank) for block in own]
             sent.append((torch.stack(theirs), rank))
             held = len(blocks(part(chunks, self._ranks, rank)))
             arriving[rank] = theirs[0].new_empty(len(self.own), held, *theirs[0].shape)
         if self._carrier is not None:
             with translated_peer_errors():
                 move(self._carrier, sent, [(each, rank) for rank, each in arriving.items()])
-        return [self._total(pieces[seat], arriving, at, chunks) for at, seat in enumerate(self.own)]
+        return [self._total(pieces[number], arriving, at, chunks) for at, number in enumerate(self.own)]
 
     def _total(self, own: Mapping[Block, Tensor], arriving: Mapping[int, Tensor], at: int, chunks: int) -> Tensor:
         found = dict(own)
@@ -245,7 +245,7 @@ class Spread:
 
     def _visits(self, given: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
         """Give those of other ranks what they call a region with."""
-        own = [given[seat] for seat in self.own]
+        own = [given[number] for number in self.own]
         visits = [each for each in own if each is not None]
         if not visits:
             return given
@@ -258,9 +258,9 @@ class Spread:
         flat = [pytree.tree_flatten((each.arguments, each.named, each.states)) for each in visits]
         columns = [self._of_all(each) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
         found = [*given]
-        for seat in set(range(self.count)).difference(self.own):
-            made = pytree.tree_unflatten([column[seat] for column in columns], flat[0][1])
-            found[seat] = _Visit(first.chunks, first.call, *made)
+        for number in set(range(self.count)).difference(self.own):
+            made = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
+            found[number] = _Visit(first.chunks, first.call, *made)
         return found
 
     def _of_all(self, own: Sequence[Any]) -> Sequence[Any]:

@@ -67,7 +67,7 @@ class Head:
         if module.training:
             return Logits(parts, self.chunks, self.rows)
         [joined] = linear_map(
-            partial(_joined, self.chunks, self.rows), partial(_own_part, self.chunks, self.rows), parts
+            partial(_join_chunks, self.chunks, self.rows), partial(_own_part, self.chunks, self.rows), parts
         )
         return joined
 
@@ -103,7 +103,7 @@ def _found(chunks: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Ite
         yield F.embedding((ids - rows.start).masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0)
 
 
-def _joined(chunks: Chunks, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
+def _join_chunks(chunks: Chunks, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return what all chunks give, given this rank's: [..., entries]."""
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
