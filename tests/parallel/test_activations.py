@@ -56,9 +56,9 @@ PLACED: dict[str, tuple[int, toys.Case]] = {
     "zero3": (2, toys.Case(3, model=Stacked)),
     "hsdp": (4, toys.Case(precision="bf16", recompute=1, options=(("replicate", 2),))),
 }
-PIPES: dict[str, tuple[pipeline_models.Case, dict[str, Any]]] = {
-    "1f1b": (pipeline_models.Case(clip=0.1), {"schedule": "1f1b"}),
-    "split": (pipeline_models.Case("vit", precision="bf16", samples=(11, 3)), {"schedule": "zero_bubble"}),
+PIPES: dict[str, tuple[toys.Case, dict[str, Any]]] = {
+    "1f1b": (pipeline_models.recipe(clip=0.1), {"schedule": "1f1b"}),
+    "split": (pipeline_models.recipe("vit", precision="bf16", samples=(11, 3)), {"schedule": "zero_bubble"}),
 }
 
 
@@ -82,11 +82,11 @@ def forced() -> Iterator[list[Kept | Moved]]:
         yield packed
 
 
-def moving(world: World, case: Any, options: dict[str, Any] | None) -> tuple[Trace, int]:
+def moving(world: World, case: Any) -> tuple[Trace, int]:
     """Train as asked, and return all there is to compare and how many saved tensors were moved."""
     with forced() as packed:
-        piped = isinstance(case, pipeline_models.Case)
-        trace = pipeline_models.own_trace(world, case, options) if piped else toys.whole_trace(world, case)
+        piped = case.strategy == "pipeline"
+        trace = pipeline_models.own_trace(world, case) if piped else toys.whole_trace(world, case)
     return trace, sum(isinstance(each, Moved) for each in packed)
 
 
@@ -95,9 +95,9 @@ def moving(world: World, case: Any, options: dict[str, Any] | None) -> tuple[Tra
 def test_the_bits_stay(strategy: str) -> None:
     size, case = PLACED[strategy]
     case = replace(case, samples=(12, 7))
-    [(plain, none)] = worlds.run(1, moving, replace(case, recompute=0), None)
+    [(plain, none)] = worlds.run(1, moving, replace(case, recompute=0))
     assert none == 0
-    for trace, moved in worlds.run(size, moving, replace(case, strategy=strategy, offload_activations=True), None):
+    for trace, moved in worlds.run(size, moving, replace(case, strategy=strategy, offload_activations=True)):
         assert [key for key in plain if trace[key] != plain[key]] == []
         assert moved > (0 if case.recompute else 20)
 
@@ -106,12 +106,12 @@ def test_the_bits_stay(strategy: str) -> None:
 @pytest.mark.parametrize("name", PIPES)
 def test_the_bits_of_a_pipeline_stay(name: str) -> None:
     case, options = PIPES[name]
-    [(plain, _)] = worlds.run(1, moving, case, None)
+    [(plain, _)] = worlds.run(1, moving, case)
     offloading = replace(case, offload_activations=True)
-    for trace, moved in worlds.run(2, moving, offloading, options):
+    for trace, moved in worlds.run(2, moving, pipeline_models.in_pipeline(offloading, options)):
         assert [key for key in trace if trace[key] != plain[key]] == []
         assert moved > 20
-    for trace, moved in worlds.run(2, moving, offloading, {**options, "recompute": True}):
+    for trace, moved in worlds.run(2, moving, pipeline_models.in_pipeline(offloading, {**options, "recompute": True})):
         assert [key for key in trace if trace[key] != plain[key]] == []
         assert moved == 0  # what enters the stages is all that they hold
 

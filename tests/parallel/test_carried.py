@@ -5,12 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, Literal
 
-import pipeline_models
 import pytest
 import torch
 import torch.distributed as dist
 import toys
 import worlds
+from pipeline_models import in_pipeline, own_trace, recipe
 from same_bits import alone
 
 from lockstep.comm.carrier import Addressed, Carrier, Direct, Staged
@@ -96,20 +96,20 @@ def test_by_way_of_the_host_the_bits_are_those_of_one_process(strategy: str, siz
 
 
 def staged_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:
-    return pipeline_models.own_trace(carried(world, Staged), pipeline_models.Case(clip=0.1), options)
+    return own_trace(carried(world, Staged), in_pipeline(recipe(clip=0.1), options))
 
 
 def nccl_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:
     before = Rendezvous.kept
     placed = carried(world, Rendezvous, "nccl")
-    trace = pipeline_models.own_trace(placed, pipeline_models.Case(clip=0.1), options)
+    trace = own_trace(placed, in_pipeline(recipe(clip=0.1), options))
     assert Rendezvous.kept > before + 1000
     return trace
 
 
 @cache
 def pipeline_alone() -> toys.Trace:
-    return pipeline_models.own_trace(World(ALONE, CPU), pipeline_models.Case(clip=0.1), None)
+    return own_trace(World(ALONE, CPU), recipe(clip=0.1))
 
 
 def assert_same(size: int, run: Callable[..., toys.Trace], options: dict[str, Any]) -> None:

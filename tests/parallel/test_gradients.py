@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.core.mesh import DataRank
-from lockstep.parallel.gradients import Gradients, _flatten, _partition, unflatten, wide_gradient
+from lockstep.parallel.gradients import Gradients, flatten, partition, unflatten, wide_gradient
 from lockstep.tasks.base import MicroBatch
 
 T = TypeVar("T")
@@ -47,14 +47,14 @@ def _sizes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 def test_buckets_run_from_the_last_parameter_to_the_first() -> None:
     a, b, c, d = _sizes((10,), (2,), (3,), (4,))  # 40, 8, 12 and 16 bytes
-    assert _partition([a, b, c, d], 28) == [[d, c], [b], [a]]
-    assert _partition([a, b, c, d], 1) == [[d], [c], [b], [a]]
-    assert _partition([a, b, c, d], None) == [[d, c, b, a]]
+    assert partition([a, b, c, d], 28) == [[d, c], [b], [a]]
+    assert partition([a, b, c, d], 1) == [[d], [c], [b], [a]]
+    assert partition([a, b, c, d], None) == [[d, c, b, a]]
 
 
 def test_a_bucket_has_one_dtype() -> None:
     [single], [double] = _sizes((2,)), _sizes((2,), dtype=torch.float64)
-    assert [[each.dtype for each in bucket] for bucket in _partition([single, double, double], None)] == [
+    assert [[each.dtype for each in bucket] for bucket in partition([single, double, double], None)] == [
         [torch.float64, torch.float64],
         [torch.float32],
     ]
@@ -63,7 +63,7 @@ def test_a_bucket_has_one_dtype() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 200))
 def test_every_parameter_is_in_one_bucket_and_none_is_too_large(lengths: list[int], limit: int) -> None:
     parameters = _sizes(*((length,) for length in lengths))
-    buckets = _partition(parameters, limit)
+    buckets = partition(parameters, limit)
     assert [id(each) for bucket in buckets for each in bucket] == [id(each) for each in reversed(parameters)]
     assert all(len(bucket) == 1 or sum(each.nbytes for each in bucket) <= limit for bucket in buckets)
 
@@ -84,7 +84,7 @@ def test_every_parameter_is_in_one_bucket_and_none_is_too_large(lengths: list[in
 def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None:
     parameters = [Parameter(parameter), Parameter(torch.zeros(2))]
     parts = [torch.randn(each.shape) for each in parameters]  # contiguous, as a user's function may give them
-    back = unflatten(_flatten(parts, parameters), parameters)
+    back = unflatten(flatten(parts, parameters), parameters)
     for part, returned, each in zip(parts, back, parameters, strict=True):
         assert torch.equal(returned, part)
         moved = [(size, stride) for size, stride in zip(each.shape, each.stride(), strict=True) if size > 1]
@@ -94,7 +94,7 @@ def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None
 def test_a_gradient_that_lies_as_its_parameter_is_not_moved() -> None:
     parameter = Parameter(torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last))
     gradient = torch.randn_like(parameter)
-    assert torch.equal(_flatten([gradient], [parameter]), gradient.permute(0, 2, 3, 1).flatten())
+    assert torch.equal(flatten([gradient], [parameter]), gradient.permute(0, 2, 3, 1).flatten())
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -10,9 +10,6 @@ import worlds
 from toys import Case
 
 from lockstep.comm.world import World
-from lockstep.core.order import cut
-from lockstep.strategies import pipeline
-from lockstep.tasks.base import MicroBatch
 
 
 def observed(world: World, case: Case) -> list[dict[str, Any]]:
@@ -24,21 +21,6 @@ def observed(world: World, case: Case) -> list[dict[str, Any]]:
         found.append({name: each.tolist() for name, each in sums.of_task.items()} | {"total": sums.total.item()})
     engine.close()
     return found
-
-
-def observed_in_stages(world: World, case: pipeline_models.Case, options: dict[str, Any] | None) -> list[Any]:
-    """Observe the first step of a pipeline."""
-    engine = pipeline_models.engine(world, case, options)
-    data_rank = pipeline.Strategy(**(options or {})).mesh(world.size).data_rank(world.rank)
-    step, images, targets = next(iter(pipeline_models.steps(case)))
-    cuts = cut(step.samples, case.microbatches)
-    own = [
-        MicroBatch(index, (images[list(cuts[index])], targets[list(cuts[index])]), len(cuts[index]), len(cuts[index]))
-        for index, _ in data_rank.indices(len(cuts))
-    ]
-    sums = engine.forward_backward(own, step, observe=True).of_task
-    engine.close()
-    return [(name, each.tolist()) for name, each in sums.items()]
 
 
 @pytest.mark.worlds
@@ -58,7 +40,7 @@ def test_sums_are_those_of_one_process() -> None:
 @pytest.mark.worlds
 @pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"recompute": True}), (4, {"replicate": 2})])
 def test_a_pipeline_observes_too(size: int, options: dict[str, Any]) -> None:
-    case = pipeline_models.Case()
-    [alone] = worlds.run(1, observed_in_stages, case, None)
-    assert dict(alone)["counted"] == next(iter(case.samples))
-    assert all(found == alone for found in worlds.run(size, observed_in_stages, case, options))
+    case = pipeline_models.recipe()
+    [alone] = worlds.run(1, observed, case)
+    assert alone[0]["counted"] == case.samples[0]
+    assert worlds.run(size, observed, pipeline_models.in_pipeline(case, options)) == [alone] * size

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -35,6 +35,7 @@ CLASSES = 5
 BUCKET_BYTES = 1500  # several buckets for a model of about 8 kB
 
 Trace = dict[str, str]
+Noted = Callable[[Engine, Step], Trace]
 
 
 class Toy(nn.Module):
@@ -114,6 +115,8 @@ class Case:
     guarded: bool = True
     chunks: int = 1  # into which what `plan` names is cut
     plan: tuple[tuple[str, str], ...] = ()
+    measured: bool = True  # whether stages are cut by operations too
+    by_hand: dict[str, Any] = field(default_factory=dict, hash=False)  # the optimizer's further options
 
     def numerics(self) -> Numerics:
         return Numerics(
@@ -157,19 +160,18 @@ def strategy(world: World, case: Case) -> Any:
     name = case.alone if world.size == 1 else case.strategy
     options = dict(case.options) if name == case.strategy else {}
     kind = import_module(f"lockstep.strategies.{name}").Strategy
-    if "bucket_mib" in {field.name for field in fields(kind)}:
+    if "bucket_mib" in {each.name for each in fields(kind)}:
         options["bucket_mib"] = case.bucket_bytes / 2**20
     return kind(**options)
 
 
 def engine(world: World, case: Case) -> Engine:
-    options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {})
-
+    options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {}) | case.by_hand
     names = [name for name, _ in trained_parameters(build(case))]
     special = settings(names, case.groups, {}) if case.groups else {}
     optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
-    problem = Problem(Classification(topk=(1,)), partial(build, case), example=example)
+    problem = Problem(Classification(topk=(1,)), partial(build, case), example=example if case.measured else None)
     started: Any = strategy(world, case).start(problem, optimizer, world, case.numerics())
     if case.audit_every:
         started = AuditedEngine(started, world, rota(world, case), partial(fetch, case))
@@ -225,13 +227,15 @@ def rate(step: Step) -> float:
     return 0.1 / (1 + step.number)
 
 
-def trained(world: World, case: Case, first: int = 0, state: State | None = None) -> tuple[Engine, Trace]:
+def trained(
+    world: World, case: Case, first: int = 0, state: State | None = None, noted: Noted | None = None
+) -> tuple[Engine, Trace]:
     """Train from step `first`, from `state` where given; return the engine and what every step said, to the bit."""
     training = engine(world, case)
     if state is not None:
         training.load(state)
     given = ((step, share(world, case, step), (images[:2],)) for step, images, _ in list(steps(case))[first:])
-    return training, train(training, given, rate, case.clip)
+    return training, train(training, given, rate, case.clip, noted)
 
 
 def train(
@@ -239,16 +243,21 @@ def train(
     given: Iterable[tuple[Step, list[MicroBatch], Inputs | None]],
     lr: Callable[[Step], float],
     clip: float | None,
+    noted: Noted | None = None,
 ) -> Trace:
-    """Train a step on each of what is given: this rank's micro-batches, and inputs that are evaluated after it."""
+    """Train a step on each of what is given: this rank's micro-batches, and inputs that are evaluated after it.
+
+    What is `noted` between the two halves of a step is of the trace, too.
+    """
     trace: Trace = {}
     for step, own, shown in given:
         sums = training.forward_backward(own, step)
+        trace |= {} if noted is None else noted(training, step)
         update = training.update(lr(step), clip)
         predicted = []
         if shown is not None:
             with training.evaluation() as predict:  # which must leave no trace
-                predicted = [_hash(each) for each in tensors_of(predict(shown))]
+                predicted = [hashed(each) for each in tensors_of(predict(shown))]
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = (
             f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale} {predicted}"
@@ -272,7 +281,7 @@ def fingerprint(state: State) -> Trace:
         **{f"ema {name}": tensor for name, tensor in (state.ema or {}).items()},
         **{f"feedback {name}": tensor for name, tensor in (state.feedback or {}).items()},
     }
-    return {"scalars": str(state.scalars), **{name: _hash(tensor) for name, tensor in tensors.items()}}
+    return {"scalars": str(state.scalars), **{name: hashed(tensor) for name, tensor in tensors.items()}}
 
 
 def whole_trace(world: World, case: Case) -> Trace:
@@ -307,7 +316,8 @@ def _contiguous(held: MaybeSharded) -> Tensor:
     return local_tensor(held).detach().clone(memory_format=torch.contiguous_format)
 
 
-def _hash(held: MaybeSharded) -> str:
+def hashed(held: MaybeSharded) -> str:
+    """Return a hash of what lies here."""
     tensor = local_tensor(held)
     content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{hashlib.sha256(content).hexdigest()[:16]} {tensor.dtype} {tuple(tensor.shape)}"

@@ -33,13 +33,8 @@ Parts = list[Tensor]
 class _Bucket:
     parameters: list[nn.Parameter]
     add: Sum
-    counter: Counter[Parts] = field(default_factory=lambda: Counter(_add_parts_))
+    counter: Counter[Parts] = field(default_factory=lambda: Counter(add_parts_))
     missing: int = 0  # parameters whose gradient backward has not yet made
-
-    @property
-    def like(self) -> Tensor:
-        elements = sum(parameter.numel() for parameter in self.parameters)
-        return self.parameters[0].new_empty(elements, dtype=summed_dtype(self.parameters[0]))
 
 
 @final
@@ -62,7 +57,7 @@ class Gradients:
         self._alone = alone
         self._buckets = [
             _Bucket(bucket, canonical if sum_of is None else sum_of(bucket))
-            for bucket in _partition(self._parameters, None if alone else bucket_bytes)
+            for bucket in partition(self._parameters, None if alone else bucket_bytes)
         ]
         self._waiting: list[Callable[[], Tensor]] = []
         self._leaves = 0
@@ -112,12 +107,12 @@ class Gradients:
             return
         if self._alone:
             for bucket in self._buckets:
-                parts = total(bucket.counter.pieces(), self._leaves, _add_parts_)
-                _give_gradients(bucket.parameters, parts)
+                parts = total(bucket.counter.pieces(), self._leaves, add_parts_)
+                give_gradients(bucket.parameters, parts)
             return
         self._send_ready(everything=True)
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
-            _give_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
+            give_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
         self._waiting.clear()
 
     @property
@@ -156,11 +151,11 @@ class Gradients:
                 self._note(f"gradient of {self._names[parameter]}", gradient)
 
     def _sum(self, bucket: _Bucket, pieces: Mapping[Block, Parts]) -> Tensor:
-        flat = {block: _flatten(parts, bucket.parameters) for block, parts in pieces.items()}
-        return bucket.add(flat, self._leaves, bucket.like)
+        flat = {block: flatten(parts, bucket.parameters) for block, parts in pieces.items()}
+        return bucket.add(flat, self._leaves, empty_sum(bucket.parameters))
 
 
-def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
+def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
     """Group parameters, last first as backward reaches them, into buckets of one dtype and about `bucket_bytes`."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
@@ -194,12 +189,19 @@ def summed_dtype(parameter: nn.Parameter) -> torch.dtype:
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
-def _give_gradients(parameters: list[nn.Parameter], gradients: Parts) -> None:
+def give_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
+    """Leave gradients in `grad`."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
-def _add_parts_(left: Parts, right: Parts) -> Parts:
+def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return a flat vector for the sum of the gradients of parameters of one dtype."""
+    return parameters[0].new_empty(sum(each.numel() for each in parameters), dtype=summed_dtype(parameters[0]))
+
+
+def add_parts_(left: Parts, right: Parts) -> Parts:
+    """Add the gradients `right` to `left`, in place."""
     torch._foreach_add_(left, right)
     return left
 
@@ -209,7 +211,8 @@ def _memory_order(parameter: Tensor) -> list[int]:
     return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
-def _flatten(parts: Parts, parameters: list[nn.Parameter]) -> Tensor:
+def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return a flat vector of the gradients of parameters, each in the order in which its parameter is in memory."""
     pairs = zip(parts, parameters, strict=True)
     return torch.cat([part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in pairs])
 

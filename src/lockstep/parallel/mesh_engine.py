@@ -58,8 +58,8 @@ def mesh_engine(
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:
-        from lockstep.parallel.tensor.slices import own_slice, sliced
+        from lockstep.parallel.tensor.slices import own_slice, slice_layout
 
         problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        make_layout = sliced(world, mesh, make_layout)
+        make_layout = slice_layout(world, mesh, make_layout)
     return DataParallelEngine(problem, make_optimizer, world, numerics, over, make_layout, make_leaves=make_leaves)

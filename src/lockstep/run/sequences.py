@@ -65,11 +65,11 @@ def _trial(
 def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Return the loss of each chunk of a batch, where its sequences are cut into so many."""
     together = Cooperative([])
-    seats = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
-    [*parts] = seats.of(MicroBatch(0, batch, length(batch), 0), 1)
+    sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
+    [*parts] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
 
     def loss_of(part: MicroBatch) -> Any:
-        return task.loss(seats.call(model, part), part.batch)
+        return task.loss(sequences.call(model, part), part.batch)
 
     return together.run([partial(loss_of, part) for part in parts], _nothing)
 

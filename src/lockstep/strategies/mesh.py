@@ -20,7 +20,8 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layouts.dispatched import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
-from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
+from lockstep.parallel.pipeline.engine import PipelineEngine
+from lockstep.parallel.pipeline.place import Pipe
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers

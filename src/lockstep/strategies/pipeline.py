@@ -15,7 +15,8 @@ from lockstep.core.work import check_divides
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.cut import find_cut
-from lockstep.parallel.pipeline.engine import Pipe, PipelineEngine
+from lockstep.parallel.pipeline.engine import PipelineEngine
+from lockstep.parallel.pipeline.place import Pipe
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 

@@ -1,12 +1,12 @@
 """Chunks of sequences have the loss and the gradients of the whole, and one set of bits whoever computes them."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import sequences
 import worlds
+from same_bits import Placed, alone, assert_same_bits, placed_as
 from sequences import Case
 
 from lockstep.comm.world import World
@@ -31,7 +31,7 @@ CASES = {
     "llama in chunks of both kinds": Case("llama", chunks=2, features=2, ema=True, precision="bf16"),
 }
 # With 3 micro-batches a replica of 2 has one more than the other; steps of 2 samples leave one of 3 without work.
-PLACED: dict[str, list[tuple[str, int, tuple[tuple[str, Any], ...]]]] = {
+PLACED: dict[str, list[Placed]] = {
     "gpt": [
         ("context", 2, ()),
         ("context", 4, ()),
@@ -94,16 +94,8 @@ ELSEWHERE = [
 BEYOND = pytest.mark.extended("the gate has this case on others, and these ranks with another case")
 
 
-@cache
-def alone(name: str) -> Any:
-    """Return what a case has on one process."""
-    [trace] = worlds.run(1, sequences.whole_trace, CASES[name])
-    return trace
-
-
-def _agrees(name: str, strategy: str, size: int, options: Any) -> None:
-    for trace in worlds.run(size, sequences.whole_trace, replace(CASES[name], strategy=strategy, options=options)):
-        assert [key for key in alone(name) if trace[key] != alone(name)[key]] == []
+def _agrees(name: str, placed: Placed) -> None:
+    assert_same_bits(CASES[name], placed, sequences.whole_trace)
 
 
 @pytest.mark.quick
@@ -111,7 +103,7 @@ def _agrees(name: str, strategy: str, size: int, options: Any) -> None:
 def test_chunks_of_sequences_have_the_bits_of_one_process() -> None:
     for placed in PLACED["gpt"]:
         if ("gpt", placed) not in ELSEWHERE:
-            _agrees("gpt", *placed)
+            _agrees("gpt", placed)
 
 
 @pytest.mark.imports(sequences.TRANSFORMERS)
@@ -125,35 +117,34 @@ def test_chunks_of_sequences_have_the_bits_of_one_process() -> None:
         if name != "gpt" or (name, placed) in ELSEWHERE
     ],
 )
-def test_any_recipe_has_the_bits_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
-    _agrees(name, *placed)
+def test_any_recipe_has_the_bits_of_one_process(name: str, placed: Placed) -> None:
+    _agrees(name, placed)
 
 
 @pytest.mark.worlds
 def test_a_run_goes_on_elsewhere() -> None:
     case = Case()
-    [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
     before = replace(case, samples=case.samples[:2])
     state: State = worlds.run(4, sequences.states, before, 0, None)[0][0]
     sharded = ("mesh", 8, (("context", 4), ("shard", 2)))
     piped = ("mesh", 8, (("pipe", 2), ("shard", 2), ("context", 2)))
-    _goes_on(case, expected, state, [("zero1", 2, ()), ("context", 2, ()), sharded, piped])
+    _goes_on(case, state, [("zero1", 2, ()), ("context", 2, ()), sharded, piped])
 
 
 @pytest.mark.worlds
 def test_a_run_in_chunks_of_both_kinds_goes_on_elsewhere() -> None:
     case = CASES["sequence-parallel"]
-    [(_, expected)] = worlds.run(1, sequences.states, case, 0, None)
     all_kinds = (("pipe", 2), ("tensor", 2), ("context", 2))
     before = replace(case, samples=case.samples[:2], strategy="mesh", options=all_kinds)
     state: State = worlds.run(8, sequences.states, before, 0, None)[0][0]
-    _goes_on(case, expected, state, [("tensor", 2, SPREAD), ("pipeline", 2, ()), ("ddp", 3, ())])
+    _goes_on(case, state, [("tensor", 2, SPREAD), ("pipeline", 2, ()), ("ddp", 3, ())])
 
 
-def _goes_on(case: Case, expected: Any, state: State, placed: list[tuple[str, int, Any]]) -> None:
-    for strategy, size, options in placed:
-        for _, trace in worlds.run(size, sequences.states, replace(case, strategy=strategy, options=options), 2, state):
-            assert [key for key in trace if trace[key] != expected[key]] == [], (strategy, size)
+def _goes_on(case: Case, state: State, placed: list[Placed]) -> None:
+    expected = alone(case, sequences.whole_trace)
+    for each in placed:
+        for _, trace in worlds.run(each[1], sequences.states, placed_as(case, each), 2, state):
+            assert [key for key in trace if trace[key] != expected[key]] == [], each
 
 
 def _gradients(world: World, model: str, chunks: int, features: int) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pipeline_models
 import pytest
 import torch
+import toys
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.cut import Cut, find_cut, owners, stage_module
+from lockstep.parallel.pipeline.cut import Cut, find_cut, ownership, stage_module
 from lockstep.parallel.pipeline.part import keep_only, part_of
 
 SAMPLE = (torch.empty(2, 3, 6, 6, device="meta"),)
@@ -57,7 +58,7 @@ def test_shipped_models_are_cut_into_four_stages_of_like_cost(name: str, size: i
 @pytest.mark.parametrize("name", pipeline_models.MODELS)
 def test_stages_one_after_the_other_are_the_model(name: str, training: bool) -> None:
     """For any number of samples, in both modes: outputs, drawn numbers and BatchNorm's buffers."""
-    model = pipeline_models.build(pipeline_models.Case(name)).train(training)
+    model = toys.build(pipeline_models.recipe(name)).train(training)
     size = 32 if name == "resnet18" else 6
     cut = find_cut(model, 3, (torch.empty(2, 3, size, size, device="meta"),))
     stages = [stage_module(model, cut, number) for number in range(3)]
@@ -92,7 +93,7 @@ def test_a_model_is_left_as_it_was() -> None:
 def test_a_cut_by_hand_begins_where_it_says() -> None:
     model = pipeline_models.mlp()
     cut = find_cut(model, 3, SAMPLE, ("4", "10"))
-    assert {name: stage for name, stage in owners(model, cut).items() if name.endswith("weight")} == {
+    assert {name: stage for name, stage in ownership(model, cut).owner.items() if name.endswith("weight")} == {
         "1.weight": 0, "4.weight": 1, "7.weight": 1, "10.weight": 2, "13.weight": 2, "16.weight": 2, "19.weight": 2,
         "21.weight": 2,
     }  # fmt: skip
@@ -116,8 +117,8 @@ def test_modules_are_entered_where_they_must_be() -> None:
     assert {"inner", "inner.inner"} <= cut.entered
     by_hand = find_cut(model, 2, SAMPLE, ("inner.inner.mix",))
     assert by_hand.entered == {"inner", "inner.inner"}
-    assert owners(model, by_hand)["inner.inner.norm.weight"] == 0
-    assert owners(model, by_hand)["inner.inner.mix.weight"] == 1
+    assert ownership(model, by_hand).owner["inner.inner.norm.weight"] == 0
+    assert ownership(model, by_hand).owner["inner.inner.mix.weight"] == 1
 
 
 class Straight(nn.Module):
@@ -188,9 +189,9 @@ def test_a_model_that_cannot_be_cut_says_why(between: Callable[[nn.Module, Tenso
 def test_code_that_no_trace_can_follow_is_run(between: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model = Straight(between)
     cut = find_cut(model, 3, SAMPLE)
-    assert cut.watched
+    assert cut.replayed
     assert cut.begins == ("second", "third")
-    assert set(owners(model, cut).values()) == {0, 1, 2}
+    assert set(ownership(model, cut).owner.values()) == {0, 1, 2}
 
 
 def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:

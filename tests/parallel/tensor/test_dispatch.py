@@ -9,27 +9,26 @@ import cut_models
 import pytest
 import toys
 import worlds
-from test_slices import CASES, NET
+from same_bits import assert_resumed_bits, assert_same_bits
+from test_slices import CASES, NET, sizes_of
 from toys import Case
 
-from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
 from lockstep.strategies.expert import Strategy
 
 # On two ranks of three micro-batches one has a dummy; steps of three samples leave one of four ranks without work.
 PLACED = {
-    "sgd": (4,),
-    "three micro-batches": (2,),
-    "clipped, averaged": (4,),
-    "lamb": (2,),
-    "lars, in two chunks": (2,),
-    "bf16": (2,),
-    "bf16-compute": (4,),
-    "fp16, skipping": (4,),
-    "recomputed": (2,),
-    "frozen in part": (2,),
+    "sgd": 4,
+    "three micro-batches": 2,
+    "clipped, averaged": 4,
+    "lamb": 2,
+    "lars, in two chunks": 2,
+    "bf16": 2,
+    "bf16-compute": 4,
+    "fp16, skipping": 4,
+    "recomputed": 2,
+    "frozen in part": 2,
 }
 
 
@@ -38,11 +37,7 @@ PLACED = {
     "name", [pytest.param("sgd", marks=pytest.mark.quick), *(name for name in PLACED if name != "sgd")]
 )
 def test_the_bits_are_those_of_one_process(name: str) -> None:
-    case = CASES[name]
-    [alone] = worlds.run(1, toys.whole_trace, case)
-    for size in PLACED[name]:
-        for trace in worlds.run(size, toys.whole_trace, replace(case, strategy="expert")):
-            assert [key for key in alone if trace[key] != alone[key]] == []
+    assert_same_bits(CASES[name], ("expert", PLACED[name], ()))
 
 
 class Twice(cut_models.Net):
@@ -68,11 +63,8 @@ class Frozen(cut_models.Net):
 @pytest.mark.parametrize("name", ["sgd", "five micro-batches", "clipped, averaged", "fp16, skipping"])
 def test_replicas_of_the_experts_keep_the_bits(name: str) -> None:
     case = replace(CASES["sgd"], microbatches=5) if name == "five micro-batches" else CASES[name]
-    [alone] = worlds.run(1, toys.whole_trace, case)
     strategy, option = ("mesh", "expert") if name == "sgd" else ("expert", "replicate")
-    placed = replace(case, strategy=strategy, options=((option, 2),))
-    for trace in worlds.run(4, toys.whole_trace, placed):
-        assert [key for key in alone if trace[key] != alone[key]] == []
+    assert_same_bits(case, (strategy, 4, ((option, 2),)))
 
 
 @pytest.mark.worlds
@@ -80,23 +72,16 @@ def test_replicas_of_the_experts_keep_the_bits(name: str) -> None:
 def test_models_that_call_their_experts_otherwise(model: Any) -> None:
     plan = tuple(each for each in cut_models.PLAN if not each[0].startswith("tail"))
     case = replace(NET, model=model, plan=plan if model is Twice else cut_models.PLAN, microbatches=2)
-    [alone] = worlds.run(1, toys.whole_trace, case)
     for strategy in ("expert", "tensor"):
-        for trace in worlds.run(2, toys.whole_trace, replace(case, strategy=strategy)):
-            assert [key for key in alone if trace[key] != alone[key]] == []
+        assert_same_bits(case, (strategy, 2, ()))
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("ways", [("expert", 4, "zero3", 3), ("tensor", 2, "expert", 4)])
-def test_going_on_elsewhere_gives_the_same_bits(ways: tuple[str, int, str, int]) -> None:
-    whole = replace(CASES["lamb"], samples=(12, 12, 7, 3, 12, 12))
-    half = replace(whole, samples=whole.samples[:3])
-    [(_, uninterrupted)] = worlds.run(1, toys.states, whole, 0, None)
-    first, size, second, other_size = ways
-    state, trace = worlds.run(size, toys.states, replace(half, strategy=first), 0, None)[0]
-    options = (("replicate", 2),) if second == "expert" else ()
-    for _, rest in worlds.run(other_size, toys.states, replace(whole, strategy=second, options=options), 3, state):
-        assert {**trace, **rest} == uninterrupted
+@pytest.mark.parametrize(
+    "ways", [(("expert", 4, ()), ("zero3", 3, ())), (("tensor", 2, ()), ("expert", 4, (("replicate", 2),)))]
+)
+def test_going_on_elsewhere_gives_the_same_bits(ways: Any) -> None:
+    assert_resumed_bits(replace(CASES["lamb"], samples=(12, 12, 7, 3, 12, 12)), *ways, at=3)
 
 
 @pytest.mark.parametrize(
@@ -119,17 +104,9 @@ def test_processes_are_shared_out_by_replicas() -> None:
         Strategy(replicate=3).check(4, 4)
 
 
-def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:
-    held = toys.engine(world, case).state().model.items()
-    return {
-        name: (each.tensor.numel() if isinstance(each, Shard) else each.numel(), each.shape.numel())
-        for name, each in held
-    }
-
-
 @pytest.mark.worlds
 def test_a_rank_holds_its_experts_alone() -> None:
-    for sizes in worlds.run(2, _sizes, replace(NET, strategy="expert")):
+    for sizes in worlds.run(2, sizes_of, replace(NET, strategy="expert")):
         assert sizes["mixture.experts.up"] == (4 * 5 * 11, 8 * 5 * 11)
         assert sizes["mixture.experts.up_bias"] == (20, 40)
         assert all(own == whole for name, (own, whole) in sizes.items() if "experts" not in name)

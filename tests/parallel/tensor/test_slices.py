@@ -1,7 +1,6 @@
 """A model whose chunks are shared by ranks has the bits of one process that computes them all."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import cut_models
@@ -9,6 +8,7 @@ import pytest
 import toys
 import worlds
 from pairs import BEYOND, pairs
+from same_bits import assert_resumed_bits, assert_same_bits
 from toys import Case
 
 from lockstep.comm.world import World
@@ -37,23 +37,11 @@ SLICED = [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))]
 OTHERWISE = [("tensor", 4, ()), ("ddp", 2, ()), ("zero1", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())]
 
 
-@cache
-def alone(case: Case) -> dict[str, Any]:
-    """Return what a case has on one process."""
-    [trace] = worlds.run(1, toys.whole_trace, case)
-    return dict(trace)
-
-
-def _agree(case: Case, strategy: str, size: int, options: Any) -> None:
-    for rank, trace in enumerate(worlds.run(size, toys.whole_trace, replace(case, strategy=strategy, options=options))):
-        assert [key for key in alone(case) if trace[key] != alone(case)[key]] == [], f"rank {rank}"
-
-
 @pytest.mark.quick
 @pytest.mark.worlds
 @pytest.mark.parametrize("placed", SLICED)
 def test_slices_have_the_bits_of_one_process(placed: tuple[str, int, Any]) -> None:
-    _agree(CASES["sgd"], *placed)
+    assert_same_bits(CASES["sgd"], placed)
 
 
 OTHER_CASES = [name for name in CASES if name not in ("sgd", "one micro-batch")]
@@ -62,18 +50,18 @@ OTHER_CASES = [name for name in CASES if name not in ("sgd", "one micro-batch")]
 @pytest.mark.worlds
 @pytest.mark.parametrize(("name", "placed"), pairs(OTHER_CASES, SLICED))
 def test_any_recipe_has_the_bits_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
-    _agree(CASES[name], *placed)
+    assert_same_bits(CASES[name], placed)
 
 
 @pytest.mark.worlds
 def test_one_micro_batch_has_the_bits_of_one_process() -> None:
-    _agree(CASES["one micro-batch"], *SLICED[0])
+    assert_same_bits(CASES["one micro-batch"], SLICED[0])
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize(("name", "placed"), pairs(["clipped, averaged", "bf16-compute"], OTHERWISE))
 def test_other_strategies_train_a_model_in_chunks_too(name: str, placed: tuple[str, int, Any]) -> None:
-    _agree(CASES[name], *placed)
+    assert_same_bits(CASES[name], placed)
 
 
 MESHES = [
@@ -91,21 +79,21 @@ MESHES = [
     ("name", "placed"), pairs(["lamb", "fp16, skipping", "bf16-compute", "frozen in part"], MESHES)
 )
 def test_a_mesh_has_the_bits_of_one_process(name: str, placed: tuple[int, Any]) -> None:
-    _agree(CASES[name], "mesh", *placed)
+    assert_same_bits(CASES[name], ("mesh", *placed))
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize(("schedule", "beside"), pairs(["gpipe", "interleaved", "zero_bubble"], ["tensor", "shard"]))
 def test_the_schedule_of_its_pipelines_changes_no_bit(schedule: str, beside: str) -> None:
     placed = (("pipe", 2), (beside, 2), ("schedule", schedule))
-    _agree(CASES["clipped, averaged"], "mesh", 4, placed)
+    assert_same_bits(CASES["clipped, averaged"], ("mesh", 4, placed))
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("beside", [pytest.param("tensor", marks=BEYOND), "shard"])
 def test_its_pipelines_recompute_with_the_same_bits(beside: str) -> None:
     placed = (("pipe", 2), (beside, 2), ("schedule", "gpipe"))
-    _agree(replace(CASES["clipped, averaged"], recompute=1), "mesh", 4, placed)
+    assert_same_bits(replace(CASES["clipped, averaged"], recompute=1), ("mesh", 4, placed))
 
 
 WAYS = [
@@ -116,27 +104,10 @@ WAYS = [
 ]
 
 
-@cache
-def _uninterrupted(name: str) -> dict[str, Any]:
-    """Return what a case of six steps has on one process."""
-    [(_, trace)] = worlds.run(1, toys.states, _longer(name), 0, None)
-    return dict(trace)
-
-
-def _longer(name: str) -> Case:
-    return replace(CASES[name], samples=(12, 12, 7, 3, 12, 12))
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(("name", "ways"), pairs(["lamb", "fp16, skipping", "bf16-compute"], WAYS))
 def test_going_on_elsewhere_gives_the_same_bits(name: str, ways: list[Any]) -> None:
-    whole = _longer(name)
-    half = replace(whole, samples=whole.samples[:3])
-    (first, size, options), (second, other_size, other_options) = ways
-    state, trace = worlds.run(size, toys.states, replace(half, strategy=first, options=options), 0, None)[0]
-    going_on = replace(whole, strategy=second, options=other_options)
-    for _, rest in worlds.run(other_size, toys.states, going_on, 3, state):
-        assert {**trace, **rest} == _uninterrupted(name)
+    assert_resumed_bits(replace(CASES[name], samples=(12, 12, 7, 3, 12, 12)), *ways, at=3)
 
 
 def _observed(world: World, case: Case) -> dict[str, list[float]]:
@@ -156,7 +127,7 @@ def test_what_all_slices_know_is_counted_once(placed: tuple[str, int, Any]) -> N
     assert worlds.run(size, _observed, replace(NET, strategy=strategy, options=options)) == [alone] * size
 
 
-def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:
+def sizes_of(world: World, case: Case) -> dict[str, tuple[int, int]]:
     """Return of each trained tensor how much this rank has, and how much there is."""
     engine = toys.engine(world, case)
     held = engine.state().model.items()
@@ -168,7 +139,7 @@ def _sizes(world: World, case: Case) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.worlds
 def test_a_rank_holds_its_chunks_alone() -> None:
-    for sizes in worlds.run(2, _sizes, replace(NET, strategy="tensor")):
+    for sizes in worlds.run(2, sizes_of, replace(NET, strategy="tensor")):
         assert sizes["blocks.1.attention.queries_keys_values.weight"] == (3 * 12 * 11 // 2, 3 * 12 * 11)
         assert sizes["blocks.0.attention.queries_keys_values.bias"] == (18, 36)
         assert sizes["blocks.0.down.weight"] == (110, 220)

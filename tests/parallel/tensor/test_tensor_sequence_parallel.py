@@ -26,7 +26,7 @@ from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.parallel.tensor.sequence_parallel import Spread, check_sequence_parallel
 from lockstep.parallel.tensor.slices import cut_layers
 
-SEATS = 2
+FORWARDS = 2
 
 
 class Net(nn.Module):
@@ -55,9 +55,9 @@ def _net(together: Cooperative, spread: bool) -> nn.Module:
     cut_into_chunks(net, PLAN, 2)
     if spread:
         alone = CanonicalSum(0, [DataRank()], None)
-        found = Spread(SEATS, 0, 1, alone, None, together, [torch.default_generator])
+        found = Spread(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
         for layer in cut_layers(net).values():
-            layer.chunks.spread = found
+            layer.chunks.visited = found
     return net
 
 
@@ -65,22 +65,25 @@ def _trained(spread: bool) -> list[Tensor]:
     """Return what forwards of two chunks of a sequence give together, and the gradients of it."""
     together = Cooperative([torch.default_generator])
     net = _net(together, spread)
-    given = [torch.randn(3, 6, generator=torch.Generator().manual_seed(seat)).requires_grad_() for seat in range(SEATS)]
+    given = [
+        torch.randn(3, 6, generator=torch.Generator().manual_seed(number)).requires_grad_()
+        for number in range(FORWARDS)
+    ]
 
-    def forward(seat: int) -> Tensor:
-        torch.manual_seed(seat)
-        outputs: Tensor = net(given[seat], torch.full((), 1.0 + seat))
+    def forward(number: int) -> Tensor:
+        torch.manual_seed(number)
+        outputs: Tensor = net(given[number], torch.full((), 1.0 + number))
         return outputs
 
-    outputs = together.run([partial(forward, seat) for seat in range(SEATS)], lambda _: None)
+    outputs = together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)
     torch.stack([each.sin().sum() for each in outputs]).sum().backward()
     return [*outputs, *(each.grad for each in (*given, *net.parameters()) if each.grad is not None)]
 
 
 def test_one_node_for_all_forwards_computes_what_one_for_each_does() -> None:
     apart, joint = _trained(spread=False), _trained(spread=True)
-    assert len(apart) == len(joint) == 2 * SEATS + 9
-    assert all(torch.equal(*pair) for pair in zip(apart[: 2 * SEATS], joint[: 2 * SEATS], strict=True))
+    assert len(apart) == len(joint) == 2 * FORWARDS + 9
+    assert all(torch.equal(*pair) for pair in zip(apart[: 2 * FORWARDS], joint[: 2 * FORWARDS], strict=True))
     for one, other in zip(apart, joint, strict=True):  # two forwards add to one gradient here, in either order
         assert torch.allclose(one, other, atol=1e-6)
     assert min(each.abs().max() for each in joint) > 1e-3
@@ -88,13 +91,13 @@ def test_one_node_for_all_forwards_computes_what_one_for_each_does() -> None:
 
 def test_forwards_that_come_to_different_regions_are_refused() -> None:
     together = Cooperative([])
-    spread = Spread(SEATS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
+    spread = Spread(FORWARDS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
 
-    def forward(seat: int) -> None:
-        spread.enter(Chunks(2, f"layer {seat}"), torch.relu, (), {})
+    def forward(number: int) -> None:
+        spread.enter(Chunks(2, f"layer {number}"), torch.relu, (), {})
 
     with pytest.raises(UsageError, match="has come to layer 0, and that of another to something else"):
-        together.run([partial(forward, seat) for seat in range(SEATS)], lambda _: None)
+        together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)
 
 
 def _calls(world: World, case: Case) -> dict[str, list[int]]:

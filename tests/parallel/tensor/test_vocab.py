@@ -9,7 +9,7 @@ import torch
 import toys
 import worlds
 from pairs import pairs
-from test_slices import _agree
+from same_bits import assert_resumed_bits, assert_same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import Case
@@ -122,19 +122,14 @@ PLACED = [
 @pytest.mark.worlds
 @pytest.mark.parametrize(("name", "placed"), pairs([*CASES], PLACED))
 def test_the_bits_are_those_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
-    _agree(CASES[name], *placed)
+    assert_same_bits(CASES[name], placed)
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_going_on_elsewhere_gives_the_same_bits(name: str) -> None:
-    case = CASES[name]
-    [(_, uninterrupted)] = worlds.run(1, toys.states, case, 0, None)
-    half = replace(case, samples=case.samples[:2], strategy="tensor")
-    state, trace = worlds.run(4, toys.states, half, 0, None)[0]
-    going_on = replace(case, strategy="mesh", options=(("pipe", 2), ("tensor", 2)))
-    for _, rest in worlds.run(4, toys.states, going_on, 2, state):
-        assert {**trace, **rest} == uninterrupted
+    then = ("mesh", 4, (("pipe", 2), ("tensor", 2)))
+    assert_resumed_bits(CASES[name], ("tensor", 4, ()), then, at=2)
 
 
 def _sizes(world: World, case: Case) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Attention(TorchFunctionMode):
             )
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return self._attended(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
 
     def check(self) -> None:
         """Raise UsageError where the forward attended to nothing, as far as is known here."""
@@ -53,7 +53,7 @@ class Attention(TorchFunctionMode):
                 f"leave the key out"
             )
 
-    def _attended(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -70,7 +70,7 @@ class Attention(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         self.calls += 1
-        _check(query, key, value, attn_mask, self._exchange.seats)
+        _check(query, key, value, attn_mask, self._exchange.chunks)
 
         def by_heads(given: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
             return self._exchange(given, _HEADS, _POSITIONS)
@@ -90,7 +90,7 @@ class Attention(TorchFunctionMode):
         return found
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seats: int) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
     if mask is not None:
         raise UsageError(
             f"{KEY}: the model gives torch's attention a mask, which is one of a chunk alone; use one whose attention "
@@ -104,10 +104,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seats
             f"[n, heads, positions, channels], with the positions of one chunk"
         )
     counts = {each.shape[1] for each in (query, key, value)}
-    if any(count % seats for count in counts):
+    if any(count % chunks for count in counts):
         fitting = [str(each) for each in divisors(min(counts)) if not any(count % each for count in counts)]
         raise UsageError(
-            f"{KEY}: {seats} chunks cannot share out {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
+            f"{KEY}: {chunks} chunks cannot share out {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
             f"queries, keys and values; use {', '.join(fitting)} (where recipe.model.chunks cuts attention, these are "
             f"the heads of one of its chunks: fewer of them have more heads)"
         )

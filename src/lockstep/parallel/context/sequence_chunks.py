@@ -1,4 +1,4 @@
-"""The chunks of sequences that a rank computes, each by a forward of its own: its *seats*.
+"""The chunks of sequences that a rank computes, each by a forward of its own.
 
 Layers see the positions of one chunk, whoever computes them, and a chunk's random numbers and gradients are those of a
 leaf of its own in the tree (core/tree.py). The forwards of one micro-batch run together (parallel/cooperative.py), and
@@ -41,7 +41,7 @@ class SequenceChunks:
     def __init__(
         self, task: CutsSequences, takes: Sequence[str], own: range, exchange: Exchange, together: Cooperative
     ) -> None:
-        self.count = exchange.seats
+        self.count = exchange.chunks
         self._task = task
         self._takes = takes
         self._own = own

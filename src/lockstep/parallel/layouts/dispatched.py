@@ -108,7 +108,7 @@ class _Sums:
 
     def push(self, indices: Sequence[int | None]) -> None:
         """Take what a round made for the micro-batches with these numbers, by rank; None is a dummy's."""
-        taken = self.dispatch.taken()
+        taken = self.dispatch.take()
         for rank, index in enumerate(indices):
             if index is None:
                 continue

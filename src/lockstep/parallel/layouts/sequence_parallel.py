@@ -56,17 +56,17 @@ class SequenceParallelGradients:
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
         """See GradientSum."""
         self._whole.begin(leaves, microbatches)
-        self._cut.begin(leaves, [_counted(each) for each in microbatches])
+        self._cut.begin(leaves, [_count(each) for each in microbatches])
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self._whole.before_backward(microbatch)
-        self._cut.before_backward(_counted(microbatch))
+        self._cut.before_backward(_count(microbatch))
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self._whole.after_backward(microbatch)
-        self._cut.after_backward(_counted(microbatch))
+        self._cut.after_backward(_count(microbatch))
 
     def finish(self) -> None:
         """See GradientSum."""
@@ -74,5 +74,5 @@ class SequenceParallelGradients:
         self._cut.finish()
 
 
-def _counted(microbatch: MicroBatch) -> MicroBatch:
+def _count(microbatch: MicroBatch) -> MicroBatch:
     return replace(microbatch, dummy=False)

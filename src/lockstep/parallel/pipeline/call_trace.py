@@ -1,4 +1,4 @@
-"""A model's forward as a row of calls, found by running its code on a ghost: what cannot be traced can still be cut.
+"""A model's forward as a row of calls, found by running its code without values, where it cannot be traced.
 
 Code between modules may then look at shapes, at Python values, and at what follows from the inputs alone, such as a
 mask of padding; each stage runs it again. What it may not look at are values that modules have computed.
@@ -22,7 +22,7 @@ from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline.graph_trace import UntraceableError, generators, tensors_of
-from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaves_of, without_values
+from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaf_modules, without_values
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Call:
 
 @final
 class CallTrace:
-    """A forward that was run; see Line for its methods. `crossing` are the arguments that a ghost's modules gave.
+    """A forward that was run; see Line for its methods. `crossing` are the arguments that the meta model gave.
 
     The model is put into the mode that `training` says. Code that cannot be run so raises UsageError.
     """
@@ -49,37 +49,18 @@ class CallTrace:
         model.train(training)
         self._model = model
         self._modules = dict(model.named_modules())
-        self._ghost = MetaModel(model, torch.device("cpu"))
-        self._leaves = dict(leaves_of(self._ghost.model, entered, kept))
-        self._names = {id(fake): name for name, fake in self._ghost.tensors.items()}
+        self._meta = MetaModel(model, torch.device("cpu"))
+        self._leaves = dict(leaf_modules(self._meta.model, entered, kept))
+        self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
         self._own = dict(tensors_of(model))
         self._alive: list[Any] = []  # so that no identity is given twice
         self._calls: list[_Call] = []
         self._inside = False
-        self.outputs: Any = self._watched(batches.mapped(_ones, example))
-
-    @property
-    def length(self) -> int:
-        """See Line."""
-        return len(self._calls)
-
-    def calls(self) -> Iterator[tuple[int, str]]:
-        """See Line."""
-        met: set[str] = set()
+        self.outputs: Any = self._run(batches.mapped(_ones, example))
+        self.used = [self._used_in(call) for call in self._calls]
+        self.calls: dict[str, int] = {}
         for place, call in enumerate(self._calls):
-            if call.name not in met:
-                met.add(call.name)
-                yield place, call.name
-
-    def tensors(self, part: range) -> dict[int, Tensor]:
-        """See Line."""
-        found = {}
-        for place in part:
-            call = self._calls[place]
-            direct = [self._own[self._names[key]] for key in call.read_behind if key in self._names]
-            for tensor in (*direct, *(tensor for _, tensor in tensors_of(self._modules[call.name]))):
-                found[id(tensor)] = tensor
-        return found
+            self.calls.setdefault(call.name, place)
 
     def obstacle(self, place: int) -> str | None:
         """See Line."""
@@ -98,34 +79,22 @@ class CallTrace:
         """Return the paths of those arguments of a call which depend on modules before it."""
         return tuple(self._calls[place].arguments)
 
-    def trains(self) -> list[bool]:
-        """See Line."""
-        return [
-            any(each.requires_grad for each in self.tensors(range(at, at + 1)).values()) for at in range(self.length)
-        ]
-
     def measure(self, example: Inputs) -> list[int]:
         """See Line; it was done as the forward ran."""
         return [call.operations // 2 for call in self._calls]
 
-    def weights(self) -> list[int]:
-        """See Line."""
-        met: set[int] = set()
-        found = []
-        for place in range(self.length):
-            used = self.tensors(range(place, place + 1))
-            fresh = [tensor for key, tensor in used.items() if key not in met and isinstance(tensor, nn.Parameter)]
-            met |= used.keys()
-            found.append(sum(tensor.numel() for tensor in fresh))
-        return found
+    def _used_in(self, call: _Call) -> dict[int, Tensor]:
+        direct = [self._own[self._names[key]] for key in call.read_behind if key in self._names]
+        of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
+        return {id(tensor): tensor for tensor in (*direct, *of_module)}
 
-    def _watched(self, inputs: Inputs) -> Any:
+    def _run(self, inputs: Inputs) -> Any:
         for name, leaf in self._leaves.items():
-            intercept(leaf, partial(self._noted, name))
+            intercept(leaf, partial(self._note_call, name))
         before = generators()
         try:
             with torch.no_grad(), _Reading(self):
-                outputs = batches.call(self._ghost.model, inputs)
+                outputs = batches.call(self._meta.model, inputs)
         except LockstepError:
             raise
         except Exception as error:  # a stranger's code may raise anything without values
@@ -143,7 +112,7 @@ class CallTrace:
         self._read(outputs)
         return outputs
 
-    def _noted(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note_call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand for the forward of a module that stays whole."""
         if self._inside:
             return forward(*args, **kwargs)
@@ -154,7 +123,7 @@ class CallTrace:
         self._inside = True
         try:
             with FlopCounterMode(display=False) as counter:
-                outputs = batches.mapped(self._ghost.without_values, forward(*args, **kwargs))
+                outputs = batches.mapped(self._meta.without_values, forward(*args, **kwargs))
         finally:
             self._inside = False
             torch.set_rng_state(state)

@@ -8,7 +8,7 @@ parameters, which are memory. Modules are entered (graph_trace.py) only where th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -21,8 +21,9 @@ from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import compiled_units
 from lockstep.parallel.pipeline.call_trace import CallTrace
-from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, computed_in, place_of, tensors_of
-from lockstep.parallel.pipeline.partition import balanced
+from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, computed_in, tensors_of
+from lockstep.parallel.pipeline.part import empty_like
+from lockstep.parallel.pipeline.partition import balance
 from lockstep.parallel.pipeline.replay import Part
 from lockstep.parallel.tensor.plan import region_names
 
@@ -38,7 +39,7 @@ class Cut:
     entered: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()  # names of blocks that stay whole
     example: Inputs | None = field(default=None, compare=False)  # of the model's inputs
-    watched: bool = False  # whether the model's code is run on a ghost, since it cannot be traced
+    replayed: bool = False  # whether each stage runs the model's code (replay.py), since it cannot be traced
 
 
 def find_cut(
@@ -52,7 +53,7 @@ def find_cut(
     cut so raises UsageError that says why.
     """
     blank, runs = _blank(model, example)
-    blocks = _blocks(blank) if whole_blocks else frozenset()
+    blocks = _compiled_names(blank) if whole_blocks else frozenset()
     regions = region_names(blank)
     if "" in regions:
         raise UsageError(
@@ -60,80 +61,66 @@ def find_cut(
             "put them into a module of their own, or use another strategy"
         )
     start = Cut(kept=blocks | regions, example=example)
-    if names:
-        return _by_hand(blank, stages, names, start, runs)
-    return _by_cost(blank, stages, start, runs)
 
+    def find(start: Cut, runs: bool) -> _Found:
+        return _cut_before(blank, stages, names, start, runs) if names else _cheapest(blank, stages, start, runs)
 
-def _by_hand(model: nn.Module, stages: int, names: Sequence[str], start: Cut, runs: bool) -> Cut:
     try:
-        return _named(model, stages, names, start, runs)
+        found = find(start, runs)
     except UsageError as error:
-        return _untraced(model, start, error, lambda cut: _named(model, stages, names, cut, True))
-
-
-def _by_cost(model: nn.Module, stages: int, start: Cut, runs: bool) -> Cut:
-    """Return the cut whose dearest stage is cheapest; what no trace can follow is run where that gives a better one."""
-    try:
-        traced = _cheapest(model, stages, start, runs)
-    except UsageError as error:
-        return _untraced(model, start, error, lambda cut: _cheapest(model, stages, cut, True).cut)
-    if not traced.shut or traced.dearest <= EVEN_ENOUGH / stages:
-        return traced.cut
-    try:
-        watched = _cheapest(model, stages, replace(start, watched=True), True)
+        if example is None:
+            raise
+        try:  # to run what no trace can follow
+            return find(replace(start, replayed=True), True).cut
+        except UntraceableError:
+            raise error from None
+    if names or not found.shut or found.dearest <= EVEN_ENOUGH / stages:
+        return found.cut
+    try:  # whether that gives a better one
+        replayed = find(replace(start, replayed=True), True)
     except UsageError:
-        return traced.cut
-    return watched.cut if watched.dearest < traced.dearest else traced.cut
-
-
-def _untraced(model: nn.Module, start: Cut, error: UsageError, find: Callable[[Cut], Cut]) -> Cut:
-    """Return a cut of what a trace cannot follow, or raise why there is none."""
-    if start.example is None:
-        raise error
-    try:
-        return find(replace(start, watched=True))
-    except UntraceableError:
-        raise error from None
+        return found.cut
+    return replayed.cut if replayed.dearest < found.dearest else found.cut
 
 
 def line_of(model: nn.Module, cut: Cut, training: bool) -> Line:
     """Return the model's forward as a row of what its own code and that of the modules entered calls."""
-    if cut.watched and cut.example is not None:
+    if cut.replayed and cut.example is not None:
         return CallTrace(model, cut.entered, training, cut.kept, cut.example)
     return GraphTrace(model, cut.entered, training, cut.kept, cut.example)
 
 
-def owners(model: nn.Module, cut: Cut) -> dict[str, int]:
-    """Return the stage of each parameter and buffer by name; what no stage uses goes to the last one."""
-    found = {key: stages[0] for key, stages in _users(model, cut).items()}
-    return {name: found.get(id(tensor), len(cut.begins)) for name, tensor in tensors_of(model)}
+class Ownership(NamedTuple):
+    """The stage of each parameter and buffer by name, and of what a second stage uses too, that one."""
+
+    owner: dict[str, int]
+    borrower: dict[str, int]
 
 
-def borrowers(model: nn.Module, cut: Cut) -> dict[str, int]:
-    """Return, for each tensor that a second stage uses too, that stage, under all of the tensor's names."""
-    found = {key: stages[1] for key, stages in _users(model, cut).items() if len(stages) > 1}
-    return {name: found[id(tensor)] for name, tensor in tensors_of(model) if id(tensor) in found}
+def ownership(model: nn.Module, cut: Cut) -> Ownership:
+    """Return which stages use each tensor, under all of its names; what none uses is the last one's.
 
-
-def _users(model: nn.Module, cut: Cut) -> dict[int, list[int]]:
-    """Return the stages that use each tensor, by its identity: one, or two where the second may borrow it."""
-    found: dict[int, list[int]] = {}
+    UsageError where two use what cannot be lent (tied_weights.py).
+    """
+    users: dict[int, list[int]] = {}
+    names = {id(tensor): name for name, tensor in reversed(tensors_of(model))}
     for training in (False, True):
         line = line_of(model, cut, training)
         lendable = _lendable(model, line)
         for number, part in enumerate(_parts(line, cut)):
-            for key in line.tensors(part):
-                stages = found.setdefault(key, [number])
+            for key in [key for place in part for key in line.used[place]]:
+                stages = users.setdefault(key, [number])
                 if number not in stages:
                     stages.append(number)
                 if len(stages) > 1 and (key not in lendable or len(stages) > 2):
-                    name = next(name for name, tensor in tensors_of(model) if id(tensor) == key)
                     raise UsageError(
-                        f"strategy pipeline: {name} is used by stages {stages[0]} and {number}; cut elsewhere, so "
-                        f"that one stage has all its uses"
+                        f"strategy pipeline: {names[key]} is used by stages {stages[0]} and {number}; cut elsewhere, "
+                        f"so that one stage has all its uses"
                     )
-    return {key: sorted(stages) for key, stages in found.items()}
+    named = [(name, sorted(users.get(id(tensor), [len(cut.begins)]))) for name, tensor in tensors_of(model)]
+    return Ownership(
+        {name: stages[0] for name, stages in named}, {name: stages[1] for name, stages in named if len(stages) > 1}
+    )
 
 
 def _lendable(model: nn.Module, line: Line) -> set[int]:
@@ -143,15 +130,15 @@ def _lendable(model: nn.Module, line: Line) -> set[int]:
     both. That of the look-up is the last one, however often the other place uses it.
     """
     places: dict[int, list[int]] = {}
-    for place in range(line.length):
-        for key, tensor in line.tensors(range(place, place + 1)).items():
+    for place, used in enumerate(line.used):
+        for key, tensor in used.items():
             if isinstance(tensor, nn.Parameter):
                 places.setdefault(key, []).append(place)
-    names, modules = dict(line.calls()), dict(model.named_modules())
+    names, modules = {place: name for name, place in line.calls.items()}, dict(model.named_modules())
     found = set()
-    for key, used in places.items():
-        if len(used) == 2 and used[0] in names:
-            tables = [each for each in modules[names[used[0]]].modules() if isinstance(each, nn.Embedding)]
+    for key, at in places.items():
+        if len(at) == 2 and at[0] in names:
+            tables = [each for each in modules[names[at[0]]].modules() if isinstance(each, nn.Embedding)]
             if [id(table.weight) for table in tables].count(key) == 1:
                 found.add(key)
     return found
@@ -159,12 +146,16 @@ def _lendable(model: nn.Module, line: Line) -> set[int]:
 
 def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
     """Return why the line cannot be cut before `place`, if so."""
-    behind, lendable = line.tensors(range(place, line.length)), _lendable(model, line)
-    for key, tensor in line.tensors(range(place)).items():
-        if key in behind and key not in lendable:
-            name = next(name for name, each in tensors_of(model) if each is tensor)
-            return f"{name} is used on both sides"
+    before = {key for used in line.used[:place] for key in used}
+    behind = {key for used in line.used[place:] for key in used}
+    both = (before & behind) - _lendable(model, line)
+    if both:
+        return f"{next(name for name, each in tensors_of(model) if id(each) in both)} is used on both sides"
     return line.obstacle(place)
+
+
+def _trains(used: Mapping[int, Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in used.values())
 
 
 def stage_module(model: nn.Module, cut: Cut, stage: int) -> fx.GraphModule:
@@ -178,7 +169,7 @@ def replayed_parts(model: nn.Module, cut: Cut, training: bool) -> list[Part]:
     """Return the stages of a model whose code is run, each with what crosses into it and out of it."""
     assert cut.example is not None
     line = CallTrace(model, cut.entered, training, cut.kept, cut.example)
-    names = dict(line.calls())
+    names = {place: name for name, place in line.calls.items()}
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
     nothing: tuple[str, ...] = ()
     begins = [(None, nothing), *ends]
@@ -188,15 +179,17 @@ def replayed_parts(model: nn.Module, cut: Cut, training: bool) -> list[Part]:
 def _parts(line: Line, cut: Cut) -> list[range]:
     places = [0]
     for name in cut.begins:
-        place = place_of(line, name)
+        # Where the module, or the first of its parts, is called first.
+        inside = (place for called, place in line.calls.items() if called == name or called.startswith(f"{name}."))
+        place = next(inside, None)
         if place is None or place <= places[-1]:
-            met = ", ".join(called for _, called in line.calls())
+            met = ", ".join(line.calls)
             raise UsageError(f"strategy pipeline: cut: no stage can begin at {name}; in order, the model calls: {met}")
         places.append(place)
-    return [range(start, stop) for start, stop in zip(places, [*places[1:], line.length], strict=True)]
+    return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
 
-def _named(model: nn.Module, stages: int, names: Sequence[str], start: Cut, runs: bool) -> Cut:
+def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Cut, runs: bool) -> _Found:
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "
@@ -220,30 +213,30 @@ def _named(model: nn.Module, stages: int, names: Sequence[str], start: Cut, runs
         reason = _obstacle(model, line, part.start) if number else None
         if reason:
             raise UsageError(f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}")
-        if not any(line.trains()[part.start : part.stop]):
+        if not any(map(_trains, line.used[part.start : part.stop])):
             raise UsageError(f"strategy pipeline: cut: stage {number} has no parameter to train; cut elsewhere")
-    owners(model, cut)
-    return cut
+    ownership(model, cut)
+    return _Found(cut)
 
 
-class _Best(NamedTuple):
+class _Found(NamedTuple):
     """A cut, what its dearest stage has of the model's cost, and whether there was code that could not be followed."""
 
     cut: Cut
-    dearest: float
-    shut: bool
+    dearest: float = 0.0
+    shut: bool = False
 
 
-def _cheapest(model: nn.Module, stages: int, start: Cut, runs: bool) -> _Best:
+def _cheapest(model: nn.Module, stages: int, start: Cut, runs: bool) -> _Found:
     # What cannot be entered. Run as it is, code in a block would read what crosses a cut there.
-    shut = {*start.kept, *(_unit_names(model) if start.watched else ())}
+    shut = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     given = len(shut)
     best, lowest, vain = None, float("inf"), 0
     while vain < PATIENCE:
         line = line_of(model, start, training=True)
         costs = _costs(line, start.example if runs else None)
-        allowed = {place: name for place, name in line.calls() if place and _obstacle(model, line, place) is None}
-        places = balanced(costs, stages, allowed, line.trains())
+        allowed = {place: name for name, place in line.calls.items() if place and _obstacle(model, line, place) is None}
+        places = balance(costs, stages, allowed, [*map(_trains, line.used)])
         if places is not None:
             cut = replace(start, begins=tuple(allowed[place] for place in places))
             dearest = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
@@ -261,8 +254,8 @@ def _cheapest(model: nn.Module, stages: int, start: Cut, runs: bool) -> _Best:
         start = _entering(start, name)
     if best is None:
         raise UsageError(_refusal(model, line, stages))
-    owners(model, best)
-    return _Best(best, lowest, len(shut) > given)
+    ownership(model, best)
+    return _Found(best, lowest, len(shut) > given)
 
 
 def _entering(cut: Cut, name: str) -> Cut:
@@ -270,10 +263,20 @@ def _entering(cut: Cut, name: str) -> Cut:
 
 
 def _costs(line: Line, example: Inputs | None) -> list[float]:
-    shares = [_shares(line.weights())]
+    shares = [_shares(_elements(line))]
     if example is not None:
         shares.append(_shares(line.measure(example)))
     return [sum(each) / len(shares) for each in zip(*shares, strict=True)]
+
+
+def _elements(line: Line) -> list[int]:
+    """Return the parameters' elements at each place, each counted where it is used first."""
+    counted: set[int] = set()
+    found = []
+    for used in line.used:
+        found.append(sum(used[key].numel() for key in used.keys() - counted if isinstance(used[key], nn.Parameter)))
+        counted |= used.keys()
+    return found
 
 
 def _shares(amounts: list[int]) -> list[float]:
@@ -286,7 +289,7 @@ def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -
     modules = dict(model.named_modules())
     open_ones = [
         (costs[place], name)
-        for place, name in line.calls()
+        for name, place in line.calls.items()
         if name not in shut
         and any(True for _ in modules[name].children())
         and not type(modules[name]).__module__.startswith("torch.nn.")
@@ -304,7 +307,7 @@ def _can_be_entered(model: nn.Module, cut: Cut) -> bool:
 
 
 def _refusal(model: nn.Module, line: Line, stages: int) -> str:
-    found = [(_obstacle(model, line, place), name) for place, name in line.calls() if place]
+    found = [(_obstacle(model, line, place), name) for name, place in line.calls.items() if place]
     reasons = [f"not before {name}, since {reason}" for reason, name in found if reason]
     told = f" ({'; '.join(reasons[:3])})" if reasons else ""
     return (
@@ -313,14 +316,13 @@ def _refusal(model: nn.Module, line: Line, stages: int) -> str:
     )
 
 
-def _unit_names(model: nn.Module) -> frozenset[str]:
+def _names_of(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
     names = {module: name for name, module in model.named_modules()}
-    return frozenset(names[block] for block in find_units(model))
+    return frozenset(names[block] for block in blocks)
 
 
-def _blocks(model: nn.Module) -> frozenset[str]:
-    names = {module: name for name, module in model.named_modules()}
-    found = frozenset(names[block] for block in compiled_units(model))
+def _compiled_names(model: nn.Module) -> frozenset[str]:
+    found = _names_of(model, compiled_units(model))
     if "" in found:
         raise UsageError(
             "strategy pipeline: recipe.compile compiles by block, and this model has none, so that it is compiled as "
@@ -332,7 +334,7 @@ def _blocks(model: nn.Module) -> frozenset[str]:
 def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     """Return a copy on the meta device, and whether the example runs there; the model where it has no copy."""
     tensors = [*(tensor for _, tensor in tensors_of(model)), *computed_in(model)]
-    memo = {id(tensor): _on_meta(tensor) for tensor in tensors}
+    memo = {id(tensor): empty_like(tensor) for tensor in tensors}
     try:
         blank = copy.deepcopy(model, memo)
     except Exception:  # a stranger's model may hold what has no copy
@@ -345,8 +347,3 @@ def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     except Exception:  # it reads values, which are not there
         return blank, False
     return blank, True
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

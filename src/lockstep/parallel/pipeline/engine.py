@@ -15,7 +15,7 @@ In which order a rank does what is the schedule's business (parallel/pipeline/sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,11 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
-from lockstep.comm.p2p import PointToPoint, Value, Values
+from lockstep.comm.p2p import Value, Values
 from lockstep.comm.world import World
 from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
-from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as
 from lockstep.core.tree import Counter
@@ -46,40 +45,18 @@ from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import Slots, check_names, take_over, trained_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
-from lockstep.parallel.pipeline.cut import borrowers, find_cut, line_of, owners, replayed_parts, stage_module
+from lockstep.parallel.pipeline.cut import find_cut
+from lockstep.parallel.pipeline.cut_model import CutModel
 from lockstep.parallel.pipeline.layout import StageLayout
-from lockstep.parallel.pipeline.meta_model import MetaModel
+from lockstep.parallel.pipeline.links import Links
 from lockstep.parallel.pipeline.part import keep_only, part_of
-from lockstep.parallel.pipeline.replay import Replay
-from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
+from lockstep.parallel.pipeline.place import Pipe, Place
+from lockstep.parallel.pipeline.schedule import Action, actions
 from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
-from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
+from lockstep.parallel.pipeline.tied_weights import TiedWeights
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
 from lockstep.tasks.base import MicroBatch, Problem
-
-# Given what enters a stage, of the first one the tensors of the inputs, and the inputs; returns what leaves it, or the
-# tensors of the outputs.
-StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Pipe:
-    """How a model is distributed: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
-
-    There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `slices` are the ranks
-    that share the chunks of each stage, and `seats` those that share the leaves of a micro-batch. `cut` names the
-    modules that begin the stages but the first; without, the stages are cut by cost.
-    """
-
-    schedule: Schedule = "1f1b"
-    replicas: int = 1
-    sharers: int = 1
-    slices: int = 1
-    seats: int = 1
-    stages_per_rank: int = 1
-    cut: tuple[str, ...] = ()
-    recompute: bool = False
 
 
 @dataclass(eq=False)
@@ -112,90 +89,74 @@ class PipelineEngine:
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
-        self._pipelines = pipe.replicas * pipe.sharers
-        self._ranks = world.size // (self._pipelines * pipe.slices * pipe.seats)  # of one pipeline
-        self._mesh = Mesh(replicate=self._pipelines, pipe=self._ranks, tensor=pipe.slices, context=pipe.seats)
-        self._at = self._mesh.coordinate(world.rank)
-        self._pipeline, self._rank = self._at.replicate, self._at.pipe
-        self._last = self._ranks * pipe.stages_per_rank - 1
+        self._place = place = Place(pipe, world)
         self._model = problem.build_model().train()
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
-        chunks = numerics.sequence_chunks
-        self._leaves = leaves_of(problem.task, self._model, chunks, world, self._mesh, self._together)
-        cut = find_cut(self._model, self._last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
-        owner, borrower = owners(self._model, cut), borrowers(self._model, cut)
-        ghost = MetaModel(self._model, world.device) if cut.watched else None
-        parts = {training: replayed_parts(self._model, cut, training) for training in (True, False) if cut.watched}
-        self._outputs = line_of(self._model, cut, training=False).outputs
-        self._model.train()  # a line has put it into its own mode
-        trained = trained_parameters(self._model)
-        if self._last:
-            check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
-        self._names = OptimizerNames(trained, make_optimizer(trained, whole_norms))
-        own = {name for name, stage in owner.items() if stage % self._ranks == self._rank}
-        memory_format = torch.channels_last if numerics.channels_last else torch.preserve_format
-        borrowed = {name for name, stage in borrower.items() if stage % self._ranks == self._rank}
-        if pipe.slices > 1:
-            keep_own_chunks(self._model, world, self._mesh)  # now that all has been followed that runs without ranks
-        place = Slice.of(self._model, world, self._mesh)
-        keep_only(self._model, own | borrowed, world.device, memory_format)
-        self._part = part_of(self._model, own)
-        numbers = range(self._rank, self._last + 1, self._ranks)
-        self._loans = TiedWeights(self._model, owner, borrower)
-        self._stages = {
-            number: Stage(
-                part_of(self._model, {name for name in own if owner[name] == number}),
-                self._together,
-                pipe.recompute,
-                [loan.tensor for loan in self._loans.of_borrower(number)],
-                numerics.guarded,
-            )
-            for number in numbers
-        }
+        self._leaves = leaves_of(problem.task, self._model, numerics.sequence_chunks, world, place.mesh, self._together)
+        # While the model is whole: what needs all of its tensors, or code that runs without other ranks.
+        cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
+        cut_model = CutModel(self._model, cut, place, world.device)
+        self._outputs = cut_model.outputs
+        self._names = self._name_state(make_optimizer)
+        # From here on tensors of other ranks have no memory.
+        own_slice = self._keep_own(cut_model)
+        self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
+        self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.own}
         numerics.prepare(self._model, world.device)
-        self._evaluating: dict[int, StageForward]
-        self._training: dict[int, StageForward]
-        self._modules: dict[int, nn.Module]  # which have the parameters of a stage
-        if ghost is None:
-            self._evaluating = {number: _traced(stage_module(self._model.eval(), cut, number)) for number in numbers}
-            modules = {number: stage_module(self._model.train(), cut, number) for number in numbers}
-            self._training = {number: _traced(module) for number, module in modules.items()}
-            self._modules = {**modules}
-        else:
-            replay = Replay(self._model, ghost, cut.entered, cut.kept, own | borrowed)
-            self._evaluating = {number: replay.stage(parts[False][number]) for number in numbers}
-            self._training = {number: replay.stage(parts[True][number]) for number in numbers}
-            self._modules = dict.fromkeys(numbers, self._model)
+        self._code = cut_model.code(cut_model.own | cut_model.borrowed)
         self._model.train()
         # Over the ranks that have the same stages as this one.
-        self._across = world.canonical(self._mesh, "replicate", "context", chunks=self._leaves.count)
-        self._rows_primary = self._pipeline // pipe.sharers == 0 and self._at.context == 0
-        self._layout = StageLayout(
-            world,
-            self._model,
-            self._part,
-            world.among(self._groups_of_sharers()),
-            self._pipeline == 0 and self._at.context == 0,
-            self._rows_primary,
-            numerics.copied,
-            place,
-            world.among(self._mesh.groups("replicate", "tensor", "context")) if pipe.slices > 1 else None,
-        )
+        self._across = world.canonical(place.mesh, "replicate", "context", chunks=self._leaves.count)
+        self._layout = self._lay_out(part_of(self._model, cut_model.own), own_slice)
         if numerics.copied is not None:
-            self._loans.convert(self._stages, numerics.copied)
-        self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
+            self._ties.convert(self._stages, numerics.copied)
+        self._ema = self._moving_average(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._slots = Slots(self._layout.trained, self._layout.held)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
         self._offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._post = PointToPoint(world, self._neighbours())
-        self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
+        self._links = Links(world, place, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
         self._observed: NamedSums | None = None  # the task's sums of a step under way, where they are asked for
         self._losses: Counter[Tensor] = Counter(add_)
+
+    def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
+        """Return the names in the optimizer of the whole model; UsageError for one that cannot be cut."""
+        trained = trained_parameters(self._model)
+        if self._place.last:
+            check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
+        return OptimizerNames(trained, make_optimizer(trained, whole_norms))
+
+    def _keep_own(self, cut_model: CutModel) -> Slice:
+        """Leave this rank the tensors that its stages own or borrow; return which slice of them it has."""
+        if self._pipe.tensor > 1:
+            keep_own_chunks(self._model, self._world, self._place.mesh)
+        own_slice = Slice.of(self._model, self._world, self._place.mesh)
+        memory_format = torch.channels_last if self._numerics.channels_last else torch.preserve_format
+        keep_only(self._model, cut_model.own | cut_model.borrowed, self._world.device, memory_format)
+        return own_slice
+
+    def _stage(self, names: Collection[str], number: int) -> Stage:
+        borrowed = [tie.tensor for tie in self._ties.of_borrower(number)]
+        part = part_of(self._model, names)
+        return Stage(part, self._together, self._pipe.recompute, borrowed, self._numerics.guarded)
+
+    def _lay_out(self, part: nn.Module, own_slice: Slice) -> StageLayout:
+        world, mesh = self._world, self._place.mesh
+        return StageLayout(
+            world,
+            self._model,
+            part,
+            world.among(self._place.sharers),
+            self._place.whole_primary,
+            self._place.rows_primary,
+            self._numerics.copied,
+            own_slice,
+            world.among(mesh.groups("replicate", "tensor", "context")) if self._pipe.tensor > 1 else None,
+        )
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -204,9 +165,10 @@ class PipelineEngine:
         count = min(self._numerics.microbatches, step.samples)
         cuts, leaves = [self._leaves.of(each, count) for each in microbatches], count * self._leaves.count
         pipe = self._pipe
-        for action in actions(pipe.schedule, self._rank, self._ranks, pipe.stages_per_rank, len(microbatches)):
+        place = self._place
+        for action in actions(pipe.schedule, place.at.pipe, place.ranks, pipe.stages_per_rank, len(microbatches)):
             self._act(action, cuts[action.microbatch], step)
-        self._post.finish()
+        self._links.finish()
         for stage in self._stages.values():
             stage.add_gradients(leaves, self._across)
         self._layout.collect()
@@ -230,7 +192,7 @@ class PipelineEngine:
             stage.move(update.applied)
         if self._ema is not None and update.applied:
             self._ema.update()
-        self._lend()
+        self._links.send_tied_weights()
         return update
 
     @contextmanager
@@ -246,7 +208,7 @@ class PipelineEngine:
             self._layout.trained,
             self._updates.optimizer,
             self._slots,
-            self._rows_primary and self._at.tensor == 0,
+            self._place.rows_primary and self._place.at.tensor == 0,
         )
         return State(
             model=self._layout.state(),
@@ -273,7 +235,7 @@ class PipelineEngine:
     def close(self) -> None:
         """See Engine."""
 
-    def _averaged(self, decay: float) -> Ema:
+    def _moving_average(self, decay: float) -> Ema:
         return Ema({name: local_tensor(held) for name, held in self._layout.own_state().items()}, decay)
 
     def _act(self, action: Action, leaves: Sequence[MicroBatch], step: Step) -> None:
@@ -304,29 +266,29 @@ class PipelineEngine:
         for leaf in leaves:
             model_inputs = self._numerics.laid_out(self._leaves.inputs(leaf))
             given: Values = [None, *tensors_of(model_inputs)]
-            states, *inputs = given if number == 0 else self._receive(number, number - 1, leaf.index)
+            states, *inputs = given if number == 0 else self._links.receive(number, number - 1, leaf.index)
             passing.append(_Passing(leaf, model_inputs, states))
             forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, passing[-1], step)))
-        found = self._stages[number].forward(forwards, leaves[0].samples, self._modules[number])
+        found = self._stages[number].forward(forwards, leaves[0].samples, self._code[number].module)
         for each, outputs in zip(passing, found, strict=True):
             index = each.leaf.index
-            if number == self._last:
+            if number == self._place.last:
                 loss = _tensor(outputs[0]).detach()
                 self._own_losses.append(loss)
                 self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
             else:
-                self._send([each.drawn, *outputs], number + 1, number + 1, index)
+                self._links.send([each.drawn, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, passing: _Passing, step: Step, values: Values) -> Sequence[Tensor | int]:
         """Return what leaves the stage for a leaf, of the last one the loss."""
         leaf = passing.leaf
         before = self._seed(step, leaf.index, passing.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
-            self._loans.begin_forward()
+            self._ties.begin_forward()
             with self._model_code, self._leaves.around():
-                outputs = _checked(self._training[number](values, passing.model_inputs))
-            self._loans.end_forward()
-            if number == self._last:
+                outputs = _check(self._code[number].training(values, passing.model_inputs))
+            self._ties.end_forward()
+            if number == self._place.last:
                 outputs = [self._loss_of(leaf, outputs)]
             else:
                 passing.drawn = self._drawn(before, passing.arrived)
@@ -337,80 +299,36 @@ class PipelineEngine:
     def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
         given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
         loss = self._task.loss(given, leaf.batch)
-        if self._observed is not None and not self._at.tensor and not leaf.dummy:
+        if self._observed is not None and not self._place.at.tensor and not leaf.dummy:
             with torch.no_grad():
                 self._observed.add(leaf.index, self._task.sums(given, leaf.batch))
         return loss
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
         """Return the gradients of what the stage gave, those of the loss being what it counts in the step."""
-        if number != self._last:
-            return self._receive(self._back(number), number + 1, index)
+        if number != self._place.last:
+            return self._links.receive(self._links.gradients_of(number), number + 1, index)
         return [self._updates.scaled(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
     def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         if number:
-            self._send([*gradients], self._back(number - 1), number - 1, index)
+            self._links.send([*gradients], self._links.gradients_of(number - 1), number - 1, index)
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that stages which borrow from this one have made for a micro-batch."""
         arrived = [
-            (loan, self._receive(self._loan_line(loan), loan.borrower, index)[0])
-            for loan in self._loans.of_owner(number)
+            (tie, self._links.receive(self._links.of_tie(tie), tie.borrower, index)[0])
+            for tie in self._ties.of_owner(number)
         ]
-        return [(cast(nn.Parameter, loan.tensor), value) for loan, value in arrived if isinstance(value, Tensor)]
+        return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
 
     def _return_gradients(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        for loan, gradient in zip(self._loans.of_borrower(number), gradients, strict=True):
-            self._send([gradient], self._loan_line(loan), loan.owner, index)
-
-    @torch.no_grad()
-    def _lend(self) -> None:
-        """Bring what is lent to the ranks that have borrowed it. All ranks call it after each change of weights."""
-        apart = [loan for loan in self._loans.all if self._rank_of(loan.owner) != self._rank_of(loan.borrower)]
-        for loan in apart:
-            if loan.owner in self._stages:
-                self._post.send([loan.tensor.detach()], self._rank_of(loan.borrower), self._loan_line(loan))
-        for loan in apart:
-            if loan.borrower in self._stages:
-                [value] = self._post.receive(self._rank_of(loan.owner), self._loan_line(loan))
-                loan.tensor.copy_(_tensor(value))
-        self._post.finish()
+        for tie, gradient in zip(self._ties.of_borrower(number), gradients, strict=True):
+            self._links.send([gradient], self._links.of_tie(tie), tie.owner, index)
 
     def _reload(self) -> None:
         self._layout.reload()
-        self._lend()
-
-    def _loan_line(self, loan: TiedWeight) -> int:
-        """Return the line of a loan, behind those on which stages pass values and gradients."""
-        return 2 * (self._last + 1) + loan.number
-
-    def _back(self, stage: int) -> int:
-        """Return the line on which gradients come to `stage`; the forward's line has the stage's own number."""
-        return self._last + 1 + stage
-
-    def _send(self, values: Values, line: int, stage: int, index: int) -> None:
-        """Give values to `stage`, on its rank."""
-        if stage in self._stages:
-            self._inbox[line, index] = values
-        else:
-            self._post.send(values, self._rank_of(stage), line)
-
-    def _receive(self, line: int, stage: int, index: int) -> Values:
-        """Return what `stage` gave."""
-        if stage in self._stages:
-            return self._inbox.pop((line, index))
-        return self._post.receive(self._rank_of(stage), line)
-
-    def _neighbours(self) -> set[int]:
-        """Return the ranks with which this one exchanges parcels: those of the stages beside its own, and loans."""
-        beside = {number + step for number in self._stages for step in (-1, 1)}
-        beside |= {loan.owner for loan in self._loans.all if loan.borrower in self._stages}
-        beside |= {loan.borrower for loan in self._loans.all if loan.owner in self._stages}
-        return {self._rank_of(stage) for stage in beside if 0 <= stage <= self._last} - {self._world.rank}
-
-    def _rank_of(self, stage: int) -> int:
-        return self._mesh.rank(self._at._replace(pipe=stage % self._ranks))
+        self._links.send_tied_weights()
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
@@ -430,24 +348,13 @@ class PipelineEngine:
         unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
         return None if states is None and unchanged else torch.cat(now)
 
-    def _groups_of_sharers(self) -> list[list[int]]:
-        """Return, group by group, the ranks which share the optimizer's work for the same stages."""
-        pipe = self._pipe
-        lengths = {"shard": self._ranks, "tensor": pipe.slices, "context": pipe.seats}
-        return Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")  # numbered in this order
-
-    @property
-    def _primary(self) -> bool:
-        """Whether this rank, of those with the same stages, reports what all of them know."""
-        return self._pipeline == self._at.tensor == self._at.context == 0
-
     def _total_loss(self, leaves: int) -> Tensor:
         """Return the sum of all losses, which the last stages have, on every rank."""
         loss = torch.zeros(1, dtype=torch.float64, device=self._world.device)
-        if self._last in self._stages:
+        if self._place.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
-            if self._primary:
+            if self._place.whole_primary and not self._place.at.tensor:
                 loss = added
         # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]
@@ -455,36 +362,23 @@ class PipelineEngine:
     def _predict(self, inputs: Inputs) -> Any:
         outputs: Values = []
         laid_out = self._numerics.laid_out(self._leaves.evaluated(inputs))
-        for number, module in self._evaluating.items():
-            values = self._receive(number, number - 1, 0) if number else tensors_of(laid_out)
+        for number, code in self._code.items():
+            values = self._links.receive(number, number - 1, 0) if number else tensors_of(laid_out)
             with self._autocast, self._model_code:
-                outputs = list(_checked(module(values, laid_out)))
-            if number != self._last:
-                self._send(outputs, number + 1, number + 1, 0)
-        line = self._back(self._last)
-        if self._last not in self._stages:  # the last stage is on the last rank; from there they go from rank to rank
-            outputs = self._post.receive(self._rank_of(self._rank + 1), line)
-        if self._rank:
-            self._post.send(outputs, self._rank_of(self._rank - 1), line)
-        self._post.finish()
-        return self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
+                outputs = [*_check(code.evaluating(values, laid_out))]
+            if number != self._place.last:
+                self._links.send(outputs, number + 1, number + 1, 0)
+        shared = self._links.share_outputs(outputs)
+        return self._numerics.given_out(like(self._outputs, [_tensor(each) for each in shared]))
 
     def _ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None
         own, model = self._ema.state(), self._layout.state()
         ordered = sorted(model, key=lambda name: not local_tensor(model[name]).is_floating_point())
-        return {name: sharded_as(own.get(name, _widened(local_tensor(model[name]))), model[name]) for name in ordered}
+        return {name: sharded_as(own.get(name, _widen(local_tensor(model[name]))), model[name]) for name in ordered}
 
 
-def _traced(module: nn.Module) -> StageForward:
-    def forward(values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
-        found: Sequence[Any] = module(*values)
-        return found
-
-    return forward
-
-
-def _checked(values: Sequence[object]) -> list[Tensor | int]:
+def _check(values: Sequence[object]) -> list[Tensor | int]:
     """Return what crosses out of a stage, which only a run can tell for certain."""
     fit = [value for value in values if isinstance(value, Tensor | int)]
     if len(fit) < len(values):
@@ -498,5 +392,5 @@ def _tensor(value: Value) -> Tensor:
     return value
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random as python_random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol, final
@@ -28,15 +28,20 @@ _ROOT: Final = "model"
 
 
 class UntraceableError(UsageError):
-    """Raised for a model whose code a trace cannot follow; it may still be run on a ghost (call_trace.py)."""
+    """Raised for a model whose code a trace cannot follow; it may still be run without values (call_trace.py)."""
 
 
 class Line(Protocol):
     """A model's forward as a row of places, each a call of a module or what is computed between two of them."""
 
     @property
-    def length(self) -> int:
-        """The number of places."""
+    def used(self) -> Sequence[dict[int, Tensor]]:
+        """The parameters and buffers used at each place, by their identity."""
+        ...
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """The place of each module where it is called first, by name, in order."""
         ...
 
     @property
@@ -44,20 +49,8 @@ class Line(Protocol):
         """What the model gives, with tensors of no meaning."""
         ...
 
-    def calls(self) -> Iterator[tuple[int, str]]:
-        """Yield the place and the name of each module where it is called first."""
-        ...
-
-    def tensors(self, part: range) -> dict[int, Tensor]:
-        """Return the parameters and buffers used at these places, by their identity."""
-        ...
-
     def obstacle(self, place: int) -> str | None:
         """Return why what crosses before `place` keeps the line from being cut there, if so."""
-        ...
-
-    def trains(self) -> list[bool]:
-        """Return for each place whether a parameter to train is used there."""
         ...
 
     def measure(self, example: Inputs) -> list[int]:
@@ -67,20 +60,10 @@ class Line(Protocol):
         """
         ...
 
-    def weights(self) -> list[int]:
-        """Return the parameters' elements at each place, each counted where it is used first."""
-        ...
-
-
-def place_of(line: Line, name: str) -> int | None:
-    """Return where the module `name`, or the first of its parts, is called first."""
-    inside = (place for place, called in line.calls() if called == name or called.startswith(f"{name}."))
-    return next(inside, None)
-
 
 @final
 class GraphTrace:
-    """A traced forward: `body` are its nodes in order, without its inputs, its output and its weights.
+    """A traced forward; see Line. `body` are its nodes in order, without its inputs, its output and its weights.
 
     The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container.
     `example` says what the model takes: with None one tensor. Code that cannot be followed raises UsageError.
@@ -96,14 +79,18 @@ class GraphTrace:
     ) -> None:
         model.train(training)
         self._root = _FlatInputs(model, example)
-        self._graph = _traced(self._root, entered, kept)
+        self._graph = _trace(self._root, entered, kept)
         self._modules = dict(model.named_modules())
-        self._inputs = _separated(self._graph, 1 if example is None else len(batches.tensors_of(example)))
+        self._inputs = _separate_inputs(self._graph, 1 if example is None else len(batches.tensors_of(example)))
         nodes = list(self._graph.nodes)
         self._output = nodes[-1]
         self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._named = {f"{_ROOT}.{name}": tensor for name, tensor in tensors_of(model)}
-        self._used = [self._used_by(node) for node in self.body]
+        self.used = [self._used_by(node) for node in self.body]
+        self.calls: dict[str, int] = {}
+        for place, node in enumerate(self.body):
+            if node.op == "call_module":
+                self.calls.setdefault(_name(node), place)
         self._unfit: frozenset[str] = frozenset()  # what is neither a tensor nor a whole number
         self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(node.target is getattr for node in self._given):  # which may be None, and no trace tells
@@ -113,36 +100,15 @@ class GraphTrace:
             )
 
     @property
-    def length(self) -> int:
-        """See Line."""
-        return len(self.body)
-
-    @property
     def outputs(self) -> Any:
         """See Line."""
         nothing = torch.empty(0, device="meta")
         return pytree.tree_map_only(fx.Node, lambda _: nothing, self._output.args[0])
 
-    def calls(self) -> Iterator[tuple[int, str]]:
-        """See Line."""
-        met: set[str] = set()
-        for place, node in enumerate(self.body):
-            if node.op == "call_module" and _name(node) not in met:
-                met.add(_name(node))
-                yield place, _name(node)
-
-    def tensors(self, part: range) -> dict[int, Tensor]:
-        """See Line."""
-        return {id(tensor): tensor for place in part for tensor in self._used[place]}
-
     def obstacle(self, place: int) -> str | None:
         """See Line."""
         others = [node.name for node in self._crossing(place) if node.name in self._unfit]
         return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
-
-    def trains(self) -> list[bool]:
-        """See Line."""
-        return [any(tensor.requires_grad for tensor in used) for used in self._used]
 
     def measure(self, example: Inputs) -> list[int]:
         """See Line; the model is on the meta device."""
@@ -150,16 +116,6 @@ class GraphTrace:
         run.run(*batches.tensors_of(example))
         self._unfit = frozenset(run.unfit)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
-
-    def weights(self) -> list[int]:
-        """See Line."""
-        met: set[int] = set()
-        found = []
-        for used in self._used:
-            fresh = [tensor for tensor in used if isinstance(tensor, nn.Parameter) and id(tensor) not in met]
-            met |= {id(tensor) for tensor in fresh}
-            found.append(sum(tensor.numel() for tensor in fresh))
-        return found
 
     def module(self, start: int, stop: int) -> fx.GraphModule:
         """Return what lies between two places: from the values that cross into it to a list of those that cross out.
@@ -186,11 +142,11 @@ class GraphTrace:
         late = {*self.body[place:], self._output}
         return [node for node in [*self._inputs, *self.body[:place]] if any(user in late for user in node.users)]
 
-    def _used_by(self, node: fx.Node) -> list[Tensor]:
+    def _used_by(self, node: fx.Node) -> dict[int, Tensor]:
         weights = [self._named[str(each.target)] for each in node.all_input_nodes if each.op == "get_attr"]
         if node.op == "call_module":
             weights += [tensor for _, tensor in tensors_of(self._modules[_name(node)])]
-        return weights
+        return {id(tensor): tensor for tensor in weights}
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -224,7 +180,7 @@ class _FlatInputs(nn.Module):
         return batches.call(self.model, inputs)
 
 
-def _separated(graph: fx.Graph, inputs: int) -> list[fx.Node]:
+def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
     """Give each tensor of the traced list of inputs a placeholder of its own, and return them."""
     whole = next(iter(graph.nodes))
     with graph.inserting_before(whole):
@@ -275,7 +231,7 @@ class _Measuring(fx.Interpreter):
         return result
 
 
-def _traced(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx.Graph:
+def _trace(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx.Graph:
     """Trace, and refuse what a trace would silently fix: tensors of the moment and drawn numbers."""
     before = generators()
     try:

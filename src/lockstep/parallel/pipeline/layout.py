@@ -66,7 +66,7 @@ class StageLayout:
         """See Layout."""
         own = self._own.state()
         return {
-            name: self._reported(name, own[name]) if name in own else elsewhere
+            name: self._as_part(name, own[name]) if name in own else elsewhere
             for name, elsewhere in self._absent.items()
         }
 
@@ -76,7 +76,7 @@ class StageLayout:
 
     def held(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._reported(name, self._own.held(name, tensor.detach()))
+        return self._as_part(name, self._own.held(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
@@ -95,7 +95,7 @@ class StageLayout:
         """See Layout."""
         self._own.reload()
 
-    def _reported(self, name: str, held: MaybeSharded) -> Shard:
+    def _as_part(self, name: str, held: MaybeSharded) -> Shard:
         if isinstance(held, Shard):
             part = replace(held, primary=held.primary and self._rows_primary)
         else:

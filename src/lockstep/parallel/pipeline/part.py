@@ -22,7 +22,7 @@ def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 def keep_only(model: nn.Module, names: Collection[str], device: torch.device, layout: torch.memory_format) -> None:
     """Move the tensors `names` to `device`, as Module.to would, and all others to the meta device."""
-    gone = {id(tensor): _emptied(tensor) for name, tensor in tensors_of(model) if name not in names}
+    gone = {id(tensor): empty_like(tensor) for name, tensor in tensors_of(model) if name not in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -30,10 +30,10 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
             if id(parameter) in gone:
                 module._parameters[name] = gone[id(parameter)]  # type: ignore[assignment]
             else:
-                parameter.data = _moved(parameter.data, device, layout)
+                parameter.data = _move(parameter.data, device, layout)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _moved(buffer, device, layout)
+                module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _move(buffer, device, layout)
 
 
 def absent(tensor: Tensor) -> Shard:
@@ -61,10 +61,11 @@ def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module |
     return part
 
 
-def _emptied(tensor: Tensor) -> Tensor:
+def empty_like(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a parameter, of that form on the meta device."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _moved(tensor: Tensor, device: torch.device, layout: torch.memory_format) -> Tensor:
+def _move(tensor: Tensor, device: torch.device, layout: torch.memory_format) -> Tensor:
     return tensor.to(device, memory_format=layout) if tensor.ndim == 4 else tensor.to(device)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 
-def balanced(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
+def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
     """Return where to cut: `parts` - 1 rising positions out of `allowed`, or None where there is no such cut.
 
     Position p is before item p. Each part holds at least one item that is `needed`. Of all cuts whose dearest part
@@ -23,7 +23,7 @@ def balanced(costs: Sequence[float], parts: int, allowed: Collection[int], neede
             for stop in [*places, length]
             if (
                 options := [
-                    _joined(best[start], sums[stop] - sums[start], start)
+                    _join(best[start], sums[stop] - sums[start], start)
                     for start in places
                     if start < stop and start in best and wanted[stop] > wanted[start]
                 ]
@@ -39,6 +39,6 @@ def _single(cost: float, cuts: tuple[int, ...]) -> _Cut:
     return cost, cost * cost, cuts
 
 
-def _joined(before: _Cut, cost: float, start: int) -> _Cut:
+def _join(before: _Cut, cost: float, start: int) -> _Cut:
     dearest, squares, cuts = before
     return max(dearest, cost), squares + cost * cost, (*cuts, start)

@@ -1,4 +1,4 @@
-"""A stage that runs the model's own forward: up to its first module on a ghost, then on values, and no further.
+"""A stage that runs the model's own forward: up to its first module without values, then with them, and no further.
 
 What enters are the arguments of its first module that depend on modules before it. The rest, such as a mask, follows
 from the model's inputs alone, which each rank has: it is computed again, as in a single process.
@@ -19,7 +19,7 @@ from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError
 from lockstep.parallel.pipeline.call_trace import paths_of
-from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaves_of, without_values
+from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaf_modules, without_values
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass
 class _Run:
-    """A forward of a stage; `real` are the values of what code between modules has from a ghost, by its identity."""
+    """A forward of a stage; `real` are the values of what code between modules has without a value, by its identity."""
 
     part: Part
     values: list[Any]
@@ -61,17 +61,17 @@ class _Left(BaseException):
 
 @final
 class Replay:
-    """Runs stages of `model`, of whose tensors those in `own` have values here; `ghost` is a copy without any."""
+    """Runs stages of `model`, of whose tensors those in `own` have values here; `meta` is a copy without any."""
 
     def __init__(
-        self, model: nn.Module, ghost: MetaModel, entered: frozenset[str], kept: frozenset[str], own: Collection[str]
+        self, model: nn.Module, meta: MetaModel, entered: frozenset[str], kept: frozenset[str], own: Collection[str]
     ) -> None:
         self._model = model
-        self._ghost = ghost
+        self._meta = meta
         self._now = _Under()
-        leaves = dict(leaves_of(model, entered, kept))
+        leaves = dict(leaf_modules(model, entered, kept))
         for name, leaf in leaves.items():
-            intercept(leaf, partial(self._called, name))
+            intercept(leaf, partial(self._call, name))
         inside = {part for leaf in leaves.values() for part in leaf.modules()}
         for path, module in model.named_modules():
             if module not in inside:
@@ -95,7 +95,7 @@ class Replay:
             _refuse(f"{part.end}, where the next stage begins, was not called")
         return batches.tensors_of(batches.mapped(partial(_real, run), outputs))
 
-    def _called(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand for the forward of a module that stays whole."""
         run = self._now.run
         if run is None or self._now.inside:
@@ -103,7 +103,7 @@ class Replay:
         if not run.begun and name == run.part.begin:
             _begin(run, args, kwargs)
         if not run.begun:
-            return self._ghost.called(name, self._model.training, args, kwargs)
+            return self._meta.call(name, self._model.training, args, kwargs)
         if name == run.part.end:
             leaves = dict(paths_of((args, kwargs)))
             raise _Left([_real(run, leaves[path]) for path in run.part.leaving])
@@ -116,7 +116,7 @@ class Replay:
 
     def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
         """Let code between modules find tensors without values where those of other ranks are."""
-        blank = self._ghost.model.get_submodule(path)
+        blank = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
             if f"{path}.{name}".lstrip(".") not in own:
                 vars(module)[name] = getattr(blank, name)  # found before the module's parameters and buffers
@@ -132,7 +132,7 @@ def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _real(run: _Run, value: Any) -> Any:
-    """Return a value itself or, where it comes from a ghost, what has arrived of it."""
+    """Return a value itself or, where it comes without a value, what has arrived of it."""
     if not without_values(value):
         return value
     if id(value) not in run.real:

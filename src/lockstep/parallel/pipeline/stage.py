@@ -9,7 +9,7 @@ together, and one backward goes through all of them (parallel/cooperative.py, pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, final
@@ -21,11 +21,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
-from lockstep.core.tree import Block, Counter, total
+from lockstep.core.tree import Counter, total
 from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.gradients import summed_dtype, wide_gradient
+from lockstep.parallel.gradients import (
+    add_parts_,
+    empty_sum,
+    flatten,
+    give_gradients,
+    partition,
+    unflatten,
+    wide_gradient,
+)
 from lockstep.parallel.still import Still
 
 Gradients = list[Tensor | None]
@@ -106,7 +114,7 @@ class Stage:
         self._borrowed = borrowed
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
         self._split: dict[int, _InFlight] = {}
-        self._gradients: Counter[list[Tensor]] = Counter(_add_parts_)
+        self._gradients: Counter[list[Tensor]] = Counter(add_parts_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
@@ -122,10 +130,10 @@ class Stage:
         if self._still is not None:
             self._still.note()
         if self._recompute:
-            _, outputs = self._started([_forgetting(each) for each in forwards], module)
-            self._in_flight[number] = lambda: self._started(forwards, module)[0]
+            _, outputs = self._start([_forgetting(each) for each in forwards], module)
+            self._in_flight[number] = lambda: self._start(forwards, module)[0]
         else:
-            in_flight, outputs = self._started(forwards, module)
+            in_flight, outputs = self._start(forwards, module)
             self._in_flight[number] = lambda: in_flight
         if self._still is not None:
             self._still.check()
@@ -145,7 +153,7 @@ class Stage:
         for place, (leaf, (_, lent)) in enumerate(both):
             if apart is not None:
                 apart.hand(place)
-            self._gradients.push(leaf.number, _taken(self.parameters, lent))
+            self._gradients.push(leaf.number, _take_gradients(self.parameters, lent))
             found.append(Back(leaf.input_gradients(), self._of_borrowed()))
         return found
 
@@ -181,11 +189,13 @@ class Stage:
         """
         pieces = self._gradients.pieces()
         if across.alone:  # then nothing has to be flat
-            gradients = total(pieces, leaves, _add_parts_)
-        else:
-            gradients = list(_added_across(pieces, leaves, self.parameters, across))
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            give_gradients(self.parameters, total(pieces, leaves, add_parts_))
+            return
+        place = {parameter: number for number, parameter in enumerate(self.parameters)}
+        for bucket in partition(self.parameters, _SENT_BYTES):
+            own = {block: [parts[place[each]] for each in bucket] for block, parts in pieces.items()}
+            flat = {block: flatten(parts, bucket) for block, parts in own.items()}
+            give_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
 
     def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
         """Leave the mean of what a step's leaves observed in `observed`, as add_gradients does the sums."""
@@ -202,9 +212,7 @@ class Stage:
         elif self.running.size:
             self.running.restore()
 
-    def _started(
-        self, forwards: Sequence[Forward], module: nn.Module
-    ) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
+    def _start(self, forwards: Sequence[Forward], module: nn.Module) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
         apart = None
         if len(forwards) == 1:
             found = [_start_forward(forwards[0])]
@@ -266,10 +274,10 @@ def _forgetting(forward: Forward) -> Forward:
         with saved_tensors_hooks(_drop, _drop):
             return forward.compute(values)
 
-    return Forward(forward.number, [_copied(value) for value in forward.inputs], compute)
+    return Forward(forward.number, [_copy(value) for value in forward.inputs], compute)
 
 
-def _copied(value: Value) -> Value:
+def _copy(value: Value) -> Value:
     """Copy what a stage might write into, since it will be read again."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -290,7 +298,7 @@ def _run_back(pairs: Pairs) -> None:
 
 def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
     _run_back(pairs)
-    return _taken(parameters, lent)
+    return _take_gradients(parameters, lent)
 
 
 def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
@@ -301,7 +309,7 @@ def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: 
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)
-        return [each.clone() if each.data_ptr() in shared else each for each in _taken(parameters, lent)]
+        return [each.clone() if each.data_ptr() in shared else each for each in _take_gradients(parameters, lent)]
 
     return finish
 
@@ -318,7 +326,7 @@ def _reaches_input(node: Node) -> bool:
     return node.name() == "_EnterBackward"
 
 
-def _taken(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+def _take_gradients(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
     """Take the gradients away; each lies in memory as autograd lays it out, and is zero where there is none.
 
     The other stage's gradients of what is lent are added as autograd would, in the dtype they came in.
@@ -332,33 +340,3 @@ def _taken(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         taken.append(gradient.detach())
     return taken
-
-
-def _add_parts_(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    torch._foreach_add_(left, right)
-    return left
-
-
-def _added_across(
-    pieces: Mapping[Block, list[Tensor]], leaves: int, parameters: Sequence[nn.Parameter], across: CanonicalSum
-) -> Iterator[Tensor]:
-    for bunch in _in_bunches(parameters):
-        own = [parameters[place] for place in bunch]
-        flat = {block: torch.cat([parts[place].reshape(-1) for place in bunch]) for block, parts in pieces.items()}
-        like = own[0].new_empty(sum(parameter.numel() for parameter in own), dtype=summed_dtype(own[0]))
-        added = torch.split(across(flat, leaves, like), [parameter.numel() for parameter in own])
-        for parameter, part in zip(own, added, strict=True):
-            yield torch.empty_like(parameter, dtype=part.dtype, requires_grad=False).copy_(part.view(parameter.shape))
-
-
-def _in_bunches(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    bunch: list[int] = []
-    size = 0
-    for place, parameter in enumerate(parameters):
-        if bunch and (size >= _SENT_BYTES or parameters[bunch[0]].dtype != parameter.dtype):
-            yield bunch
-            bunch, size = [], 0
-        bunch.append(place)
-        size += parameter.numel() * parameter.element_size()
-    if bunch:
-        yield bunch

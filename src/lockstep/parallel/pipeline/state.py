@@ -62,13 +62,13 @@ class OptimizerNames:
         """
         own, scalars = optimizer_state(trained, optimizer)
         groups = self._own_groups(trained, optimizer)
-        tensors = {self._renamed(name, groups): slots.held(name, tensor) for name, tensor in own.items()}
+        tensors = {self._whole_name(name, groups): slots.held(name, tensor) for name, tensor in own.items()}
         told = {
             "tensors": {name: [list(held.shape), str(local_tensor(held).dtype)] for name, held in tensors.items()},
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
-        heard = [plainfile.parsed(text) for text in exchanged(world, json.dumps(told if primary else {}))]
+        heard = [plainfile.parsed(text) for text in world.all_tell(json.dumps(told if primary else {}))]
         owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
         forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
         numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}
@@ -111,7 +111,7 @@ class OptimizerNames:
         by_parameter = {parameter: name for name, parameter in trained}
         return [self._group_of[by_parameter[group["params"][0]]] for group in optimizer.param_groups]
 
-    def _renamed(self, name: str, groups: list[int]) -> str:
+    def _whole_name(self, name: str, groups: list[int]) -> str:
         owner, _, slot = name.rpartition("/")
         if not owner.startswith(_GROUP):
             return name
@@ -122,18 +122,6 @@ class OptimizerNames:
         if owner.startswith(_GROUP):
             return len(self._place) + int(owner.removeprefix(_GROUP))
         return self._place[owner]
-
-
-def exchanged(world: World, text: str) -> list[str]:
-    """Return the text of each rank, by rank, on all ranks."""
-    data = text.encode()
-    lengths = torch.zeros(world.size, dtype=torch.int64)
-    lengths[world.rank] = len(data)
-    sizes = world.add_(lengths).tolist()
-    table = torch.zeros(sum(sizes), dtype=torch.uint8)
-    first = sum(sizes[: world.rank])
-    table[first : first + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(part.tolist()).decode() for part in torch.split(world.add_(table), sizes)]
 
 
 def _tiny(dim: int, number: int) -> Parameter:

@@ -30,7 +30,7 @@ class CanonicalState:
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
-        return self._restored(self._engine.gradients())
+        return self._restore(self._engine.gradients())
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -43,21 +43,21 @@ class CanonicalState:
     def state(self) -> State:
         """See Engine."""
         state = self._engine.state()
-        ema = None if state.ema is None else self._restored(state.ema)
-        return replace(state, model=self._restored(state.model), optimizer=self._restored(state.optimizer), ema=ema)
+        ema = None if state.ema is None else self._restore(state.ema)
+        return replace(state, model=self._restore(state.model), optimizer=self._restore(state.optimizer), ema=ema)
 
     def load(self, state: State) -> None:
         """See Engine."""
-        ema = None if state.ema is None else self._rearranged(state.ema)
+        ema = None if state.ema is None else self._rearrange(state.ema)
         self._engine.load(
-            replace(state, model=self._rearranged(state.model), optimizer=self._rearranged(state.optimizer), ema=ema)
+            replace(state, model=self._rearrange(state.model), optimizer=self._rearrange(state.optimizer), ema=ema)
         )
 
     def close(self) -> None:
         """See Engine."""
         self._engine.close()
 
-    def _restored(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+    def _restore(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
         found = dict(tensors)
         for name, held in tensors.items():
             chunked = self._of(name)
@@ -69,7 +69,7 @@ class CanonicalState:
                 found[name] = chunked.restored(held)
         return found
 
-    def _rearranged(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+    def _rearrange(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
         found = dict(tensors)
         for name, held in tensors.items():
             chunked = self._of(name)

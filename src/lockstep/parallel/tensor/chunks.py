@@ -33,21 +33,38 @@ from lockstep.core.order import part
 from lockstep.core.tree import Block, Counter
 
 
-class Spreads(Protocol):
-    """What the layers of a region call where the ranks share sequences outside of it (sequence_parallel.py)."""
+class Forwards(Protocol):
+    """The `count` forwards that go through a region together, of which `own` are this rank's.
+
+    They are one, or the chunks of a sequence where ranks share sequences outside of regions (sequence_parallel.py).
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def own(self) -> range: ...
 
     @property
     def under_way(self) -> bool: ...
 
     def enter(
         self, chunks: Chunks, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
-    ) -> None: ...
+    ) -> None:
+        """Call before a region is called for a forward of this rank's, so that others can be called for it, too."""
+        ...
 
-    def columns(self, chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]: ...
+    def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
+        """Return one forward's part of what `joint` makes of what all of them give."""
+        ...
 
-    def rows(self, chunks: Chunks, weight: Tensor, given: Sequence[Tensor]) -> Tensor: ...
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return what each forward has, given what those of this rank have: tensors of one shape."""
+        ...
 
-    def copies(self, chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]: ...
+    def scatter(self, pieces: Sequence[Mapping[Block, Tensor]], chunks: int) -> list[Tensor]:
+        """Return the sum over all `chunks` of a region for each forward of this rank's, given its pieces for all."""
+        ...
 
 
 @final
@@ -59,7 +76,8 @@ class Chunks:
         self.own = range(count)
         self.name = name
         self._across = CanonicalSum(0, [DataRank()], None)
-        self.spread: Spreads | None = None
+        self.visited: Forwards | None = None
+        self._alone = _OneForward(self)
         self._calls = _Calls()
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
@@ -69,15 +87,14 @@ class Chunks:
 
     def before(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Call a region for all chunks but the last, for which it is called after this."""
-        if self.spread is not None and self.spread.under_way:
-            self.spread.enter(self, call, arguments, named)
-        self._called(call, arguments, named, len(self.own) - 1)
+        self.forwards.enter(self, call, arguments, named)
+        self._call(call, arguments, named, len(self.own) - 1)
 
-    def visited(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def visit(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Call a region for all chunks in the place of a forward that another rank computes (sequence_parallel.py)."""
-        self._called(call, arguments, named, len(self.own))
+        self._call(call, arguments, named, len(self.own))
 
-    def _called(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], times: int) -> None:
+    def _call(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], times: int) -> None:
         now = self._calls.now = _Call(Draws())
         for number in range(times):
             now.current = number
@@ -88,6 +105,11 @@ class Chunks:
             else:
                 raise RuntimeError(f"{self.name} was called and its rowwise layer was not: it cannot be cut")
         now.current = len(self.own) - 1
+
+    @property
+    def forwards(self) -> Forwards:
+        """The forwards that go through the region together."""
+        return self.visited if self.visited is not None and self.visited.under_way else self._alone
 
     @property
     def computing(self) -> bool:
@@ -144,7 +166,10 @@ class Chunks:
         One is asked for after the other, so that few are there at a time. All ranks that share the chunks call it in
         the same order.
         """
-        pieces = self.pieces(partials)
+        return self.add(self.pieces(partials))
+
+    def add(self, pieces: Mapping[Block, Tensor]) -> Tensor:
+        """Return the sum over all chunks, of which this rank has these pieces."""
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
@@ -155,6 +180,30 @@ class Chunks:
         for chunk, partial in zip(self.own, partials, strict=True):
             counter.push(chunk, partial)
         return counter.pieces()
+
+
+@final
+class _OneForward:
+    """A forward by itself, which has nothing to gather."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.count, self.own, self.under_way = 1, range(1), True
+        self._chunks = chunks
+
+    def enter(self, chunks: Chunks, call: Callable[..., Any], arguments: Any, named: Any) -> None:
+        """See Forwards."""
+
+    def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
+        """See Forwards."""
+        return joint([given])[0]
+
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """See Forwards. A kernel may give other bits for elements that are elsewhere in memory than gathered ones."""
+        return [each.contiguous() for each in own]
+
+    def scatter(self, pieces: Sequence[Mapping[Block, Tensor]], chunks: int) -> list[Tensor]:
+        """See Forwards."""
+        return [self._chunks.add(each) for each in pieces]
 
 
 @dataclass(eq=False)

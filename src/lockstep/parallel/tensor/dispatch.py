@@ -14,6 +14,7 @@ Backward goes the same ways. The gradients of a rank's experts are kept apart by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,9 +24,10 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.canonical import move
 from lockstep.comm.carrier import Carrier
 from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Draws
 from lockstep.parallel.tensor.experts import Experts, Pairs
-from lockstep.parallel.tensor.layers import aligned
+from lockstep.parallel.tensor.layers import align
 
 Gradients = dict[str, Tensor]  # by the names of a module's parameters
 
@@ -51,15 +53,13 @@ class Dispatch:
         arriving = self._announce(counts, draws.key if training else 0)
         out = [sum(counts[first : first + self._own]) for first in range(0, len(counts), self._own)]
         back = [sum(each[:-1]) for each in arriving]
-        rows, weights = _Exchange.apply(
-            self, out, back, torch.cat([each.rows for each in asked]), torch.cat([each.weights for each in asked])
+        rows, weights = self._exchange_rows(
+            out, back, [torch.cat([each.rows for each in asked]), torch.cat([each.weights for each in asked])]
         )
         [experts] = self.exchange(out, back, [torch.cat([each.experts for each in asked])])
         # By rank, and for each by group: in this order they arrive, and go back.
         lengths = [length for each in arriving for length in each[:-1]]
-        parts = zip(
-            _Split.apply(lengths, rows), torch.split(experts, lengths), _Split.apply(lengths, weights), strict=True
-        )
+        parts = zip(_split(lengths, rows), torch.split(experts, lengths), _split(lengths, weights), strict=True)
         given = (Pairs(*each) for each in parts)
         names, own = self._experts.parameters.keys(), self._experts.parameters.values()
         of_sources = _BySource.apply(self, *own)
@@ -70,11 +70,11 @@ class Dispatch:
             for group, of_group in enumerate(groups, start=self._rank * self._own):
                 if training:
                     draws.draw_by(arriving[source][-1], group)
-                found = dict(zip(names, (aligned(each) for each in of_group), strict=True))
+                found = dict(zip(names, (align(each) for each in of_group), strict=True))
                 made.append(self._experts.made(found, next(given)))
         draws.go_on()
-        [returned] = _Exchange.apply(self, back, out, _Join.apply(*made))
-        return list(_Split.apply(counts, returned))
+        [returned] = self._exchange_rows(back, out, [_join(made)])
+        return list(_split(counts, returned))
 
     def exchange(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send each rank its part of each tensor, so many rows as in `out`, and return what comes, as many as `back`.
@@ -95,6 +95,10 @@ class Dispatch:
             move(self._carrier, sent, received)
         return arriving
 
+    def _exchange_rows(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what `exchange` does; its backward is the exchange the other way."""
+        return linear_map(partial(self.exchange, out, back), partial(self.exchange, back, out), tensors)
+
     def receive(self, source: int, gradients: Sequence[Tensor | None]) -> None:
         """Take what a backward made for the parameters, for a micro-batch of the rank `source`."""
         arrived = self._arrived.setdefault(source, {})
@@ -102,7 +106,7 @@ class Dispatch:
             if gradient is not None:
                 arrived[name] = arrived[name] + gradient if name in arrived else gradient
 
-    def taken(self) -> Mapping[int, Gradients]:
+    def take(self) -> Mapping[int, Gradients]:
         """Return what was received in a round, by rank, and forget it."""
         arrived, self._arrived = self._arrived, {}
         return arrived
@@ -114,22 +118,6 @@ class Dispatch:
         [heard] = self.exchange([1] * self.ranks, [1] * self.ranks, [torch.tensor(told, device=device)])
         found: list[list[int]] = heard.tolist()
         return found
-
-
-class _Exchange(torch.autograd.Function):
-    """Dispatch.exchange, whose backward is the exchange the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, dispatch: Dispatch, out: Sequence[int], back: Sequence[int], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.dispatch, ctx.out, ctx.back = dispatch, out, back
-        return tuple(dispatch.exchange(out, back, tensors))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.dispatch.exchange(ctx.back, ctx.out, gradients)
 
 
 class _BySource(torch.autograd.Function):
@@ -149,28 +137,27 @@ class _BySource(torch.autograd.Function):
         return None, *([None] * ctx.count)
 
 
-class _Split(torch.autograd.Function):
-    """Parts of a tensor, each as it is in a process that has it alone (layers.py, aligned)."""
+def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return parts of a tensor, each as it is in a process that has it alone (layers.py, align)."""
 
-    @staticmethod
-    def forward(ctx: Any, lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
-        return tuple(each.clone() for each in torch.split(tensor, [*lengths]))
+    def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+        [whole] = tensors
+        return [each.clone() for each in torch.split(whole, [*lengths])]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, torch.cat(gradients)
+    return linear_map(parts, _cat, [tensor])
 
 
-class _Join(torch.autograd.Function):
-    """Parts one behind the other; the gradient of each is as it is in a process that has it alone."""
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts one behind the other; the gradient of each is as it is in a process that has it alone."""
+    lengths = [len(each) for each in parts]
 
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.lengths = [len(each) for each in parts]
-        return torch.cat(parts)
+    def of_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
+        [gradient] = gradients
+        return [each.clone() for each in torch.split(gradient, lengths)]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(each.clone() for each in torch.split(gradient, ctx.lengths))
+    [whole] = linear_map(_cat, of_parts, parts)
+    return whole
+
+
+def _cat(parts: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.cat([*parts])]

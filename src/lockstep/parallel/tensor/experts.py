@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lockstep.device.meta import has_values
 from lockstep.errors import UsageError
+from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Chunks
-from lockstep.parallel.tensor.layers import Copies, by_chunk, calling_with
+from lockstep.parallel.tensor.layers import by_chunk, calling_with, copies
 
 
 class Pairs(NamedTuple):
@@ -64,7 +65,7 @@ class Experts:
                 f"recipe.model.plan: {self.chunks.name} is experts, and was called with rows of shape {[*rows.shape]} "
                 f"and numbers of shape {[*experts.shape]}; they have to be [n, d] and [n, k]"
             )
-        given = Copies.apply(self.chunks, rows, weights.reshape(-1))
+        given = copies(self.chunks, [rows, weights.reshape(-1)])
         asked, places = [], []
         for at, group in enumerate(self.chunks.own):
             relative = experts.reshape(-1) - group * self._of_group
@@ -72,7 +73,8 @@ class Experts:
             places.append(pairs // experts.shape[-1])
             asked.append(Pairs(given[2 * at].index_select(0, places[-1]), relative[pairs], given[2 * at + 1][pairs]))
         made = zip(places, self.make(asked), strict=True)
-        total: Tensor = _Total.apply(self.chunks, *(torch.zeros_like(rows).index_add(0, *each) for each in made))
+        of_groups = [torch.zeros_like(rows).index_add(0, *each) for each in made]
+        [total] = linear_map(lambda given: [self.chunks.total(given)], partial(_repeat, len(of_groups)), of_groups)
         return total
 
     @property
@@ -103,15 +105,5 @@ def _pairs(relative: Tensor, count: int) -> Tensor:
     return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
 
 
-class _Total(torch.autograd.Function):
-    """The sum over all chunks."""
-
-    @staticmethod
-    def forward(ctx: Any, chunks: Chunks, *partials: Tensor) -> Tensor:
-        ctx.count = len(partials)
-        return chunks.total(partials)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *([gradient] * ctx.count)
+def _repeat(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [*gradients] * count

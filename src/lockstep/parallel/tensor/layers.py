@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.linear_map import linear_map
+from lockstep.parallel.tensor.chunks import ChunkDone, Chunks, Forwards
 
 _ALIGNED: Final = 16  # bytes
 
@@ -38,7 +39,7 @@ class ColumnLinear(nn.Module):
         return outputs.view(*inputs.shape[:-1], -1)
 
     def _outputs(self, inputs: Tensor) -> Sequence[Tensor]:
-        return outputs_of(self.chunks, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
+        return column_outputs(self.chunks, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
 
 
 @final
@@ -58,23 +59,19 @@ class RowLinear(nn.Module):
         """Return the outputs, the same on all ranks that share the chunks."""
         given = [each.reshape(-1, each.shape[-1]) for each in self.chunks.gather(inputs)]
         bias, weight, *given = _cast(self.bias, self.weight, *given)
-        spread = self.chunks.spread
-        outputs: Tensor
-        if spread is not None and spread.under_way:
-            outputs = spread.rows(self.chunks, weight, given)
-        else:
-            outputs = _Row.apply(self.chunks, weight, *given)
-        outputs = outputs.view(*inputs.shape[:-1], -1)
+        place = f"the last layer of {self.chunks.name}"
+        added: Tensor | None = self.chunks.forwards.exchange(place, partial(_rows, self.chunks), (weight, given))
+        if added is None:  # of a forward that another rank goes on with
+            raise ChunkDone
+        outputs = added.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
 
-def outputs_of(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
+def column_outputs(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     """Return what each chunk of this rank gives for `inputs` [n, i], where `weight` has these chunks' rows."""
-    if chunks.spread is not None and chunks.spread.under_way:
-        return tuple(chunks.spread.columns(chunks, *_cast(bias, weight, inputs)))
-    # As inputs that are gathered: a kernel may give other bits for elements that are elsewhere in memory.
-    made: tuple[Tensor, ...] = _Column.apply(chunks, *_cast(bias, weight, inputs.contiguous()))
-    return made
+    given = _cast(bias, weight, inputs.contiguous())
+    outputs: Sequence[Tensor] = chunks.forwards.exchange(f"a layer of {chunks.name}", partial(_columns, chunks), given)
+    return outputs
 
 
 def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
@@ -85,15 +82,15 @@ def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
 def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -> Any:
     own = layer._parameters
     given = {name: each for name, each in own.items() if each is not None}
-    copies: Any = chunks.begin(layer, partial(_copies, chunks, [*given.values()]))
-    with calling_with(layer, own | dict(zip(given, copies, strict=True))):
+    made = chunks.begin(layer, partial(copies, chunks, [*given.values()]))
+    with calling_with(layer, own | dict(zip(given, made, strict=True))):
         return forward(*inputs)
 
 
-def _copies(chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if chunks.spread is not None and chunks.spread.under_way:
-        return chunks.spread.copies(chunks, tensors)
-    made: Sequence[Tensor] = Copies.apply(chunks, *tensors)
+def copies(chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return `tensors` once for each chunk of this rank; their gradients are added over all chunks."""
+    place = f"a layer of {chunks.name} that chunks share"
+    made: Sequence[Tensor] = chunks.forwards.exchange(place, partial(_copies, chunks), tensors)
     return made
 
 
@@ -108,93 +105,131 @@ def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None
         module._parameters = own
 
 
-class _Column(torch.autograd.Function):
-    """`inputs` [n, i] times the transpose of each chunk of `weight` [own chunks * o, i]: an [n, o] for each."""
+# What follows is for all forwards that go through a region together (chunks.py, Forwards): one, or the chunks of a
+# sequence, of which this rank's alone have the inputs of a first layer and get the outputs of the last one.
+
+
+def _columns(chunks: Chunks, given: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
+    biases, weights, inputs = zip(*given, strict=True)
+    forwards = chunks.forwards
+    made = _Columns.apply(forwards, chunks, *biases, *weights, *(inputs[number] for number in forwards.own))
+    return _by_forward(made, forwards)
+
+
+def _rows(chunks: Chunks, given: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
+    weights, parts = zip(*given, strict=True)
+    forwards = chunks.forwards
+    made = _Rows.apply(forwards, chunks, *weights, *(each for of_forward in parts for each in of_forward))
+    outputs: list[Tensor | None] = [None] * forwards.count
+    outputs[forwards.own.start : forwards.own.stop] = made
+    return outputs
+
+
+def _copies(chunks: Chunks, given: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+    forwards, count = chunks.forwards, len(given[0])
+
+    def there(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [each.detach() for own in _by_forward(tensors, forwards) for _ in chunks.own for each in own]
+
+    def back(gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        of_forwards = _by_forward(gradients, forwards)
+        totals = []
+        for number in range(count):
+            pieces = [chunks.pieces(each.clone() for each in mine[number::count]) for mine in of_forwards]
+            totals.append(forwards.scatter(pieces, chunks.count))
+        found: list[Tensor | None] = [None] * (forwards.count * count)
+        own = forwards.own
+        found[own.start * count : own.stop * count] = [of_each[at] for at in range(len(own)) for of_each in totals]
+        return found
+
+    return _by_forward(linear_map(there, back, [each for own in given for each in own]), forwards)
+
+
+def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any]]:
+    """Return the part of each forward of the tensors, which are as many for each."""
+    each = len(tensors) // forwards.count
+    return [tensors[number * each : (number + 1) * each] for number in range(forwards.count)]
+
+
+class _Columns(torch.autograd.Function):
+    """inputs_NI times the transpose of each chunk of weight_OI, plus its chunk of bias_O: an outputs_NO for each.
+
+    All forwards give the same weight and bias, in whose places their gradients differ.
+    """
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.chunks, ctx.biased = chunks, bias is not None
-        ctx.save_for_backward(inputs, weight)
-        return column_outputs(chunks, bias, weight, inputs)
+    def forward(ctx: Any, forwards: Forwards, chunks: Chunks, *given: Tensor) -> tuple[Tensor, ...]:
+        count = forwards.count
+        biases, weights, own_NI = given[:count], given[count : 2 * count], given[2 * count :]
+        ctx.forwards, ctx.chunks, ctx.biased = forwards, chunks, biases[0] is not None
+        ctx.save_for_backward(weights[0], *own_NI)
+        weight_OI = by_chunk(weights[0], chunks)
+        if not ctx.biased:
+            return tuple(inputs_NI @ each.t() for inputs_NI in forwards.gather(own_NI) for each in weight_OI)
+        pairs = list(zip(by_chunk(biases[0], chunks), weight_OI, strict=True))
+        return tuple(
+            torch.addmm(bias_O, inputs_NI, each.t()) for inputs_NI in forwards.gather(own_NI) for bias_O, each in pairs
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        of_bias, of_weight = column_gradients(gradients, inputs, ctx.biased, ctx.needs_input_grad[2])
-        if not ctx.needs_input_grad[3]:
-            return None, of_bias, of_weight, None
-        pairs = zip(gradients, by_chunk(weight, ctx.chunks), strict=True)
-        return None, of_bias, of_weight, ctx.chunks.total(mine @ each for mine, each in pairs)
+        forwards, chunks = ctx.forwards, ctx.chunks
+        weight, *own_NI = ctx.saved_tensors
+        of_forwards = _by_forward(gradients, forwards)  # of each the gradients of its outputs_NO
+        nothing = [None] * forwards.count
+        of_bias = [torch.cat([each.sum(0) for each in mine]) for mine in of_forwards] if ctx.biased else nothing
+        of_weight: Sequence[Tensor | None] = nothing
+        if ctx.needs_input_grad[2 + forwards.count]:
+            pairs = zip(of_forwards, forwards.gather(own_NI), strict=True)
+            of_weight = [torch.cat([each.t() @ inputs_NI for each in mine]) for mine, inputs_NI in pairs]
+        of_inputs: Sequence[Tensor | None] = [None] * len(own_NI)
+        if ctx.needs_input_grad[-1]:
+            weight_OI = by_chunk(weight, chunks)
+            pieces = [
+                chunks.pieces(mine @ each for mine, each in zip(of_forward, weight_OI, strict=True))
+                for of_forward in of_forwards
+            ]
+            of_inputs = forwards.scatter(pieces, chunks.count)
+        return None, None, *of_bias, *of_weight, *of_inputs
 
 
-class _Row(torch.autograd.Function):
-    """`given` [n, i] of each chunk times the transpose of its chunk of `weight` [own chunks * o, i], added: [n, o]."""
+class _Rows(torch.autograd.Function):
+    """given_NI of each chunk times the transpose of its chunk of weight_OI, added over all chunks: outputs_NO."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, weight: Tensor, *given: Tensor) -> Tensor:
-        ctx.chunks = chunks
-        ctx.save_for_backward(weight, *given)
-        pairs = zip(given, by_chunk(weight, chunks), strict=True)
-        return chunks.total(mine @ each.t() for mine, each in pairs)
+    def forward(ctx: Any, forwards: Forwards, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, given = tensors[: forwards.count], tensors[forwards.count :]
+        ctx.forwards, ctx.chunks = forwards, chunks
+        ctx.save_for_backward(weights[0], *given)
+        weight_OI = by_chunk(weights[0], chunks)
+        pieces = [
+            chunks.pieces(given_NI @ each.t() for given_NI, each in zip(of_forward, weight_OI, strict=True))
+            for of_forward in _by_forward(given, forwards)
+        ]
+        return tuple(forwards.scatter(pieces, chunks.count))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        forwards, chunks = ctx.forwards, ctx.chunks
         weight, *given = ctx.saved_tensors
-        of_weight, of_given = row_gradients(ctx.chunks, gradient.contiguous(), weight, given, ctx.needs_input_grad[1])
-        return None, of_weight, *of_given
-
-
-def column_outputs(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs of _Column."""
-    if bias is None:
-        return tuple(inputs @ each.t() for each in by_chunk(weight, chunks))
-    pairs = zip(by_chunk(bias, chunks), by_chunk(weight, chunks), strict=True)
-    return tuple(torch.addmm(added, inputs, each.t()) for added, each in pairs)
-
-
-def column_gradients(
-    gradients: Sequence[Tensor], inputs: Tensor, of_bias: bool, of_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of bias and weight of _Column, those of them that are asked for."""
-    return (
-        torch.cat([mine.sum(0) for mine in gradients]) if of_bias else None,
-        torch.cat([mine.t() @ inputs for mine in gradients]) if of_weight else None,
-    )
-
-
-def row_gradients(
-    chunks: Chunks, gradient: Tensor, weight: Tensor, given: Sequence[Tensor], of_weight: bool
-) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the gradients of the weight of _Row, if it is asked for, and of what was given of each chunk."""
-    return (
-        torch.cat([gradient.t() @ mine for mine in given]) if of_weight else None,
-        [gradient @ each for each in by_chunk(weight, chunks)],
-    )
-
-
-class Copies(torch.autograd.Function):
-    """`tensors`, once for each chunk of this rank; their gradients are added over all chunks."""
-
-    @staticmethod
-    def forward(ctx: Any, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.chunks, ctx.count = chunks, len(tensors)
-        return tuple(each.detach() for _ in chunks.own for each in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_each = [gradients[number :: ctx.count] for number in range(ctx.count)]
-        return None, *(ctx.chunks.total(each.clone() for each in mine) for mine in of_each)
+        weight_OI = by_chunk(weight, chunks)
+        of_weight: list[Tensor | None] = []
+        of_given = []
+        for gradient_NO, of_forward in zip(forwards.gather(gradients), _by_forward(given, forwards), strict=True):
+            wanted = ctx.needs_input_grad[2]
+            of_weight.append(torch.cat([gradient_NO.t() @ given_NI for given_NI in of_forward]) if wanted else None)
+            of_given += [gradient_NO @ each for each in weight_OI]
+        return None, None, *of_weight, *of_given
 
 
 def by_chunk(tensor: Tensor, chunks: Chunks) -> tuple[Tensor, ...]:
     """Return what this rank has of a parameter, chunk by chunk."""
-    return tuple(aligned(each) for each in tensor.tensor_split(len(chunks.own)))
+    return tuple(align(each) for each in tensor.tensor_split(len(chunks.own)))
 
 
-def aligned(part: Tensor) -> Tensor:
+def align(part: Tensor) -> Tensor:
     """Return a part of a tensor where a tensor of its own may be in memory: a copy, where it is not.
 
     Kernels choose by the address: on a CPU a product with one row has other bits where a matrix begins at no multiple

@@ -78,7 +78,7 @@ def _like(logits: Logits, parts: Sequence[Tensor]) -> Logits:
     return Logits(parts, logits.chunks, logits.shape[-1], logits.dtype)
 
 
-def _indexed(logits: Logits, index: Any) -> Logits:
+def _index(logits: Logits, index: Any) -> Logits:
     items = index if isinstance(index, tuple) else (index,)
     known = all(each is Ellipsis or isinstance(each, slice) for each in items)
     if not known or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
@@ -86,15 +86,11 @@ def _indexed(logits: Logits, index: Any) -> Logits:
     return _like(logits, [each[index] for each in logits.parts])
 
 
-def _viewed(logits: Logits, *shape: Any) -> Logits:
-    return _reshaped(logits, *shape)
-
-
-def _reshaped(logits: Logits, *shape: Any) -> Logits:
+def _reshape(logits: Logits, *shape: Any) -> Logits:
     return _in_shape(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
 
 
-def _flattened(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
+def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
     return _in_shape(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
 
 
@@ -104,12 +100,8 @@ def _in_shape(logits: Logits, like: Tensor) -> Logits:
     return _like(logits, [each.reshape(*like.shape[:-1], each.shape[-1]) for each in logits.parts])
 
 
-def _contiguous(logits: Logits) -> Logits:
-    return logits
-
-
 def _float(logits: Logits) -> Logits:
-    return Logits(logits.parts, logits.chunks, logits.shape[-1], torch.float32)
+    return _to(logits, torch.float32)
 
 
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
@@ -129,13 +121,13 @@ def _register_hook(logits: Logits, hook: Any) -> Any:
 
 
 _OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
-    Tensor.__getitem__: _indexed,
-    Tensor.view: _viewed,
-    Tensor.reshape: _reshaped,
-    torch.reshape: _reshaped,
-    Tensor.flatten: _flattened,
-    torch.flatten: _flattened,
-    Tensor.contiguous: _contiguous,
+    Tensor.__getitem__: _index,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.contiguous: lambda logits: logits,
     Tensor.float: _float,
     Tensor.to: _to,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]

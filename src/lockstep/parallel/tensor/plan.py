@@ -184,9 +184,9 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
     chunked: dict[str, Chunked] = {}
     for name, more in region.of("colwise"):
         layer, head = _linear(model, name, "colwise"), vars(module).get("head_dim", 1)
-        chunked |= _replaced(model, name, _column(layer, name, _parts(name, more), head, chunks))
+        chunked |= _replace(model, name, _column(layer, name, _parts(name, more), head, chunks))
     for name, _ in region.of("rowwise"):
-        chunked |= _replaced(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
+        chunked |= _replace(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
     for name, _ in region.of("shared"):
         _share(model.get_submodule(name), name, chunks)
     if region.method:
@@ -321,7 +321,7 @@ def _row(layer: nn.Linear, name: str, chunks: Chunks) -> Cut:
     return RowLinear(chunked.rearranged(layer.weight.detach()), bias, chunks), {"weight": chunked}
 
 
-def _replaced(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
+def _replace(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
     layer, of_layer = cut
     old = model.get_submodule(name)
     layer.train(old.training)

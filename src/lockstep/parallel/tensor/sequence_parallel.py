@@ -28,12 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -50,18 +48,10 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import Attention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, sequence_task
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import Cooperative, Joint
 from lockstep.parallel.leaves import Leaves
-from lockstep.parallel.tensor.chunks import ChunkDone, Chunks
-from lockstep.parallel.tensor.layers import (
-    ColumnLinear,
-    RowLinear,
-    aligned,
-    by_chunk,
-    column_gradients,
-    column_outputs,
-    row_gradients,
-)
+from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
 from lockstep.parallel.tensor.slices import CutLayer, cut_layers
 from lockstep.tasks.base import MicroBatch, Task
 
@@ -80,13 +70,13 @@ def sequence_parallel_leaves(
     carrier = world.carrier(slices, "context", beside=False) if slices.context > 1 else None
     local = part(chunks, slices.context, at.context)
     exchange = Exchange(chunks, at.context, slices.context, carrier)
-    seats = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
+    sequences = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
     across = world.canonical(slices, "tensor", beside=False)
     along = world.carrier(slices, "tensor", beside=False)
     spread = Spread(len(local), at.tensor, slices.tensor, across, along, together, world.generators())
     for layer in cut_layers(model).values():
-        layer.chunks.spread = spread
-    return SpreadChunks(seats, spread)
+        layer.chunks.visited = spread
+    return SpreadChunks(sequences, spread)
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
@@ -131,27 +121,27 @@ class _InRegions(TorchFunctionMode):
 class SpreadChunks:
     """The chunks of sequences that go through this rank's regions: those of other ranks are dummies."""
 
-    def __init__(self, seats: SequenceChunks, spread: Spread) -> None:
-        self.count = seats.count
-        self._seats = seats
+    def __init__(self, sequences: SequenceChunks, spread: Spread) -> None:
+        self.count = sequences.count
+        self._sequences = sequences
         self._spread = spread
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
         """See Leaves."""
-        leaves = self._seats.of(microbatch, microbatches)
-        return [replace(leaf, dummy=seat not in self._spread.own) for seat, leaf in enumerate(leaves)]
+        leaves = self._sequences.of(microbatch, microbatches)
+        return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
         """See Leaves."""
-        return self._seats.inputs(leaf)
+        return self._sequences.inputs(leaf)
 
     def around(self) -> Attention:
         """See Leaves."""
-        return self._seats.around()
+        return self._sequences.around()
 
     def evaluated(self, inputs: Inputs) -> Inputs:
         """See Leaves."""
-        return self._seats.evaluated(inputs)
+        return self._sequences.evaluated(inputs)
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
         """See Leaves."""
@@ -221,60 +211,41 @@ class Spread:
         while (visit := self._together.exchange(_NEXT, self._visits, None)) is not None:
             for generator, state in zip(self._generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view that begins further on
-            visit.chunks.visited(visit.call, visit.arguments, visit.named)
+            visit.chunks.visit(visit.call, visit.arguments, visit.named)
 
-    def columns(self, chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
-        """Return what each chunk of this rank gives for the inputs [n, i] of a forward, which its own rank has."""
-        made: Sequence[Tensor] = self._together.exchange(
-            f"a layer of {chunks.name}", partial(self._columns, chunks), (bias, weight, inputs)
-        )
-        return made
+    def exchange(self, place: str, joint: Joint, given: Any) -> Any:
+        """See Forwards."""
+        return self._together.exchange(place, joint, given)
 
-    def rows(self, chunks: Chunks, weight: Tensor, given: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all chunks of what the last layer gives, to a forward of this rank's; end others here."""
-        found: Tensor | None = self._together.exchange(
-            f"the last layer of {chunks.name}", partial(self._rows, chunks), (weight, given)
-        )
-        if found is None:
-            raise ChunkDone
-        return found
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """See Forwards."""
+        return [align(each) for each in self._across.side_by_side(torch.stack([*own])).flatten(0, 1)]
 
-    def copies(self, chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return `tensors` once for each chunk of this rank."""
-        made: Sequence[Tensor] = self._together.exchange(
-            f"a layer of {chunks.name} that chunks share", partial(self._copies, chunks), tensors
-        )
-        return made
-
-    def gathered(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Return what each forward has, given what those of this rank have: tensors of one shape."""
-        return [aligned(each) for each in self._across.side_by_side(torch.stack([*own])).flatten(0, 1)]
-
-    def scattered(self, pieces: Sequence[Mapping[Block, Tensor]], leaves: int) -> list[Tensor]:
-        """Return the sum of all `leaves` chunks for each forward of this rank's, given its pieces for all forwards."""
+    def scatter(self, pieces: Sequence[Mapping[Block, Tensor]], chunks: int) -> list[Tensor]:
+        """See Forwards."""
         own = [*pieces[0]]
         sent, arriving = [], {}
         for rank in range(self._ranks):
             if rank == self._rank:
                 continue
-            theirs = [pieces[seat][block] for seat in part(self.count, self._ranks, rank) for block in own]
+            theirs = [pieces[number][block] for number in part(self.count, self._ranks, rank) for block in own]
             sent.append((torch.stack(theirs), rank))
-            held = len(blocks(part(leaves, self._ranks, rank)))
+            held = len(blocks(part(chunks, self._ranks, rank)))
             arriving[rank] = theirs[0].new_empty(len(self.own), held, *theirs[0].shape)
         if self._carrier is not None:
             with translated_peer_errors():
                 move(self._carrier, sent, [(each, rank) for rank, each in arriving.items()])
-        return [self._total(pieces[seat], arriving, at, leaves) for at, seat in enumerate(self.own)]
+        return [self._total(pieces[number], arriving, at, chunks) for at, number in enumerate(self.own)]
 
-    def _total(self, own: Mapping[Block, Tensor], arriving: Mapping[int, Tensor], at: int, leaves: int) -> Tensor:
+    def _total(self, own: Mapping[Block, Tensor], arriving: Mapping[int, Tensor], at: int, chunks: int) -> Tensor:
         found = dict(own)
         for rank, each in arriving.items():
-            found |= zip(blocks(part(leaves, self._ranks, rank)), each[at], strict=True)
-        return total(found, leaves, add_)
+            found |= zip(blocks(part(chunks, self._ranks, rank)), each[at], strict=True)
+        return total(found, chunks, add_)
 
     def _visits(self, given: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
         """Give those of other ranks what they call a region with."""
-        own = [given[seat] for seat in self.own]
+        own = [given[number] for number in self.own]
         visits = [each for each in own if each is not None]
         if not visits:
             return given
@@ -287,9 +258,9 @@ class Spread:
         flat = [pytree.tree_flatten((each.arguments, each.named, each.states)) for each in visits]
         columns = [self._of_all(each) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
         found = [*given]
-        for seat in set(range(self.count)).difference(self.own):
-            made = pytree.tree_unflatten([column[seat] for column in columns], flat[0][1])
-            found[seat] = _Visit(first.chunks, first.call, *made)
+        for number in set(range(self.count)).difference(self.own):
+            made = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
+            found[number] = _Visit(first.chunks, first.call, *made)
         return found
 
     def _of_all(self, own: Sequence[Any]) -> Sequence[Any]:
@@ -299,117 +270,9 @@ class Spread:
             return [first] * self.count
         if first.requires_grad:
             return [first.new_zeros(()).expand(first.shape)] * self.count
-        found = self.gathered([each.to(self._device) for each in own])
+        found = self.gather([each.to(self._device) for each in own])
         return [each.to(first.device) for each in found]
 
     @property
     def _device(self) -> torch.device:
         return self._generators[-1].device
-
-    def _columns(
-        self, chunks: Chunks, given: Sequence[tuple[Tensor | None, Tensor, Tensor]]
-    ) -> Sequence[Sequence[Tensor]]:
-        biases, weights, inputs = zip(*given, strict=True)
-        made = _Columns.apply(self, chunks, *biases, *weights, *(inputs[seat] for seat in self.own))
-        return _by_seat(made, self.count)
-
-    def _rows(self, chunks: Chunks, given: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
-        weights, parts = zip(*given, strict=True)
-        made = _Rows.apply(self, chunks, *weights, *(each for of_seat in parts for each in of_seat))
-        found: list[Tensor | None] = [None] * self.count
-        found[self.own.start : self.own.stop] = made
-        return found
-
-    def _copies(self, chunks: Chunks, given: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-        made = _Copies.apply(self, chunks, *(each for of_seat in given for each in of_seat))
-        return _by_seat(made, self.count)
-
-
-def _by_seat(tensors: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Return a part of the tensors, which are as many for each forward, for each of so many."""
-    each = len(tensors) // count
-    return [tensors[seat * each : (seat + 1) * each] for seat in range(count)]
-
-
-class _Columns(torch.autograd.Function):
-    """_Column of layers.py for all forwards, whose biases and weights are given, and the inputs of this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, spread: Spread, chunks: Chunks, *given: Tensor) -> tuple[Tensor, ...]:
-        biases, weights, own = given[: spread.count], given[spread.count : 2 * spread.count], given[2 * spread.count :]
-        ctx.spread, ctx.chunks, ctx.biased = spread, chunks, biases[0] is not None
-        ctx.save_for_backward(weights[0], *own)  # all have the same weights
-        every = spread.gathered(own)
-        return tuple(made for inputs in every for made in column_outputs(chunks, biases[0], weights[0], inputs))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        spread, chunks = ctx.spread, ctx.chunks
-        weight, *own = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2 + spread.count]
-        every, of_seats = spread.gathered(own), _by_seat(gradients, spread.count)
-        made = [column_gradients(*each, ctx.biased, wanted) for each in zip(of_seats, every, strict=True)]
-        of_inputs: list[Tensor | None] = [None] * len(own)
-        if ctx.needs_input_grad[-1]:
-            parts = by_chunk(weight, chunks)
-            pieces = [
-                chunks.pieces(mine @ each for mine, each in zip(of_seat, parts, strict=True)) for of_seat in of_seats
-            ]
-            of_inputs[:] = spread.scattered(pieces, chunks.count)
-        return None, None, *(of_bias for of_bias, _ in made), *(of_weight for _, of_weight in made), *of_inputs
-
-
-class _Rows(torch.autograd.Function):
-    """_Row of layers.py for all forwards, whose weights are given, and what each has [n, i] of each chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, spread: Spread, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        weights, given = tensors[: spread.count], tensors[spread.count :]
-        ctx.spread, ctx.chunks = spread, chunks
-        ctx.save_for_backward(weights[0], *given)
-        parts = by_chunk(weights[0], chunks)
-        pieces = [
-            chunks.pieces(mine @ each.t() for mine, each in zip(of_seat, parts, strict=True))
-            for of_seat in _by_seat(given, spread.count)
-        ]
-        return tuple(spread.scattered(pieces, chunks.count))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        spread, chunks = ctx.spread, ctx.chunks
-        weight, *given = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2]
-        made = [
-            row_gradients(chunks, gradient, weight, of_seat, wanted)
-            for gradient, of_seat in zip(spread.gathered(gradients), _by_seat(given, spread.count), strict=True)
-        ]
-        return None, None, *(of_weight for of_weight, _ in made), *(each for _, of_given in made for each in of_given)
-
-
-class _Copies(torch.autograd.Function):
-    """Copies of layers.py for all forwards, whose tensors are given one after the other."""
-
-    @staticmethod
-    def forward(ctx: Any, spread: Spread, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.spread, ctx.chunks = spread, chunks
-        return tuple(each.detach() for own in _by_seat(tensors, spread.count) for _ in chunks.own for each in own)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        spread, chunks = ctx.spread, ctx.chunks
-        of_seats = _by_seat(gradients, spread.count)
-        count = len(of_seats[0]) // len(chunks.own)
-        of_each = [
-            spread.scattered(
-                [chunks.pieces(mine.clone() for mine in of_seat[number::count]) for of_seat in of_seats], chunks.count
-            )
-            for number in range(count)
-        ]
-        found: list[Tensor | None] = [None] * (spread.count * count)
-        found[spread.own.start * count : spread.own.stop * count] = [
-            totals[at] for at in range(len(spread.own)) for totals in of_each
-        ]
-        return None, None, *found

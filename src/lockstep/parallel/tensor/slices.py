@@ -124,7 +124,7 @@ def own_slice(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Mo
     return keep_own_chunks(build(), world, mesh)
 
 
-def sliced(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
+def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
     """Return what lays out a rank's own slice of a model by `make`, and reports it as part of the whole."""
 
     def make_sliced(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:

@@ -10,7 +10,8 @@ what they are, with their names and their weights, which two may share; only the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lockstep.core.order import cut
+from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Chunks
-from lockstep.parallel.tensor.layers import by_chunk, outputs_of
+from lockstep.parallel.tensor.layers import by_chunk, column_outputs
 from lockstep.parallel.tensor.logits import Logits
 
 
@@ -60,11 +62,13 @@ class Head:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the logits: in chunks while the model trains, else whole."""
         module = self.module
-        flat = outputs_of(self.chunks, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
+        flat = column_outputs(self.chunks, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [each.view(*inputs.shape[:-1], -1) for each in flat]
         if module.training:
             return Logits(parts, self.chunks, self.rows)
-        joined: Tensor = _Joined.apply(self.chunks, self.rows, *parts)
+        [joined] = linear_map(
+            partial(_join_chunks, self.chunks, self.rows), partial(_own_part, self.chunks, self.rows), parts
+        )
         return joined
 
 
@@ -99,20 +103,16 @@ def _found(chunks: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Ite
         yield F.embedding((ids - rows.start).masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0)
 
 
-class _Joined(torch.autograd.Function):
-    """What all chunks give, given this rank's: [..., entries]."""
+def _join_chunks(chunks: Chunks, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return what all chunks give, given this rank's: [..., entries]."""
+    if len(parts) == chunks.count:
+        return [torch.cat([*parts], -1)]
+    lengths = [len(rows) for rows in cut(length, chunks.count)]
+    own = [F.pad(each, (0, lengths[0] - each.shape[-1])) for each in parts]  # the first chunk is a longest one
+    every = chunks.of_all(torch.stack(own))
+    return [torch.cat([each[..., :count] for each, count in zip(every, lengths, strict=True)], -1)]
 
-    @staticmethod
-    def forward(ctx: Any, chunks: Chunks, length: int, *parts: Tensor) -> Tensor:
-        ctx.rows = chunks.rows(length)
-        if len(parts) == chunks.count:
-            return torch.cat(parts, -1)
-        lengths = [len(rows) for rows in cut(length, chunks.count)]
-        own = [F.pad(each, (0, lengths[0] - each.shape[-1])) for each in parts]  # the first chunk is a longest one
-        every = chunks.of_all(torch.stack(own))
-        return torch.cat([each[..., :count] for each, count in zip(every, lengths, strict=True)], -1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(gradient[..., rows.start : rows.stop] for rows in ctx.rows)
+def _own_part(chunks: Chunks, length: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+    [gradient] = gradients
+    return [gradient[..., rows.start : rows.stop] for rows in chunks.rows(length)]
