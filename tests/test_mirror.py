@@ -31,7 +31,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_first_look.py": "run: user_code\nrun/probe: first_look",
     "commands/test_import.py": "run: imported",
     "commands/test_launch.py": "jobs: launch\nlaunchers: agents",
-    "commands/test_launchers.py": "run: compared launched start",
+    "commands/test_launchers.py": "run: compared start",
     "commands/test_old_runs.py": "config: recorded\nrun: continued",
     "commands/test_own_schedule.py": "run: schedule",
     "commands/test_own_source.py": "run: user_source",

@@ -11,8 +11,8 @@ from lockstep.checkup.report import Report
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_PREFLIGHT, UsageError
+from lockstep.launchers import launched_rank
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.launched import launched
 from lockstep.run.start import Work, as_launched, on_ranks
 
 Show = Callable[[Report], None]
@@ -25,7 +25,7 @@ def check_up(asked: Asked, show: Show, processes: int | None, rendezvous: str, t
     """
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
         raise UsageError(f"--rendezvous: {rendezvous}: expected {RENDEZVOUS_ADDRESSES}")
-    info = launched()
+    info = launched_rank()
     placement = Placement(
         device=asked.device, rendezvous=rendezvous, timeout_s=timeout_s, lost_after_s=min(LOST_AFTER_S, timeout_s)
     )
