@@ -38,6 +38,10 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "checkup"),
     ],
+    "comparison": [
+        *("core", "config", "device", "comm", "ranks", "data", "parallel", "training", "reporting"),
+        "run",
+    ],
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "run"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
@@ -250,7 +254,7 @@ def test_only_commands_and_sinks_print() -> None:
 
 def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
     users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
-    allowed = ("commands", "run", "jobs", "inference", "exports", "verification", "config")
+    allowed = ("commands", "run", "jobs", "comparison", "inference", "exports", "verification", "config")
     assert all(any(_within(module, place) for place in allowed) for module in users)
 
 

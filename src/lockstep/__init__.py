@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.comparison.drive import compare
     from lockstep.config.placement import Placement
     from lockstep.config.recipe import Recipe
     from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, VerificationError
-    from lockstep.run.aside import evaluate, train
-    from lockstep.run.comparing import compare
+    from lockstep.run.background import evaluate, train
     from lockstep.run.joined import join
     from lockstep.run.plain import load
     from lockstep.verification.own_loop import verify
@@ -17,9 +17,9 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "join": "run.joined",
-    "train": "run.aside",
-    "evaluate": "run.aside",
-    "compare": "run.comparing",
+    "train": "run.background",
+    "evaluate": "run.background",
+    "compare": "comparison.drive",
     "verify": "verification.own_loop",
     "load": "run.plain",
     "Recipe": "config.recipe",
@@ -53,7 +53,7 @@ if not TYPE_CHECKING:  # else any name would do
         """Import what has a public name when it is first asked for: torch takes a second, and commands need it not."""
         if name not in _PLACES:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        if _PLACES[name].startswith(("run.", "verification.")):
+        if _PLACES[name].startswith(("comparison.", "run.", "verification.")):
             import_module("lockstep.common.platforms").need_posix(f"lockstep.{name}")
         return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
 

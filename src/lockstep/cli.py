@@ -42,6 +42,13 @@ _BASH: Final = """\
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
+_GROUPS: Final = {
+    "Train": ("train", "eval", "predict", "export", "import"),
+    "Look": ("show", "jobs", "watch", "report"),
+    "Prove": ("verify", "compare"),
+    "Cluster": ("launch", "submit", "doctor"),
+    "Catalogue": ("recipes", "strategies"),
+}
 _EVERYWHERE: Final = ("recipes", "show", "strategies")  # on Windows, too
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
@@ -84,9 +91,13 @@ class Shell(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands with their first lines."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _first_line(name)) for name in self.list_commands(ctx)])
+        """List the commands with their first lines, by what they are for."""
+        known = self.list_commands(ctx)
+        ungrouped = [name for name in known if not any(name in names for names in _GROUPS.values())]
+        for title, names in {**_GROUPS, "Other": ungrouped}.items():
+            if rows := [(name, _first_line(name)) for name in names if name in known]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error meant for the user ends with its text and its exit code."""

@@ -5,6 +5,8 @@ from click.testing import CliRunner
 from forked import imported
 
 from lockstep.cli import main
+from lockstep.commands.show import consequences
+from lockstep.config.load import load
 
 
 def test_it_prints_origins_and_consequences():
@@ -54,3 +56,53 @@ def test_mistakes_end_with_the_usage_code(arguments):
 
 def test_it_does_not_import_torch(tmp_path):
     assert "torch" not in imported("show", "digits", folder=tmp_path)
+
+
+def follows(name, *overrides):
+    return dict(consequences(load(name, overrides).config.recipe))
+
+
+def test_digits():
+    found = follows("digits", "recipe.epochs=20", "recipe.schedule.warmup_epochs=2")
+    assert found == {
+        "global batch": "64 samples",
+        "micro-batches": "4 of 16 samples",
+        "learning rate": "0.1",
+        "samples": "1437 an epoch, 28740 in 20 epochs",
+        "steps": "23 an epoch, 460 in all",
+        "last step": "of an epoch: 29 samples, micro-batches 1 of 8, 3 of 7 samples",
+        "rates": "0.01 at the start, 0.0975528 after warm-up, 2.51224e-07 at the last step",
+    }
+
+
+def test_without_warm_up_only_the_first_and_the_last_rate_are_given():
+    assert follows("cifar10-resnet18")["rates"] == "0.01 at the start, 0.01 at the last step"
+
+
+def test_a_batch_that_its_micro_batches_do_not_divide():
+    assert follows("digits", "recipe.microbatches=3")["micro-batches"] == "1 of 22, 2 of 21 samples"
+
+
+def test_micro_batches_left_out():
+    found = follows("digits", "recipe.microbatches=")
+    assert found["micro-batches"] == "8 of 8 samples"
+    assert found["last step"] == "of an epoch: 29 samples, micro-batches 5 of 4, 3 of 3 samples"
+
+
+def test_dropped_samples_are_counted():
+    found = follows("digits", "recipe.last_batch=drop")
+    assert found["samples"].startswith("1408 an epoch (29 dropped), ")
+    assert "last step" not in found
+
+
+def test_a_run_of_steps_says_its_length_in_epochs():
+    found = follows("digits", "recipe.epochs=", "recipe.steps=46")
+    assert found["samples"] == "1437 an epoch, 2874 in 2 epochs"
+    assert found["steps"] == "23 an epoch, 46 in all"
+
+
+def test_without_the_data_only_the_rule_is_known(tmp_path):
+    found = follows("imagenet-resnet50", f"recipe.data.root={tmp_path}")
+    assert found["learning rate"] == "0.2 = 0.1 x 256 / 128"
+    assert found["samples"].startswith("known only once the data is there")
+    assert "steps" not in found

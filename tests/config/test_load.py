@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.commands.show import consequences
 from lockstep.config import across
 from lockstep.config.load import differences, load, split, to_yaml
 from lockstep.config.schema import Config
 from lockstep.config.shipped import shipped
 from lockstep.config.wording import section_at
 from lockstep.errors import EXIT_USAGE, ConfigError, LockstepError
-from lockstep.run.consequences import consequences
 
 MINIMAL = """\
 recipe:

@@ -48,8 +48,8 @@ def test_nothing_is_loaded_and_nothing_of_a_run_is_a_tag(html: str) -> None:
     assert found.tags.count("img") == 1
     assert not {"link", "iframe", "object", "base", "a"} & set(found.tags)
     assert found.tags.count("script") == 3  # the data of a chart, plotly, and what draws
-    assert "@import" not in pages._STYLE
-    assert "url(" not in pages._STYLE
+    assert "@import" not in pages._part("page.css")
+    assert "url(" not in pages._part("page.css")
     assert r"\x1b[2J" in html
     assert "\x1b" not in html
 

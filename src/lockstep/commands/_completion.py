@@ -21,14 +21,11 @@ _NAMES: Final = {
 _PLACES: Final = ("run.dir", "run.resume", "recipe.data.root")
 
 
-def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the name of a file or folder."""
-    return [CompletionItem(incomplete, type="file")]
-
-
 def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer files and folders, and after the first of them keys and values."""
-    return (overrides if ctx.params.get(param.name or "") else files)(ctx, param, incomplete)
+    if ctx.params.get(param.name or ""):
+        return overrides(ctx, param, incomplete)
+    return click.Path().shell_complete(ctx, param, incomplete)
 
 
 def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

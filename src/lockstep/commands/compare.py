@@ -41,11 +41,12 @@ def command(
     First on one process, with which the others are compared. In --dir lie the runs, comparison.json and
     comparison.html; started again with the same --dir, finished runs are not run again, and others resume.
     """
+    from lockstep.comparison.drive import run_all
+    from lockstep.comparison.output import Display, write
+    from lockstep.comparison.plan import Asked, folder_for, placements_in, plan_runs, processes_in
     from lockstep.config.load import split
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
-    from lockstep.reporting.comparison_output import Shown, write
     from lockstep.reporting.png import check_png
-    from lockstep.run.comparing import Asked, folder_for, placements_in, planned, processes_in, run_all
 
     if detect(os.environ):
         raise UsageError("compare starts the processes of each placement itself; run it once, without a launcher")
@@ -54,11 +55,11 @@ def command(
     asked = Asked(source, tuple(overrides), placements_in(placements), processes_in(processes), also, folder, usual)
     if png:
         check_png()
-    plans = planned(asked)
+    plans = plan_runs(asked)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is saved, no process is left
     try:
-        with Shown(sys.stderr) as shown:
-            comparison = run_all(plans, shown.tell)
+        with Display(sys.stderr) as display:
+            comparison = run_all(plans, display.show)
     except KeyboardInterrupt:
         click.echo(printable(f"start again with --dir {folder} to resume"), err=True)
         raise

@@ -82,12 +82,12 @@ def _check_up(
     """
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
-    from lockstep.run.launched import launched
+    from lockstep.launchers import launched_rank
     from lockstep.run.start import Work, as_launched, on_ranks
 
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
         raise UsageError(f"--rendezvous: {rendezvous}: expected {RENDEZVOUS_ADDRESSES}")
-    info = launched()
+    info = launched_rank()
     placement = Placement(
         device=asked.device, rendezvous=rendezvous, timeout_s=timeout_s, lost_after_s=min(LOST_AFTER_S, timeout_s)
     )

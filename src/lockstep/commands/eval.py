@@ -9,7 +9,7 @@ import click
 
 from lockstep.commands import _completion
 from lockstep.common.text import printable_line
-from lockstep.run.launched import launched
+from lockstep.launchers import launched_rank
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -29,7 +29,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     Overrides are dotted: placement.processes=4 recipe.data.root=/data. Code that a checkpoint's recipe names, such as
     recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
-    info = launched()  # before the imports below, which take seconds
+    info = launched_rank()  # before the imports below, which take seconds
 
     from lockstep.run.evaluation import Asked, evaluate_here, evaluate_weights, opened_as_rank, weights_as_rank
     from lockstep.run.start import as_launched

@@ -13,7 +13,7 @@ _FORMATS = ("safetensors", "torch", "onnx", "transformers", "timm")
 
 
 @click.command("export")
-@click.argument("run", shell_complete=_completion.files)
+@click.argument("run", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
 @click.option("--to", required=True, type=click.Choice(_FORMATS), help="What reads it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: in the run's folder exports.")

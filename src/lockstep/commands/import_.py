@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import click
 
-from lockstep.commands import _completion
-
 
 @click.command("import")
-@click.argument("file", shell_complete=_completion.files)
+@click.argument("file", type=click.Path())
 @click.argument("words", nargs=-1, metavar="[KEY VALUE]... [KEY=VALUE]...")
 @click.option("--gpus", type=click.IntRange(min=1), help="The number of GPUs that a batch for each is meant for.")
 def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:

@@ -10,14 +10,13 @@ from typing import Final
 
 import click
 
-from lockstep.commands import _completion
 from lockstep.common.text import printable_line
 
 _RUNS: Final = "runs"
 
 
 @click.command("jobs")
-@click.argument("folders", nargs=-1, metavar="[FOLDER]...", shell_complete=_completion.files)
+@click.argument("folders", nargs=-1, metavar="[FOLDER]...", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object for each run.")
 def command(folders: tuple[str, ...], as_json: bool) -> None:
     """Show the runs in each FOLDER (runs/, if left out), those that something happened to last first.

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from lockstep.commands import _completion, _overrides
+from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
 from lockstep.errors import UsageError
 
 
 @click.command("predict")
-@click.argument("run", shell_complete=_completion.files)
-@click.argument("inputs", nargs=-1, metavar="[INPUT]... [KEY=VALUE]...", shell_complete=_completion.files)
+@click.argument("run", type=click.Path())
+@click.argument("inputs", nargs=-1, metavar="[INPUT]... [KEY=VALUE]...", type=click.Path())
 @click.option("--best", is_flag=True, help="Of a run folder, use the best checkpoint instead of the newest.")
 @click.option(
     "--weights", type=click.Choice(["model", "ema"]), help="Default: averaged ones (ema) if the run has them."

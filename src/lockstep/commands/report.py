@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 
-from lockstep.commands import _completion, _overrides
+from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
 from lockstep.errors import UsageError
 
 
 @click.command("report")
-@click.argument("folders", nargs=-1, metavar="[RUN]... [KEY=VALUE]...", shell_complete=_completion.files)
+@click.argument("folders", nargs=-1, metavar="[RUN]... [KEY=VALUE]...", type=click.Path())
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -14,8 +14,8 @@ import click
 from lockstep.commands import _completion
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
+from lockstep.launchers import launched_rank
 from lockstep.ranks.rank_log import outliving_terminal
-from lockstep.run.launched import launched
 
 if TYPE_CHECKING:
     from lockstep.common.rank import RankInfo
@@ -35,7 +35,7 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
     """
     if gpus is not None and cfg is None:
         raise click.UsageError("--gpus goes with --cfg; a recipe has the batch of all")
-    info = launched()  # before the imports below, which take seconds
+    info = launched_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
     read = partial(_loaded, words) if cfg is None else partial(_imported, cfg, words, gpus, size)
     with outliving_terminal():

@@ -10,14 +10,13 @@ from typing import Final
 
 import click
 
-from lockstep.commands import _completion
 from lockstep.common.text import printable, printable_line
 
 _EVERY_S: Final = 1.0  # between two looks at the runs
 
 
 @click.command("watch")
-@click.argument("folders", nargs=-1, metavar="[RUN]...", shell_complete=_completion.files)
+@click.argument("folders", nargs=-1, metavar="[RUN]...", type=click.Path())
 @click.option(
     "--wait", is_flag=True, help="Wait for a run that is not there yet, and for one that ended early to resume."
 )

@@ -1,11 +1,13 @@
-"""The launchers we detect: one file each, pure but for `located`, and never torch."""
+"""The launchers we detect: one file each, pure but for what is here, and never torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from lockstep.common.follow_parent import die_with_launcher
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment, horovodrun, local, mpich, openmpi, slurm, ssh, torchrun
@@ -47,6 +49,15 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
             return info
     environment.check_half_set(env)
     return None
+
+
+def launched_rank() -> RankInfo | None:
+    """Return this process's rank where a launcher started it, and tie its life to that launcher's."""
+    info = detect(os.environ)
+    if info is None:
+        return None
+    die_with_launcher(info.launcher)
+    return located(info, os.environ)
 
 
 def located(info: RankInfo, env: Mapping[str, str]) -> RankInfo:

@@ -12,6 +12,7 @@ from lockstep.reporting.thinning import Point
 
 # Okabe and Ito's colours, which people tell apart who see fewer of them, but for black; on white and on black.
 _COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
+_GREY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
 _HEIGHT: Final = 340  # without the legend, which on a phone has a line for each trace
 _KEY_HEIGHT: Final = 19
@@ -40,19 +41,11 @@ class Chart:
 
 def curves(title: str, lines: Mapping[str, Sequence[Point]], y: str, *, percent: bool = False) -> Chart:
     """Return curves by name, over samples, or over seconds."""
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers" if len(points) < _MARKED else "lines",
-            "name": plain(name),
-            "x": [point.samples for point in points],
-            "y": [_finite(point.value) for point in points],
-            "meta": {"samples": [p.samples for p in points], "seconds": [round(p.seconds, 3) for p in points]},
-            "line": _line(number),
-            "marker": {"size": 5},
-        }
-        for number, (name, points) in enumerate(lines.items())
-    ]
+    data = []
+    for number, (name, points) in enumerate(lines.items()):
+        samples = [point.samples for point in points]
+        meta = {"samples": samples, "seconds": [round(point.seconds, 3) for point in points]}
+        data.append({**_trace(name, samples, [point.value for point in points], _line(number), size=5), "meta": meta})
     layout = _layout("samples", y, len(data))
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
@@ -70,18 +63,11 @@ def lines(
     from_zero: bool = True,
 ) -> Chart:
     """Return lines over a whole number, such as that of processes; `ideal` is dashed and grey."""
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines" if name == ideal or len(points) >= _MARKED else "lines+markers",
-            "name": plain(name),
-            "x": [point[0] for point in points],
-            "y": [_finite(point[1]) for point in points],
-            "line": {"color": "#7f7f7f", "dash": "dot"} if name == ideal else _line(number),
-            "marker": {"size": 8},
-        }
-        for number, (name, points) in enumerate(series.items())
-    ]
+    data = []
+    for number, (name, points) in enumerate(series.items()):
+        line = _GREY if name == ideal else _line(number)
+        trace = _trace(name, [point[0] for point in points], [point[1] for point in points], line, size=8)
+        data.append({**trace, "mode": "lines"} if name == ideal else trace)
     layout = _layout(x, y, len(data))
     places = sorted({each[0] for all_ in series.values() for each in all_})
     if len(places) <= _MOST_TICKS:
@@ -124,7 +110,7 @@ def matrix(
     """
     places = list(range(len(names)))
     shares = [[count / max(sum(row), 1) for count in row] for row in counts]
-    told = [
+    hovers = [
         [f"{y} {plain(one)}, {x} {plain(other)}: {count:,}" for other, count in zip(names, row, strict=True)]
         for one, row in zip(names, counts, strict=True)
     ]
@@ -145,7 +131,7 @@ def matrix(
             "text": [[_short(counts[row][column]) if own[row][column] else "" for column in places] for row in places],
             "texttemplate": "%{text}",
             "textfont": {"color": _ON_SHADES},
-            "hovertext": told,
+            "hovertext": hovers,
             "hoverinfo": "text",
             "hoverongaps": False,
             "xgap": 1,
@@ -165,21 +151,14 @@ def matrix(
 def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, note: str = "") -> Chart:
     """Return a dot for each point, and a dotted line where x and y are equal."""
     finite = [point for point in points if all(map(math.isfinite, point))]
-    ends = [limit(point[0] for point in finite) for limit in (min, max)] if finite else []
+    xs, ys = [point[0] for point in finite], [point[1] for point in finite]
+    ends = [min(xs), max(xs)] if finite else []
     marker = {"size": 6, "color": _COLOURS[0], "opacity": 0.6}
-    data = [
-        {
-            "name": "samples",
-            "mode": "markers",
-            "x": [p[0] for p in finite],
-            "y": [p[1] for p in finite],
-            "marker": marker,
-        },
-        {"name": "equal", "mode": "lines", "x": ends, "y": ends, "line": {"color": "#7f7f7f", "dash": "dot"}},
+    data: list[dict[str, Any]] = [
+        {"type": "scatter", "name": "samples", "mode": "markers", "x": xs, "y": ys, "marker": marker},
+        {"type": "scatter", "name": "equal", "mode": "lines", "x": ends, "y": ends, "line": _GREY},
     ]
-    return Chart(
-        title, {"data": [{"type": "scatter", **each} for each in data], "layout": _layout(x, y, len(data))}, note=note
-    )
+    return Chart(title, {"data": data, "layout": _layout(x, y, len(data))}, note=note)
 
 
 def plain(text: str) -> str:
@@ -202,6 +181,18 @@ def _layout(x: str, y: str, traces: int) -> dict[str, Any]:
         "yaxis": {"title": {"text": y}, "automargin": True},
         "legend": {"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0},
         "showlegend": True,
+    }
+
+
+def _trace(name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str, Any], size: int) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(x) < _MARKED else "lines",
+        "name": plain(name),
+        "x": x,
+        "y": [_finite(value) for value in y],
+        "line": line,
+        "marker": {"size": size},
     }
 
 

@@ -12,7 +12,9 @@ import json
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any, Final
 
 from lockstep.common.text import printable
@@ -89,14 +91,14 @@ def page(title: str, sections: Sequence[Section]) -> str:
     """Return the page as HTML."""
     body = "\n".join(_section(number, each) for number, each in enumerate(sections))
     switch = _SWITCH if any(isinstance(each, Chart) and each.axes for each in sections) else ""
-    return _document(title, switch + body, _DRAWING + _STILL)
+    return _document(title, switch + body, _part("page.js") + _part("page_still.js"))
 
 
 def live_page(title: str, every_ms: int) -> str:
     """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` beside it."""
     below = f'<p class=note id="note" role="status"></p>\n{_SWITCH}<div id="sections" data-every="{every_ms}"></div>'
     no_icon = '<link rel="icon" href="data:,">\n'  # which a browser asks a server for
-    return _document(title, below, _DRAWING + _LIVE, "; connect-src 'self'", no_icon)
+    return _document(title, below, _part("page.js") + _part("page_live.js"), "; connect-src 'self'", no_icon)
 
 
 def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
@@ -120,7 +122,7 @@ def _document(title: str, body: str, script: str, policy: str = "", icon: str = 
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 {icon}<title>{_escaped(title)}</title>
-<style>{_STYLE}</style>
+<style>{_part("page.css")}</style>
 </head>
 <body>
 <main>
@@ -132,6 +134,12 @@ def _document(title: str, body: str, script: str, policy: str = "", icon: str = 
 </body>
 </html>
 """
+
+
+@cache
+def _part(name: str) -> str:
+    """Return the text of a file beside this one."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
@@ -208,108 +216,4 @@ _SWITCH: Final = """<fieldset id="axis">
 <label><input type="radio" name="axis" value="samples" checked> samples</label>
 <label><input type="radio" name="axis" value="seconds"> time</label>
 </fieldset>
-"""
-_STYLE: Final = """
-:root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --back: #ffffff; --line: #d0d7de; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6edf3; --soft: #9da7b3; --back: #0d1117; --line: #3d444d; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 70rem; margin: 0 auto; padding: 1rem; }
-h1, h2, p, th { overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child { text-align: left; white-space: normal; min-width: 7rem; }
-thead th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
-.note { color: var(--soft); font-size: .875rem; }
-fieldset { border: 1px solid var(--line); border-radius: 6px; display: inline-flex; gap: 1rem; }
-.chart { width: 100%; overflow: hidden; }
-.tiles { display: flex; flex-wrap: wrap; gap: 1rem; }
-figure { margin: 0; width: 7rem; } figure img { display: block; max-width: 100%; margin-bottom: .3rem; }
-figcaption { font-size: .8125rem; line-height: 1.35; overflow-wrap: anywhere; }
-pre { margin: 0; padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 6px; font-size: .875rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-pre span { color: var(--soft); }
-progress { width: 100%; height: .8rem; } section > p { margin: .3rem 0; }
-#note:empty { display: none; }
-"""
-# The colours of text and lines follow the page's, and what is shown the switch. `uirevision` keeps what a person did to
-# a chart, such as a zoom, when it is drawn again; that of the x axis changes with what it shows.
-_DRAWING: Final = """
-"use strict";
-const figures = new Map();
-const read = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const draw = (place) => {
-  const {data, layout, axes} = figures.get(place);
-  const axis = document.querySelector("input[name=axis]:checked")?.value;
-  const chosen = axes.includes(axis);
-  const lines = {gridcolor: read("--line"), zerolinecolor: read("--line")};
-  const x = chosen ? {title: {text: axis}, uirevision: axis} : {};
-  Plotly.react(place, data.map((trace) => chosen ? {...trace, x: trace.meta[axis]} : {...trace}), {
-    ...layout, uirevision: "kept", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: {...layout.font, color: read("--text")},
-    xaxis: {...layout.xaxis, ...lines, ...x}, yaxis: {...layout.yaxis, ...lines},
-  }, {displayModeBar: false});
-};
-const resized = new ResizeObserver((entries) => entries.forEach(({target}) => Plotly.Plots.resize(target)));
-const add = (place, figure) => {
-  const isNew = !figures.has(place);
-  figures.set(place, figure);
-  draw(place);
-  if (isNew) resized.observe(place);
-};
-const drawAll = () => [...figures.keys()].forEach(draw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-document.getElementById("axis")?.addEventListener("change", drawAll);
-"""
-_STILL: Final = """
-document.querySelectorAll("script[data-for]").forEach((element) => {
-  add(document.getElementById(element.dataset.for), JSON.parse(element.textContent));
-});
-"""
-# A section is replaced only where it changed, and a chart not even then: it gets the new figure.
-_LIVE: Final = """
-const sections = document.getElementById("sections");
-const note = document.getElementById("note");
-const shown = new Map();
-let tag = "", over = false;
-const update = ({title, parts}) => {
-  document.title = title;
-  const keys = new Set(parts.map(({key}) => key));
-  [...shown].filter(([key]) => !keys.has(key)).forEach(([key, {section}]) => {
-    const place = section.querySelector(".chart");
-    if (place) { resized.unobserve(place); figures.delete(place); }
-    section.remove();
-    shown.delete(key);
-  });
-  parts.forEach(({key, html, figure}, number) => {
-    const known = shown.get(key);
-    const section = known?.section ?? document.createElement("section");
-    if (!known || (!figure && known.html !== html)) section.innerHTML = html;
-    if (sections.children[number] !== section) sections.insertBefore(section, sections.children[number] ?? null);
-    const text = JSON.stringify(figure);
-    if (figure && known?.text !== text) add(section.querySelector(".chart"), figure);
-    shown.set(key, {section, html, text});
-  });
-};
-const ask = async () => {
-  if (document.hidden) return;
-  try {
-    const answer = await fetch("data", {headers: {"If-None-Match": tag}, cache: "no-store"});
-    if (answer.status === 200) {
-      const found = await answer.json();
-      tag = answer.headers.get("ETag");
-      update(found);
-      over = found.over;
-      note.textContent = over ? "Nothing more is watched: this is how it ended." : "";
-    } else if (answer.status !== 304) throw new Error();
-    else note.textContent = "";
-  } catch (error) {
-    note.textContent = "lockstep watch does not answer: this is what it said last.";
-  }
-};
-const again = async () => { await ask(); if (!over) setTimeout(again, Number(sections.dataset.every)); };
-document.addEventListener("visibilitychange", () => over || ask());
-again();
 """

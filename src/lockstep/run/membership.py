@@ -23,6 +23,7 @@ from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
+from lockstep.launchers import launched_rank
 from lockstep.ranks.external import alone, membership, refuse
 from lockstep.ranks.failure import failure_of
 from lockstep.ranks.rank_log import log_name
@@ -35,7 +36,6 @@ from lockstep.run import folder as run_folder
 from lockstep.run.ambient import Closing, Observe, here
 from lockstep.run.compared import placed_with
 from lockstep.run.computing import computing_device
-from lockstep.run.launched import launched
 from lockstep.run.own_settings import Settings
 from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, opened, own_paths
@@ -70,7 +70,7 @@ class Member:
     def join(read: Callable[[], Settings]) -> Member:
         """Meet the other ranks and make ready; a mistake ends this process, or is raised where it is the only one."""
         ambient, held = here(), ExitStack()
-        info = launched() if ambient is None else None
+        info = launched_rank() if ambient is None else None
         if ambient is None and not _interactive():
             sys.excepthook = _report  # `begun` replaces it, once there is a run
         settings = _read(read, info)

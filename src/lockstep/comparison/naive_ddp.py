@@ -29,6 +29,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World, open_world
 from lockstep.common.rank import ALONE
+from lockstep.comparison.result import NAIVE, OF_ALL, PRINTED
 from lockstep.config import plan as planning
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, to_yaml
@@ -44,7 +45,6 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Status
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
-from lockstep.reporting.usual import OF_ALL, PRINTED, USUAL
 from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.computing import computing_device
@@ -67,33 +67,29 @@ def as_seen(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={**passed_over, "batchnorm": batchnorm})
 
 
-def check_usual(recipe: Recipe, ready: Setup, processes: int) -> None:
+def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
     """Raise UsageError where a recipe asks for what the usual script does not do."""
     if recipe.precision not in ("fp32", "tf32"):
-        raise UsageError(f"{USUAL}: it trains in fp32, and recipe.precision is {recipe.precision}; leave it out")
+        raise UsageError(f"{NAIVE}: it trains in fp32, and recipe.precision is {recipe.precision}; leave it out")
     if recipe.batchnorm == "sync":
-        raise UsageError(f"{USUAL}: its BatchNorm is that of a process, and recipe.batchnorm is sync; leave it out")
+        raise UsageError(f"{NAIVE}: its BatchNorm is that of a process, and recipe.batchnorm is sync; leave it out")
     if ready.data.validation is None:
-        raise UsageError(f"{USUAL}: data set {recipe.data.name} has no validation samples, by which to compare")
+        raise UsageError(f"{NAIVE}: data set {recipe.data.name} has no validation samples, by which to compare")
     share = len(ready.data.train) // processes
     if recipe.last_batch == "drop" and share < recipe.batch:
         raise UsageError(
-            f"{USUAL}: recipe.batch: its batch is that of a process; of {processes} each has {share} samples, which "
+            f"{NAIVE}: recipe.batch: its batch is that of a process; of {processes} each has {share} samples, which "
             f"do not fill one of {recipe.batch}; use a batch of at most {share}, or last_batch: keep"
         )
 
 
-def train_usual(loaded: Loaded, also: Sink) -> int:
+def train_naive(loaded: Loaded, also: Sink) -> int:
     """Train a recipe as the usual script does, from its beginning, and return the exit code.
 
     Its events are written into the run folder, and told to `also` on rank 0.
     """
     torch.set_num_threads(1)  # see run/start.py
-    with with_places(loaded):
-        loaded, first = opened(loaded)
-        resolved = resolve(loaded)
-        ready = setup(resolved.recipe, first)
-        check_usual(resolved.recipe, ready, resolved.processes)
+    resolved, ready = _ready(loaded)
     claim = run_folder.claim(loaded)
     with claim.held():
         if claim.done:
@@ -103,16 +99,23 @@ def train_usual(loaded: Loaded, also: Sink) -> int:
         return on_ranks_of(resolved, ready, partial(_on_rank, resolved, claim.folder, also), claim.folder)
 
 
+def _ready(loaded: Loaded) -> tuple[Resolved, Setup]:
+    with with_places(loaded):
+        loaded, first = opened(loaded)
+        resolved = resolve(loaded)
+        ready = setup(resolved.recipe, first)
+        check_naive(resolved.recipe, ready, resolved.processes)
+    return resolved, ready
+
+
 def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, rendezvous: Rendezvous) -> int:
     if ready is None:  # a spawned process: see on_ranks
-        with with_places(resolved.loaded):
-            loaded, first = opened(resolved.loaded)
-            ready = setup(loaded.config.recipe, first)
+        _, ready = _ready(resolved.loaded)
     recipe, placement, info = resolved.recipe, resolved.placement, rendezvous.info
     device = computing_device(placement, info, recipe.threads, recipe.precision)
     with watched(rendezvous, placement, device):
         world = open_world(rendezvous, device, placement.backend)
-        script = UsualScript(ready, world, resolved.run.log_every)
+        script = NaiveDDP(ready, world, resolved.run.log_every)
         rendezvous.status = lambda: Status("training", script.step)
         log = JsonLines(folder / run_folder.EVENTS) if info.rank == 0 else None
         for event in script.events():
@@ -125,8 +128,8 @@ def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, 
 
 
 @final
-class UsualScript:
-    """A rank of the script. All ranks go through `events`; what they say is rank 0's."""
+class NaiveDDP:
+    """A rank of the script. All ranks iterate `events`; their values are rank 0's."""
 
     def __init__(self, ready: Setup, world: World, log_every: int) -> None:
         self._ready, self._world, self._log_every = ready, world, log_every
@@ -273,7 +276,7 @@ class UsualScript:
             batch=ready.recipe.batch * world.size,
             microbatches=world.size,
             processes=world.size,
-            strategy=USUAL,
+            strategy=NAIVE,
             device=str(world.device),
             parameters=ready.parameters,
             base_lr=planning.base_rate(ready.recipe),

@@ -11,11 +11,13 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.common.text import printable
-from lockstep.reporting import comparison_page, usual, wording
+from lockstep.comparison.page import sections
+from lockstep.comparison.result import Comparison, Row, State, conclusion, drawing, naive_cells, table, to_json
+from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.comparison import Comparison, Row, State, conclusion, drawn, table, to_json
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
+from lockstep.reporting.terminal import is_moving, live_on, terminal_on
 
 JSON: Final = "comparison.json"
 PAGE: Final = "comparison.html"
@@ -24,59 +26,55 @@ _WIDEST: Final = 200  # characters of a line that is not for a terminal
 
 
 @final
-class Shown:
-    """What a person sees while runs go on: the table, on a terminal; else a line for each run that begins or ends.
-
-    No thread redraws it: a process with threads should not fork the processes of the runs.
-    """
+class Display:
+    """What a person sees while runs go on: the table, on a terminal; else a line for each run that begins or ends."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
-        self._moving = stream.isatty() and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._console = terminal_on(stream)
+        self._live: Live | None = None
         self._drawn = -float("inf")
         self._states: list[State] = []
 
-    def __enter__(self) -> Shown:
-        if self._moving:
-            self._live.start()
+    def __enter__(self) -> Display:
+        self._live = live_on(self._console) if is_moving(self._console) else None
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._moving:
+        if self._live is not None:
             self._live.stop()
 
-    def tell(self, comparison: Comparison) -> None:
+    def show(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
         states = [row.state for row in comparison.rows]
         changed, self._states = states != self._states, states
         now = time.monotonic()
-        if self._moving and (changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS):
+        if self._live is None:
+            if changed:
+                row = [each for each in comparison.rows if each.state != "waiting"][-1]
+                self._console.print(Text(printable(_line(row))), soft_wrap=True)
+        elif changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            self._live.update(Group(drawn(comparison), Text(_left(comparison))), refresh=True)
-        elif changed and not self._moving:
-            row = [each for each in comparison.rows if each.state != "waiting"][-1]
-            self._console.print(Text(printable(_line(row))), soft_wrap=True)
+            self._live.update(Group(drawing(comparison), Text(_left(comparison))), refresh=True)
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
     """Print the table, write the files, and return their paths."""
     console = Console(file=stream, width=None if stream.isatty() else _WIDEST, highlight=False, markup=False)
-    console.print(drawn(comparison))
-    headings, rows = usual.cells(comparison)
+    console.print(drawing(comparison))
+    headings, rows = naive_cells(comparison)
     if rows:
         console.print(table(headings, rows))
     for line in conclusion(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]
     paths[0].write_text(to_json(comparison), encoding="utf-8")
-    sections = comparison_page.sections(comparison)
+    shown = sections(comparison)
     if with_page:
         paths.append(folder / PAGE)
         title = f"{comparison.recipe} under {len(comparison.rows)} placements"
-        paths[1].write_text(page(title, sections), encoding="utf-8")
+        paths[1].write_text(page(title, shown), encoding="utf-8")
     if with_png:
-        paths += write_png([each for each in sections if isinstance(each, Chart)], folder)
+        paths += write_png([each for each in shown if isinstance(each, Chart)], folder)
     return paths
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final, Literal
 
@@ -20,7 +21,10 @@ State = Literal["waiting", "running", "done", "failed"]
 # The parts of the seconds of training that a table has, by what Done calls them; `training` is all of them, undivided.
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
-_MIB: Final = 1 << 20
+MIB: Final = 1 << 20
+NAIVE: Final = "usual script"  # naive_ddp.py, as a strategy of a comparison
+PRINTED: Final = "printed "  # before the names of the figures that it prints, in its log
+OF_ALL: Final = "loss of all ranks"  # where it prints rank 0's
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
@@ -119,6 +123,16 @@ class Comparison:
         return [row for row in self.rows if row.promises == "bits" and self.same_bits(row) is False]
 
     @property
+    def done(self) -> list[Row]:
+        """The placements that were trained to their end."""
+        return [row for row in self.rows if row.state == "done"]
+
+    @property
+    def figure(self) -> str:
+        """The figure by which runs of the recipe are judged."""
+        return next((row.history.monitor for row in self.rows if row.history.started), "loss")
+
+    @property
     def failed(self) -> list[Row]:
         """The placements that failed."""
         return [row for row in self.rows if row.state == "failed"]
@@ -147,7 +161,7 @@ class _Column:
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the words of each row; columns in which nothing stands are left out."""
     monitors = dict.fromkeys(row.history.monitor for row in comparison.rows if row.history.started)
-    figures = [_figure(name) for name in monitors if name != "loss"]
+    figures = [_Column(name, partial(_figure, name)) for name in monitors if name != "loss"]
     columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
     table = [[column.cell(comparison, row) for row in comparison.rows] for column in columns]
     kept = [number for number, column in enumerate(table) if any(column) and {*column} != {"done"}]
@@ -155,7 +169,33 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return [columns[number].heading for number in kept], rows
 
 
-def drawn(comparison: Comparison) -> Table:
+def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return what the usual script made of the recipe, as headings and the words of each row, where it ran."""
+    figure = comparison.figure
+    headings = ["usual script", "batch of a step", "updates", "training loss that it prints", "of all ranks"]
+    headings += [f"{figure} that it prints", f"{figure} of each sample once", f"{figure} of the recipe"]
+    return headings, [
+        [
+            row.label.removeprefix(f"{NAIVE} "),
+            f"{count(row.history.started, 'batch') or 0:,}",
+            f"{count(row.history.started, 'steps') or 0:,}",
+            _words(row, f"{PRINTED}loss/train"),
+            _words(row, OF_ALL),
+            _words(row, f"{PRINTED}{figure}/validation", figure),
+            _words(row, evaluated(figure), figure),
+            _words(comparison.reference(row), evaluated(figure), figure),
+        ]
+        for row in comparison.done
+        if row.strategy == NAIVE
+    ]
+
+
+def evaluated(figure: str) -> str:
+    """Return the curve of a figure of evaluations."""
+    return "loss/validation" if figure == "loss" else figure
+
+
+def drawing(comparison: Comparison) -> Table:
     """Return the table for a terminal."""
     return table(*cells(comparison), [_STYLES.get(row.state, "") for row in comparison.rows])
 
@@ -230,16 +270,18 @@ def _loss(_: Comparison, row: Row) -> str:
     return "" if row.state != "done" else _number(row.history.last_of(name), "{:.4f}")
 
 
-def _figure(name: str) -> _Column:
-    def cell(_: Comparison, row: Row) -> str:
-        value = row.history.last_of(name) if row.state == "done" else None
-        return "" if value is None else wording.figure(value, name in row.history.fractions)
+def _figure(name: str, _: Comparison, row: Row) -> str:
+    return _words(row, name, name) if row.state == "done" else ""
 
-    return _Column(name, cell)
+
+def _words(row: Row | None, curve: str, figure: str = "") -> str:
+    """Return where a curve ends; empty where there is none."""
+    value = row.history.last_of(curve) if row else None
+    return "" if row is None or value is None else wording.figure(value, figure in row.history.fractions)
 
 
 def _memory(_: Comparison, row: Row) -> str:
-    return f"{max(row.peak_bytes) / _MIB:,.0f} MiB" if row.peak_bytes else ""
+    return f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""
 
 
 def _number(value: float | None, form: str) -> str:

@@ -2,67 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
-from lockstep.reporting import usual
-from lockstep.reporting.charts import Chart, bars, curves, lines
-from lockstep.reporting.comparison import PARTS, Comparison, Row, cells, conclusion
+from lockstep.comparison.result import MIB, PARTS, Comparison, Row, cells, conclusion, evaluated, naive_cells
+from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
-from lockstep.reporting.thinning import Point
+from lockstep.reporting.run_page import chart
 
-_MIB = 1 << 20
+_SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
+_NAIVE: Final = (
+    "Its batch is that of a process, so more processes take larger and fewer steps at the same rate. The loss that it "
+    "prints is rank 0's, the mean over its last epoch; its figures are means of the ranks', over padded shares of the "
+    "validation samples."
+)
+_THROUGHPUT: Final = "Samples by seconds of training: setting up, evaluating and saving are left out."
+_SECONDS: Final = (
+    "Mean of the ranks, of the last start, by what the main thread of a rank does. Computing: on a core. Data: until "
+    "samples are there, what a rank does to them itself included. Waiting: for other ranks and what they send, and for "
+    "threads of its own. Waiting for a core: while others run on all that there are. On CUDA all of these are training."
+)
+_MEMORY: Final = "Of a GPU what was allocated there, else what was resident, libraries and shared pages included."
 
 
 def sections(comparison: Comparison) -> list[Section]:
     """Return what a page on the comparison shows: the table, what is drawn over processes, and the curves."""
-    done = [row for row in comparison.rows if row.state == "done"]
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     headings, rows = cells(comparison)
     below = "Speed-up, efficiency and bits are beside one process of the same recipe."
     found: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
         Table("Placements", headings, rows, below),
-        *_usual(comparison, done),
-        *_over_processes(comparison, done),
-        *_inside(done),
-        *_curves(done),
+        *_naive(comparison),
+        *_over_processes(comparison),
+        *_inside(comparison.done),
+        *_curves(comparison.done),
     ]
     return [each for each in found if not isinstance(each, Words) or each.paragraphs]
 
 
-def _usual(comparison: Comparison, done: Sequence[Row]) -> Iterator[Section]:
+def _naive(comparison: Comparison) -> Iterator[Section]:
     """Yield what the usual script makes of the recipe, where it ran."""
-    headings, rows = usual.cells(comparison)
+    headings, rows = naive_cells(comparison)
     if not rows:
         return
-    yield Table("What the usual script makes of it", headings, rows, usual.NOTE)
-    figure = usual.monitored(comparison)
-    found = _series(comparison, done, lambda row: row.history.last_of(usual.curve(figure)))
+    yield Table("What the usual script makes of it", headings, rows, _NAIVE)
+    figure = comparison.figure
+    found = _series(comparison, lambda row: row.history.last_of(evaluated(figure)))
     if len({number for points in found.values() for number, _ in points}) > 1:
         yield lines(f"{figure} in the end", "processes", figure, found)
 
 
-def _over_processes(comparison: Comparison, done: Sequence[Row]) -> Iterator[Chart]:
+def _over_processes(comparison: Comparison) -> Iterator[Chart]:
     """Yield what people draw over the number of processes, where there are several."""
-    numbers = sorted({row.processes for row in done})
+    numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
-    time = _series(comparison, done, lambda row: row.seconds)
+    time = _series(comparison, lambda row: row.seconds)
     yield lines("Time of the whole training", "processes", "seconds", time)
-    throughput = _series(comparison, done, lambda row: row.samples_per_s)
+    throughput = _series(comparison, lambda row: row.samples_per_s)
     yield lines("Throughput", "processes", "samples/s", throughput, note=_THROUGHPUT)
-    speed_up = _series(comparison, done, comparison.speed_up)
+    speed_up = _series(comparison, comparison.speed_up)
     ideal = {"ideal": [(float(number), float(number)) for number in numbers]}
     yield lines("Speed-up over one process", "processes", "times", speed_up | ideal, ideal="ideal")
-    efficiency = _series(comparison, done, comparison.efficiency)
+    efficiency = _series(comparison, comparison.efficiency)
     ideal = {"ideal": [(float(number), 1.0) for number in numbers]}
     yield lines("Scaling efficiency", "processes", "speed-up / processes", efficiency | ideal, ideal="ideal")
 
 
-def _series(
-    comparison: Comparison, done: Sequence[Row], value: Callable[[Row], float | None]
-) -> dict[str, list[tuple[float, float]]]:
+def _series(comparison: Comparison, value: Callable[[Row], float | None]) -> dict[str, list[tuple[float, float]]]:
     """Return a line for each strategy and recipe, which begins at the one process that they have in common."""
+    done = comparison.done
     found: dict[str, list[tuple[float, float]]] = {}
     for row in done:
         name = f"{row.strategy}, {row.variant}" if row.variant else row.strategy
@@ -94,14 +104,11 @@ def _inside(done: Sequence[Row]) -> Iterator[Chart]:
 
 def _curves(done: Sequence[Row]) -> Iterator[Chart]:
     """Yield the losses and the task's figures of all placements, one over the other."""
-    monitors = dict.fromkeys(row.history.monitor for row in done)
+    histories = {row.label: row.history for row in done}
+    monitors = [each.monitor for each in histories.values()]
     for name in dict.fromkeys(("loss/train", "loss/validation", *monitors)):
-        found: Mapping[str, Sequence[Point]] = {
-            row.label: row.history.curves[name] for row in done if name in row.history.curves
-        }
-        if found:
-            percent = any(name in row.history.fractions for row in done)
-            yield curves(name, found, name, percent=percent)
+        if any(name in each.curves for each in histories.values()):
+            yield chart(name, histories)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -109,14 +116,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _peak(row: Row, rank: int) -> float:
-    return row.peak_bytes[rank] / _MIB if rank < len(row.peak_bytes) else 0.0
-
-
-_SPENT = ("setting up", *PARTS, "training", "evaluating", "saving")
-_THROUGHPUT = "Samples by seconds of training: setting up, evaluating and saving are left out."
-_SECONDS = (
-    "Mean of the ranks, of the last start, by what the main thread of a rank does. Computing: on a core. Data: until "
-    "samples are there, what a rank does to them itself included. Waiting: for other ranks and what they send, and for "
-    "threads of its own. Waiting for a core: while others run on all that there are. On CUDA all of these are training."
-)
-_MEMORY = "Of a GPU what was allocated there, else what was resident, libraries and shared pages included."
+    return row.peak_bytes[rank] / MIB if rank < len(row.peak_bytes) else 0.0

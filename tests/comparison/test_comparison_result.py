@@ -10,9 +10,9 @@ import pytest
 from event_examples import SHA, done, evaluated, started, stepped
 from rich.console import Console
 
-from lockstep.reporting.comparison import Comparison, Row, cells, conclusion, drawn, to_json
-from lockstep.reporting.comparison_output import Shown, write
-from lockstep.reporting.comparison_page import sections
+from lockstep.comparison.output import Display, write
+from lockstep.comparison.page import sections
+from lockstep.comparison.result import Comparison, Row, cells, conclusion, drawing, to_json
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
 from lockstep.reporting.run_log import History, history
@@ -91,7 +91,7 @@ def test_the_table() -> None:
     assert [row["same bits"] for row in table] == ["", "yes", "no", "no (close)", "", "", "yes"]
     assert (table[4]["state"], table[4]["time"]) == ("failed", "")
     stream = StringIO()
-    Console(width=250, file=stream).print(drawn(COMPARISON))
+    Console(width=250, file=stream).print(drawing(COMPARISON))
     assert "deepspeed on 2" in stream.getvalue()
 
 
@@ -144,9 +144,9 @@ STATES = (
 
 def test_what_is_shown_in_a_pipe_while_runs_go_on() -> None:
     stream = StringIO()
-    with Shown(stream) as shown:
+    with Display(stream) as shown:
         for each in STATES:
-            shown.tell(each)
+            shown.show(each)
     assert stream.getvalue().splitlines() == [
         "... single on 1",
         "... ddp on 2",
@@ -158,9 +158,9 @@ def test_what_is_shown_on_a_terminal_while_runs_go_on(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "240")
     stream = Terminal()
-    with Shown(stream) as shown:
+    with Display(stream) as shown:
         for each in STATES:
-            shown.tell(each)
+            shown.show(each)
         assert "step 10/40, 0:30 left" in stream.getvalue()
         assert "0:30 left for all" in stream.getvalue()
     assert "\x1b[?25h" in stream.getvalue()  # the cursor is there again

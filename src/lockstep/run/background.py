@@ -1,4 +1,4 @@
-"""Train and evaluate from Python, as in a notebook: in processes aside, which leave this one as it is."""
+"""Train and evaluate from Python, as in a notebook: in background processes, which leave this one as it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 from lockstep.common import plainfile
 from lockstep.config.base import values
@@ -34,23 +34,8 @@ from lockstep.errors import (
 from lockstep.reporting.sink import Sink
 from lockstep.run.evaluation import Asked, Found, evaluate_here
 from lockstep.run.training import train_here
-from lockstep.training import events
 from lockstep.training.events import Evaluated, Event
 
-_KINDS: Final = {
-    kind.__dataclass_fields__["name"].default: kind
-    for kind in (
-        events.Started,
-        events.Warned,
-        events.Stepped,
-        events.Evaluated,
-        events.Logged,
-        events.Skipped,
-        events.Saved,
-        events.Stopped,
-        events.Done,
-    )
-}
 _STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events say which
 _END: Final = "end"
 _LOOK_S: Final = 0.5
@@ -61,7 +46,7 @@ Train = Callable[[Loaded, Sink], int]  # returns the exit code
 def train(
     recipe: str | Path | Recipe, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Iterator[Event]:
-    """Train a recipe, the name of a shipped one or a file, in processes aside, and yield what happens, as it happens.
+    """Train a recipe, the name of a shipped one or a file, in background processes, and yield events as they happen.
 
     `overrides` are dotted: {"recipe.epochs": 3, "run.dir": "runs/a"}. A mistake raises UsageError, a failure
     TrainingError. Where the iteration is left early the run is saved and stopped, and goes on in the same run.dir.
@@ -71,11 +56,11 @@ def train(
         loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, words)
     else:
         loaded = load_recipe(str(recipe), words)
-    yield from trained(loaded)
+    yield from train_in_background(loaded)
 
 
-def trained(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
-    """Train a configuration in processes aside, by `body`; see `train`."""
+def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
+    """Train a configuration in background processes, by `body`; see `train`."""
     for message in _messages(partial(body, loaded)):
         yield _event(message)
 
@@ -87,7 +72,7 @@ def evaluate(
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> Evaluated:
-    """Evaluate a run folder or a checkpoint, every validation sample once, in processes aside.
+    """Evaluate a run folder or a checkpoint, every validation sample once, in background processes.
 
     Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
@@ -105,15 +90,16 @@ def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) 
 
 
 def _event(message: Mapping[str, Any]) -> Event:
-    kind: Callable[..., Event] = _KINDS[message["name"]]
+    kinds = {kind.__dataclass_fields__["name"].default: kind for kind in get_args(Event)}
+    kind: Callable[..., Event] = kinds[message["name"]]
     return kind(**{name: value for name, value in message.items() if name != "name"})
 
 
-def _messages(body: Callable[[Tell], int]) -> Generator[dict[str, Any]]:
-    """Do `body` in a process aside, and yield what it tells; raise what it fails of."""
+def _messages(body: Callable[[Pipe], int]) -> Generator[dict[str, Any]]:
+    """Do `body` in a background process, and yield what it reports; raise what it fails of."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_aside, args=(body, sending))
+    process = context.Process(target=_background, args=(body, sending))
     process.start()
     sending.close()
     ended = False
@@ -130,7 +116,7 @@ def _messages(body: Callable[[Tell], int]) -> Generator[dict[str, Any]]:
                 ended = True
                 _raise(message)
             if process.exitcode:
-                raise TrainingError(f"the process aside ended with code {process.exitcode}")
+                raise TrainingError(f"the background process ended with code {process.exitcode}")
     finally:
         if not ended:
             process.terminate()  # the run saves, and stops
@@ -147,7 +133,7 @@ def _raise(end: Mapping[str, Any]) -> None:
 
 @final
 @dataclass(frozen=True)
-class Tell:
+class Pipe:
     """The sink of the process that waits for events: a line of JSON each."""
 
     connection: Connection
@@ -160,25 +146,25 @@ class Tell:
         """See Sink."""
 
 
-def _aside(body: Callable[[Tell], int], connection: Connection) -> None:
-    """Be the process aside: nothing is printed, what there is to say goes to the one that waits."""
-    said = io.StringIO()
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(said):
+def _background(body: Callable[[Pipe], int], connection: Connection) -> None:
+    """Be the background process: nothing is printed, what there is to say goes to the one that waits."""
+    errors = io.StringIO()
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(errors):
         try:
-            code, text = body(Tell(connection)), ""
+            code, text = body(Pipe(connection)), ""
         except LockstepError as error:
             code, text = error.exit_code, str(error)
         except SystemExit as end:  # a signal came before there were workers
             code, text = int(end.code or 0), ""
         except KeyboardInterrupt:  # a terminal sends it to this process, too
             code, text = EXIT_INTERRUPTED, ""
-    connection.send_bytes(json.dumps({_END: code, "text": text or said.getvalue().strip()}).encode())
+    connection.send_bytes(json.dumps({_END: code, "text": text or errors.getvalue().strip()}).encode())
     sys.stdout.flush()
 
 
-def _evaluate(asked: Asked, tell: Tell) -> int:
-    return evaluate_here(asked, partial(_told, tell))
+def _evaluate(asked: Asked, pipe: Pipe) -> int:
+    return evaluate_here(asked, partial(_write, pipe))
 
 
-def _told(tell: Tell, found: Found) -> None:
-    tell.write(found.event, 0.0)
+def _write(pipe: Pipe, found: Found) -> None:
+    pipe.write(found.event, 0.0)

@@ -1,0 +1,125 @@
+"""Trains one recipe to its end under several placements, one after the other, and says what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.comparison.plan import Asked, Planned, Strategy, folder_for, plan_runs, processes_in
+from lockstep.comparison.result import Comparison, Row
+from lockstep.errors import LockstepError
+from lockstep.reporting import jsonl
+from lockstep.reporting.run_log import History, history
+from lockstep.run.background import as_words, train_in_background
+from lockstep.run.finished import finished
+from lockstep.run.runs import machine_of
+from lockstep.training.events import Event, Started, Stepped, Stopped
+
+_LONGEST_REASON: Final = 500
+
+Show = Callable[[Comparison], None]
+
+
+def compare(
+    recipe: str | Path,
+    *,
+    placements: Sequence[str | Strategy] = ("ddp",),
+    processes: Sequence[int] = (1, 2),
+    overrides: Mapping[str, Any] | None = None,
+    also: Mapping[str, Any] | None = None,
+    usual: bool = False,
+    dir: str | Path | None = None,
+) -> Comparison:
+    """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
+
+    `placements` are strategies, by name or as mappings of `name` and options. Each of `also` is an override by which
+    all are trained once more, `usual` asks for the usual script beside them. The runs are in `dir`, left out a fresh
+    folder in runs/; what is finished there is only read. A run that fails is a row that says why; what cannot run
+    raises UsageError before anything does.
+    """
+    strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
+    counts = processes_in(",".join(map(str, processes)))
+    folder = folder_for(str(recipe)) if dir is None else Path(dir)
+    words, variants = tuple(as_words(overrides)), tuple(as_words(also))
+    threads = torch.get_num_threads()
+    try:
+        return run_all(
+            plan_runs(Asked(str(recipe), words, strategies, counts, variants, folder, usual)), lambda _: None
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_all(plans: Sequence[Planned], show: Show) -> Comparison:
+    """Train each placement to its end, in processes aside, and return what came of them; a finished run is only read.
+
+    `show` is called with all of it whenever something happened. A run that fails becomes a row that says so.
+    """
+    comparison = Comparison(plans[0].loaded.name, tuple(_begun(plan) for plan in plans))
+    for number, plan in enumerate(plans):
+        if comparison.rows[number].state == "done":
+            continue
+
+        def show_row(row: Row, number: int = number) -> None:
+            nonlocal comparison
+            rows = (*comparison.rows[:number], row, *comparison.rows[number + 1 :])
+            comparison = replace(comparison, rows=rows)
+            show(comparison)
+
+        show_row(_run(plan, show_row))
+    return replace(comparison, machine=machine_of(Path(plans[0].row.folder)))
+
+
+def _begun(plan: Planned) -> Row:
+    if not finished(plan.loaded):
+        return plan.row
+    return replace(plan.row, state="done", history=_history(plan.row))
+
+
+def _run(plan: Planned, show: Callable[[Row], None]) -> Row:
+    """Train a placement; `show` is called with its row as it is now."""
+    row = replace(plan.row, state="running")
+    show(row)
+    began, first = time.time(), 0
+    reason = "it ended without a result"
+    try:
+        with closing(
+            train_in_background(plan.loaded, plan.body)
+        ) as events:  # an interruption ends the processes at once
+            for event in events:
+                if isinstance(event, Started):
+                    began, first = time.time(), event.step
+                    row = replace(row, step=event.step, steps=event.steps)
+                reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
+                row = _moved(row, event, began, first)
+                show(row)
+    except LockstepError as error:
+        reason = _first_line(str(error))
+    done = _history(plan.row)
+    if done.weights_sha256:
+        return replace(row, state="done", left_s=None, history=done)
+    return replace(row, state="failed", left_s=None, reason=reason, history=done)
+
+
+def _moved(row: Row, event: Event, began: float, first: int) -> Row:
+    """Return the row of a run that has come to an event, with the time left if it goes on as it did."""
+    if not isinstance(event, Stepped) or event.step <= first:
+        return row
+    passed = time.time() - began
+    left = passed / (event.step - first) * (row.steps - event.step)
+    return replace(row, step=event.step, left_s=left, history=History(seconds=passed))
+
+
+def _history(row: Row) -> History:
+    log = Path(row.folder) / jsonl.EVENTS
+    return history(jsonl.read(log)) if log.exists() else History()
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:_LONGEST_REASON]

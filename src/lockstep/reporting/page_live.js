@@ -1,0 +1,43 @@
+// A section is replaced only where it changed, and a chart not even then: it gets the new figure.
+const sections = document.getElementById("sections");
+const note = document.getElementById("note");
+const shown = new Map();
+let tag = "", over = false;
+const update = ({title, parts}) => {
+  document.title = title;
+  const keys = new Set(parts.map(({key}) => key));
+  [...shown].filter(([key]) => !keys.has(key)).forEach(([key, {section}]) => {
+    const place = section.querySelector(".chart");
+    if (place) { resized.unobserve(place); figures.delete(place); }
+    section.remove();
+    shown.delete(key);
+  });
+  parts.forEach(({key, html, figure}, number) => {
+    const known = shown.get(key);
+    const section = known?.section ?? document.createElement("section");
+    if (!known || (!figure && known.html !== html)) section.innerHTML = html;
+    if (sections.children[number] !== section) sections.insertBefore(section, sections.children[number] ?? null);
+    const text = JSON.stringify(figure);
+    if (figure && known?.text !== text) add(section.querySelector(".chart"), figure);
+    shown.set(key, {section, html, text});
+  });
+};
+const ask = async () => {
+  if (document.hidden) return;
+  try {
+    const answer = await fetch("data", {headers: {"If-None-Match": tag}, cache: "no-store"});
+    if (answer.status === 200) {
+      const found = await answer.json();
+      tag = answer.headers.get("ETag");
+      update(found);
+      over = found.over;
+      note.textContent = over ? "Nothing more is watched: this is how it ended." : "";
+    } else if (answer.status !== 304) throw new Error();
+    else note.textContent = "";
+  } catch (error) {
+    note.textContent = "lockstep watch does not answer: this is what it said last.";
+  }
+};
+const again = async () => { await ask(); if (!over) setTimeout(again, Number(sections.dataset.every)); };
+document.addEventListener("visibilitychange", () => over || ask());
+again();
