@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sections import DOCS
 
 from lockstep.config.schema import Config
 from lockstep.run.joined import Run
 from lockstep.run.own_step import OwnStep
 
-PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
+# What follows is about configurations and has tests of its own.
+PAGE = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("\n## Import a configuration\n")[0]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (?!-)([^|]*) \| ([^|]*) \|", re.MULTILINE)
 _NAME = re.compile(r"`(\w+(?:\.\w+)+)(?:\((\w+)=\))?`")

@@ -61,6 +61,6 @@ def test_it_is_told_before_anything_is_made(run, finished, here: Path, words: li
         before |= {here / f"{command.name}.out", here / f"{command.name}.err"}
     assert (code, out) == (2, "")
     assert told in err
-    assert len(re.findall("^error: ", err, re.MULTILINE | re.IGNORECASE)) == 1
+    assert len(re.findall(r"^(?:\[rank .*\] )?error: ", err, re.MULTILINE | re.IGNORECASE)) == 1
     assert "Traceback" not in err
     assert {*here.rglob("*")} == before
