@@ -43,7 +43,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_stalls.py": "ranks: flight\nrun: watching",
     "commands/test_submit.py": "jobs: submit",
     "commands/test_tensor_train.py": "run: chunking\nstrategies: tensor",
-    "commands/test_train.py": "run: build computing engine events examples rank_training session training",
+    "commands/test_train.py": "run: build checkpoints computing engine events examples rank rank_training training",
     "commands/test_verify.py": "verification: cases",
     "commands/test_verify_probe.py": "run/probe: findings probe state witness",
     "commands/test_commands_usual.py": "comparison: naive_ddp",
@@ -77,7 +77,7 @@ TOGETHER: Final[dict[str, str]] = {
     "reporting/test_console.py": "reporting: terminal",
     "reporting/test_outside.py": "reporting: mlflow_sink wandb_sink",
     "run/test_joined.py": "run: ambient membership placing\n"
-    "run: own_checkpoints own_model own_placed own_plan own_step own_sums",
+    "run: own_model own_placed own_plan own_resume own_step own_sums",
     "strategies/test_strategies.py": "strategies: context ddp hsdp single zero1 zero2 zero3",
     "tasks/test_batches.py": "tasks: base",
     "tasks/test_classification.py": "tasks: own_loss",

@@ -269,7 +269,7 @@ def _import_what_commands_import() -> None:
     import tqdm
 
     from lockstep.config.load import load
-    from lockstep.run import session  # noqa: F401
+    from lockstep.run import training  # noqa: F401
     from lockstep.run.build import setup
 
     torch.set_num_threads(1)

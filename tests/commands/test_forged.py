@@ -20,9 +20,9 @@ from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
 from lockstep.run.build import Setup, setup
+from lockstep.run.checkpoints import engine_state
 from lockstep.run.engine import start_engine
 from lockstep.run.facts import seen_by_model
-from lockstep.run.rank_training import engine_state
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import resumed
 from lockstep.training.checkpoint import store

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.run.joined import Run
 from lockstep.run.membership import Member
 from lockstep.run.own_settings import settings
+from lockstep.run.rank import Rank
 
 Place = tuple[int, str]
 
@@ -37,11 +38,12 @@ EXTENDED = pytest.mark.extended("in the gate each loop meets one of these placem
 def ended(world: World, strategy: str, name: str) -> str:
     """Run a loop as a rank of `world`; return what it was refused with, or the hash of what it trained."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    given, life = settings(3, None, "fp32", 1, None, None), SimpleNamespace(status=None)
+    given = settings(3, None, "fp32", 1, None, None)
+    life: Any = SimpleNamespace(status=None)
     ends: list[BaseException | None] = []
     held = ExitStack()
     held.push(lambda _kind, error, _trace: ends.append(error) or True)
-    run = Run(Member(given, cast("Any", life), world, None, None, {}, {}, [], held, strategy))
+    run = Run(Member(given, life, Rank(life, world, None, {}, {}), None, held, strategy))
     seed_generators(random.key(random.INITIAL, 3))
     try:
         with warnings.catch_warnings():

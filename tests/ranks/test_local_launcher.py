@@ -21,7 +21,7 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import End, cause, run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
-from lockstep.run.rank_training import Start
+from lockstep.run.folder import Start
 
 
 def note(folder: Path, rendezvous: Rendezvous) -> int:

@@ -24,6 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.run.joined import Run
 from lockstep.run.membership import Member
 from lockstep.run.own_settings import settings
+from lockstep.run.rank import Rank
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 Loop = Callable[[Any, Any, Any], None]
@@ -506,7 +507,8 @@ def ended(world: World, strategy: str, name: str) -> str:
     """Run a loop as a rank of `world`; return what it was refused with, or the hash of what it trained."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = settings(3, None, "fp32", 1, None, None)
-    member: Any = Member(given, SimpleNamespace(status=None), world, None, None, {}, {}, [], ExitStack())  # type: ignore[arg-type]
+    life: Any = SimpleNamespace(status=None)
+    member = Member(given, life, Rank(life, world, None, {}, {}), None, ExitStack())
     seed_generators(random.key(random.INITIAL, 3))
     run: Any = Run(member)
     loop = globals()[name]

@@ -29,6 +29,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Status
 from lockstep.run import first_weights
 from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.checkpoints import engine_state
 from lockstep.run.checks import check_compile, check_cut, check_placement
 from lockstep.run.compared import started_with
 from lockstep.run.computing import computing_device
@@ -36,7 +37,6 @@ from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluated
 from lockstep.run.facts import setup_facts
 from lockstep.run.first_weights import First
-from lockstep.run.rank_training import engine_state
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import evaluated as checked_state
 from lockstep.run.resume import saved_recipe, signing_key

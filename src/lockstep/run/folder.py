@@ -19,9 +19,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +34,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.finished import finished
 from lockstep.run.resume import check_recipe, saved_recipe, signing_key
 from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
@@ -77,6 +79,28 @@ class Claim:
         """
         with self.lock, _settled(self.folder, self.made):
             yield
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its folder, the checkpoint it goes on from, and what to say where nothing is left to do."""
+
+    folder: Path
+    checkpoint: Path | None
+    done: str = ""
+
+
+@contextmanager
+def held_by_first(rendezvous: Rendezvous, claimed: Callable[[], Claim]) -> Iterator[Start]:
+    """Hold the run folder on rank 0, as it is `claimed`, while the block runs; all ranks get where the run begins."""
+    claim = claimed() if rendezvous.info.rank == 0 else None
+    with claim.held() if claim else nullcontext():
+        for note in claim.notes if claim else []:
+            print(printable(note), file=sys.stderr)
+        path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
+        folder = rendezvous.tell(str(claim.folder) if claim else "")
+        done = rendezvous.tell(claim.done if claim else "")
+        yield Start(Path(folder), Path(path) if path else None, done)
 
 
 def claim(loaded: Loaded) -> Claim:

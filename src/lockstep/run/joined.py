@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -24,15 +22,16 @@ from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
 from lockstep.ranks.signals import StopRequest
-from lockstep.ranks.status import Phase, Status
+from lockstep.ranks.status import Status
 from lockstep.run import own_sums
+from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.events import loop_started
 from lockstep.run.membership import Member
-from lockstep.run.own_checkpoints import Checkpoints, refuse_other
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, Look, explained, modes_kept
 from lockstep.run.own_placed import Chunks, Placed, spread
 from lockstep.run.own_plan import OwnPlan, planned
+from lockstep.run.own_resume import read_own, refuse_other
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import OwnStep
 from lockstep.run.placing import check_pair, hand_over
@@ -53,13 +52,12 @@ class Run:
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._world = member.world
-        self._progress = Progress()
-        self._phase: Phase = "setting up"
+        self._rank = member.rank
+        self._world = member.rank.world
         self._placed: Placed | None = None
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
-        self._losses = LossCheck(member.world.size, member.warn_of)
+        self._losses = LossCheck(self._world.size, member.rank.warn)
         self._step: OwnStep | None = None
         self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
@@ -67,9 +65,8 @@ class Run:
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
         self._ended = False
-        self._began = time.perf_counter()
         self._looked = False
-        member.rendezvous.status = lambda: Status(self._phase, self._progress.step)
+        member.rendezvous.status = self._status  # whose threads keep the run, until it is closed
         member.held.enter_context(exchanges.seen(self._gate.exchange))
 
     @property
@@ -90,12 +87,12 @@ class Run:
     @property
     def dir(self) -> Path | None:
         """The run folder."""
-        return self._member.folder
+        return self._rank.folder
 
     @property
     def step(self) -> int:
         """Steps done so far."""
-        return self._progress.step
+        return self._rank.progress.step
 
     @property
     def computing(self) -> bool:
@@ -124,10 +121,12 @@ class Run:
         with modes_kept(model):
             with with_its_line():
                 placed = self._placed = spread(self._member, model, optimizer, strategy, Chunks(chunks, plan or {}))
-            if self._member.folder is not None:
-                self._checkpoints = Checkpoints(self._member, self._member.folder, placed)
+            if self.dir is not None:
+                self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.usual, self._decided)
                 if self._member.checkpoint is not None:
-                    self._progress, self._resumed = self._checkpoints.resume(self._member.checkpoint)
+                    resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
+                    self._checkpoints.resume(resumed)
+                    placed.take_settings(resumed.state.recipe)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
         if len((together := placed.calling_together)[0]) > 1:
@@ -178,7 +177,7 @@ class Run:
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
         try:
-            with modes_kept(placed.model), self._during("evaluating"), placed.engine.own_evaluation():
+            with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)
                     self._gate.open = True
@@ -204,8 +203,8 @@ class Run:
         plain = {name: float(value) for name, value in figures.items()}
         if taken := first_taken(plain, OF_ALL):
             raise refused(f"run.log: {taken} is written beside the figures", "choose another name")
-        at = self._progress
-        self._member.write(Logged(step=at.step, epoch=at.epoch, samples=at.samples, figures=plain))
+        at = self._rank.progress
+        self._rank.write(Logged(step=at.step, epoch=at.epoch, samples=at.samples, figures=plain))
 
     def save(self) -> None:
         """Save a checkpoint, from which the same script goes on, on any number of ranks."""
@@ -214,9 +213,9 @@ class Run:
             raise refused("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
         # First: a run that is killed now goes on after this step, and would not report it again.
         for event in self._report() if self._step is not None and self._step.updated else ():
-            self._member.write(event)
+            self._rank.write(event)
         for saved in self._save(placed, self._checkpoints):
-            self._member.write(saved)
+            self._rank.write(saved)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the weights, as checkpoints have it. All ranks call it."""
@@ -236,9 +235,9 @@ class Run:
         if error is not None and self._placed is not None:
             error = explained(error, self._placed.model)
         if error is None:
-            self._phase = "ending"
+            self._rank.enter("ending")
             for saved in self._checkpoints.wait() if self._checkpoints else []:
-                self._member.write(saved)
+                self._rank.write(saved)
             self._world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
             if self._checkpoints is not None:
                 self._checkpoints.close()
@@ -256,19 +255,18 @@ class Run:
 
     def _run(self, placed: Placed, plan: OwnPlan, loader: Loader) -> Iterator[OwnStep]:
         """Yield the steps; what is between two of them is the loop's."""
-        self._member.write(self._started(placed, plan))
-        if self._progress.step >= plan.steps.total:
+        self._rank.write(self._started(placed, plan))
+        if self._rank.progress.step >= plan.steps.total:
             return self._finish(placed)
         followed, stop = plan.followed(self._member.settings.run.log_every), StopRequest()
         try:
-            for each in turns(
-                self._world, loader.training, followed, self._progress, None, lambda _: self._boundary(placed), stop
-            ):
+            progress, save = self._rank.progress, partial(self._boundary, placed)
+            for each in turns(self._world, loader.training, followed, progress, None, save, stop):
                 if isinstance(each, Turn):
                     yield self._begin(placed, each, min(plan.microbatches, each.step.samples))
                     self._end(placed, each)
                     continue
-                self._member.write(each)
+                self._rank.write(each)
                 if isinstance(each, Stopped):
                     stop.release()
                     self._member.stop(each.reason, partial(self.close, None))
@@ -279,7 +277,7 @@ class Run:
     def _begin(self, placed: Placed, turn: Turn, leaves: int) -> OwnStep:
         if turn.step.first == 0:
             placed.check_structure()
-        self._phase = "training"
+        self._rank.phase = "training"
         self._report = turn.report
         self._step = OwnStep(turn, self._gate, leaves, placed, self._look, self._losses)
         placed.guard.mark()
@@ -301,29 +299,36 @@ class Run:
         looked, self._looked = self._looked, True
         return None if looked else Look(self._here().model)
 
-    def _boundary(self, placed: Placed) -> list[Saved]:
+    def _boundary(self, placed: Placed, _: Progress) -> list[Saved]:
         """Save at the end of the loop, or as a signal asks, unless that was done."""
         kept = self._checkpoints
-        return [] if kept is None or kept.has(self._progress.step) else [*self._save(placed, kept), *kept.wait()]
+        return [] if kept is None or kept.has(self._rank.progress.step) else [*self._save(placed, kept), *kept.wait()]
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
         self._world.compare({"the optimizer's settings": placed.groups.changed()})
-        with self._during("saving"):
-            return kept.save(self._progress, self._loop)
+        return kept.save()
+
+    def _decided(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of what decided its numbers."""
+        placed = self._here()
+        return {"recipe": {"loop": self._loop or placed.decided(), "settings": placed.groups.changed()}, "data": {}}
+
+    def _status(self) -> Status:
+        return Status(self._rank.phase, self.step)
 
     def _finish(self, placed: Placed) -> None:
-        kept, at = self._checkpoints, self._progress
+        kept, at = self._checkpoints, self._rank.progress
         for saved in kept.wait() if kept else []:
-            self._member.write(saved)
-        self._member.write(
+            self._rank.write(saved)
+        self._rank.write(
             Done(
                 step=at.step,
                 epoch=at.epoch,
                 samples=at.samples,
                 weights_sha256=kept.weights if kept else store.weights_sha256(placed.weights()),
                 skipped_steps=at.skipped_steps,
-                seconds=time.perf_counter() - self._began,
+                seconds=self._rank.seconds,
             )
         )
 
@@ -331,13 +336,13 @@ class Run:
         return loop_started(
             self._world,
             plan.steps,
-            self._progress,
+            self._rank.progress,
             microbatches=plan.microbatches,
             strategy=placed.name,
             parameters=sum(each.numel() for each in placed.model.parameters()),
             base_lr=placed.rate,
             resumed_from=self._member.checkpoint,
-            last_step=self._member.last_step(),
+            last_step=self._rank.last_step(),
         )
 
     def _loader(self, items: Items, steps: Steps, microbatches: int, placed: Placed, weigh: Weigh | None) -> Loader:
@@ -363,12 +368,6 @@ class Run:
         if self._placed is not None:
             self._placed.guard.check()
             self._placed.guard.mark()
-
-    @contextmanager
-    def _during(self, phase: Phase) -> Iterator[None]:
-        before, self._phase = self._phase, phase
-        yield
-        self._phase = before  # not after an error, which happened in this phase
 
 
 def join(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -13,10 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
-from lockstep.comm.world import World, open_world
+from lockstep.comm.world import open_world
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
-from lockstep.common.text import printable, printable_line
 from lockstep.config.placement import Placement
 from lockstep.config.run import Run as Kept
 from lockstep.core import random
@@ -30,18 +28,17 @@ from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
 from lockstep.reporting.console import Console
-from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.ambient import Closing, Observe, here
 from lockstep.run.compared import placed_with
 from lockstep.run.computing import computing_device
 from lockstep.run.own_settings import Settings
+from lockstep.run.rank import Rank
 from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, opened, own_paths
-from lockstep.run.user_source import script_digests, source_changes, source_digests
+from lockstep.run.user_source import script_digests, source_digests
 from lockstep.run.watching import watched
-from lockstep.training.events import Done, Event, Stopped
 
 R = TypeVar("R", bound=Closing)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -55,12 +52,8 @@ class Member:
 
     settings: Settings
     rendezvous: Rendezvous
-    world: World
-    folder: Path | None
+    rank: Rank
     checkpoint: Path | None
-    numerics: dict[str, Any]
-    source: dict[str, str]
-    sinks: list[Sink]
     held: ExitStack
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
@@ -97,27 +90,31 @@ class Member:
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
             rendezvous.compare(decided | {"your script": source} | placed_with(placement, device, compiled=False))
-            where, path = held.enter_context(_folder(rendezvous, kept))
+            where = path = None
+            if (folder := kept.dir) is not None:
+                claimed = run_folder.held_by_first(
+                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept))
+                )
+                start = held.enter_context(claimed)
+                where, path = start.folder, start.checkpoint
             streams = [sys.stdout]
             if where is not None and not _interactive():
                 log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
                 streams.append(held.enter_context(rendezvous.rank_log.logged(log)))
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
-            numerics = machine.numerics(device)
-            if (apart := hashing.apart(world.all_tell(hashing.probe()))) and not world.rank:
-                print(f"warning: {apart}", file=sys.stderr)
+            rank = Rank(rendezvous, world, where, machine.numerics(device), source)
+            if apart := hashing.apart(world.all_tell(hashing.probe())):
+                rank.warn(apart)
             strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
             guarded = ambient is None or ambient.guarded
-            sinks: list[Sink] = []
             if not world.rank and observe is None:  # who compares placements reads nothing
-                sinks = held.enter_context(_sinks(kept, decided, where, streams))
+                rank.sinks = held.enter_context(_sinks(kept, decided, where, streams))
                 if where is not None:
                     sources = source | source_digests(own_paths(kept))
                     run_folder.record_environment(where, sources, [], {"backend": world.backend})
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
-        what = settings, rendezvous, world, where, path, numerics, source, sinks, held
-        return Member(*what, strategy, observe, guarded)
+        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded)
 
     def begun(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
@@ -130,38 +127,6 @@ class Member:
         if not _interactive():
             sys.excepthook = _hook(left)
         return run
-
-    def write(self, event: Event) -> None:
-        """Write an event to all sinks, and into the folder how the run ended."""
-        now = time.time()
-        try:
-            for sink in self.sinks:
-                sink.write(event, now)
-        except OSError as error:
-            raise TrainingError(f"{self.folder}: event not written: {error.strerror}") from error
-        if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
-            code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else 0
-            run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
-
-    def last_step(self) -> int:
-        """Return the last step that an earlier start has logged, 0 for none."""
-        return 0 if self.folder is None else last_step(self.folder / EVENTS)
-
-    def warn(self, numerics: list[str], source: Mapping[str, str] | None, step: int, lost: Sequence[str] = ()) -> None:
-        """Warn on rank 0 of what has changed since the checkpoint, and may change bits, and of what is `lost`."""
-        changed = source_changes(source, self.source)
-        lines = [f"{line}: the bits of an uninterrupted run are not promised" for line in numerics]
-        if changed:
-            lines.append(
-                f"your source files changed since step {step} was saved: {changed}: it goes on with the new ones"
-            )
-        for line in [*lines, *lost]:
-            self.warn_of(line)
-
-    def warn_of(self, line: str) -> None:
-        """Warn on rank 0."""
-        if self.world.rank == 0:
-            print(printable_line(f"warning: {line}"), file=sys.stderr)
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
         """End the script, whose run is saved, for a signal; in a notebook only the loop."""
@@ -195,25 +160,6 @@ def _ending(held: ExitStack) -> Iterator[None]:
     except BaseException as error:
         held.__exit__(type(error), error, error.__traceback__)
         raise
-
-
-@contextmanager
-def _folder(rendezvous: Rendezvous, kept: Kept) -> Iterator[tuple[Path | None, Path | None]]:
-    """Hold the run folder on rank 0 while the block runs; yield it and its newest checkpoint on all. All call it."""
-    if kept.dir is None:
-        yield None, None
-        return
-    with ExitStack() as stack:
-        path = ""
-        if rendezvous.info.rank == 0:
-            claim = run_folder.claim_own(Path(kept.dir), signing_key(kept))
-            stack.enter_context(claim.held())
-            for note in claim.notes:
-                print(printable(note), file=sys.stderr)
-            path = str(claim.checkpoint or "")
-        path = rendezvous.tell(path)
-        folder = rendezvous.tell(kept.dir)
-        yield Path(folder), Path(path) if path else None
 
 
 @contextmanager

@@ -109,6 +109,11 @@ class Placed:
         if self.world.size > 1:
             self.world.note(self.groups.digest(rate, clip))
 
+    def take_settings(self, saved: Mapping[str, Any]) -> None:
+        """Take over the settings of groups that a checkpoint was saved with, where it says so."""
+        if (changed := saved.get("settings")) is not None:
+            self.groups.load(changed, self.engine.groups)
+
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
         if structure(self.model) != self.structure:
@@ -122,7 +127,7 @@ def spread(
     member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any], chunks: Chunks
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
-    settings, world = member.settings, member.world
+    settings, world = member.settings, member.rank.world
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
     numerics = Numerics(
@@ -157,7 +162,7 @@ def spread(
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
     """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
-    size = member.world.size
+    size = member.rank.world.size
     given = member.strategy or (asked if isinstance(asked, str) else dict(asked))
     strategy = Strategy.model_validate({"name": given} if isinstance(given, str) else given)
     placement = member.settings.placement.model_copy(update={"strategy": strategy})

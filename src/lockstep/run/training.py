@@ -1,15 +1,22 @@
-"""`lockstep train` below its options: check everything in one place, then train on the ranks."""
+"""`lockstep train` below its options: check everything in one place, then train on the ranks.
+
+Ranks that are forked here, spawned here, or started by a launcher all come to `run_rank`. What a recipe names is opened
+and checked by one list, `_checked`: before the ranks are forked, or by each rank once they have met.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from lockstep.comm.world import open_world
 from lockstep.common.follow_parent import parent_command
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable
@@ -17,20 +24,29 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
-from lockstep.errors import UsageError
+from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.launchers import torchrun
+from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.signals import StopRequest
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup, setup
+from lockstep.run.checkpoints import Resumed
 from lockstep.run.checks import check_cut, check_kernels, check_placement
-from lockstep.run.first_weights import opened
-from lockstep.run.rank_training import Start
+from lockstep.run.compared import started_with
+from lockstep.run.computing import computing_device
+from lockstep.run.facts import setup_facts
+from lockstep.run.first_weights import First, opened
+from lockstep.run.folder import Start
+from lockstep.run.probe.first_look import first_look
+from lockstep.run.rank_training import RankTraining, sources
 from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.resume import check_first
-from lockstep.run.session import run_rank
+from lockstep.run.resume import check_at_hand, check_first, read_alike, signing_key
+from lockstep.run.resume import resumed as checked_state
 from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, on_ranks
+from lockstep.run.watching import watched
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:
@@ -44,17 +60,12 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
         resolved = resolve(loaded)
         check_sinks(resolved.run)
         check_placement(resolved)
-        ready = setup(resolved.recipe, first)
-        check_first(ready)
-        check_cut(resolved, ready)
-        check_kernels(resolved.placement, ready)
-    for warning in ready.warnings:
-        _say(f"warning: {warning}")
+        ready = _checked(resolved, first)
     claim = run_folder.claim(loaded)
     with claim.held():
         for note in claim.notes:
             _say(note)
-        work = partial(_train, resolved, Start(claim.folder, claim.checkpoint, claim.done), also)
+        work = partial(run_rank, resolved, Start(claim.folder, claim.checkpoint, claim.done), also)
         return on_ranks_of(resolved, ready, work, claim.folder)
 
 
@@ -74,13 +85,70 @@ def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
         resolved = resolve(loaded, info.size)
         check_sinks(resolved.run)
         check_placement(resolved)
-    return resolved.placement, partial(_train, resolved, None, None, None)
+    return resolved.placement, partial(run_rank, resolved, None, None, None)
 
 
-def _train(
+def run_rank(
     resolved: Resolved, start: Start | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    return run_rank(resolved, rendezvous, start, ready, also)
+    """Train as one of the ranks that have met and return the exit code.
+
+    Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder, and the others
+    get from it where the run begins. `also` is a sink of rank 0 beside those that the configuration names.
+    """
+    first = None
+    if ready is None:
+        with with_places(resolved.loaded):
+            loaded, first = opened(resolved.loaded)  # what they are is compared between the ranks
+        resolved = replace(resolved, loaded=loaded)
+    loaded, placement, recipe, info = resolved.loaded, resolved.placement, resolved.recipe, rendezvous.info
+    device = computing_device(placement, info, recipe.threads, recipe.precision)
+    stop = StopRequest()
+    place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
+    place = f"{place}  host {rendezvous.rank_log.host}  device {device}\n"
+    terminal = sys.stdout
+    with ExitStack() as held:
+        held.enter_context(watched(rendezvous, placement, device))
+        rendezvous.compare(started_with(loaded, device))
+        terminal.write(place)  # at once: ranks share the terminal
+        terminal.flush()
+        claim = partial(run_folder.claim, loaded)
+        agreed = start or held.enter_context(run_folder.held_by_first(rendezvous, claim))
+        if agreed.done:
+            terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
+            return EXIT_DONE
+        log = held.enter_context(rendezvous.rank_log.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
+        log.write(place)
+        if ready is None:
+            with with_places(loaded):
+                # The kernels were looked at by the process that started this one, if one of ours did.
+                ready = _checked(resolved, first, kernels=start is None, warns=info.rank == 0)
+        if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
+            rendezvous.compare(setup_facts(ready) | {"your source files": sources(resolved, ready)})
+        resumed = None
+        if agreed.checkpoint:
+            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(resolved.run))
+            resumed = Resumed(snapshot, checked_state(agreed.checkpoint, snapshot, ready), manifest.weights_sha256)
+        if resumed is None:
+            check_at_hand(ready)
+        looks = info.rank == 0 and resumed is None and resolved.run.probe == "auto"
+        look = held.enter_context(first_look(ready)) if looks else list
+        world = open_world(rendezvous, device, placement.backend)
+        code = RankTraining(resolved, ready, rendezvous, world, agreed, resumed, (terminal, log), look, also).run(stop)
+        world.close()
+    return code
+
+
+def _checked(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:
+    """Open what a recipe names, and check model, data and optimizer with the placement; warn of what is legal."""
+    ready = setup(resolved.recipe, first)
+    check_first(ready)
+    check_cut(resolved, ready)
+    if kernels:
+        check_kernels(resolved.placement, ready)
+    for warning in ready.warnings if warns else ():
+        _say(f"warning: {warning}")
+    return ready
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:

@@ -34,12 +34,12 @@ from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import gathered
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.checkpoints import engine_state
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
 from lockstep.run.first_weights import opened
 from lockstep.run.probe.probe import facts_of
 from lockstep.run.probe.state import digest
-from lockstep.run.rank_training import engine_state
 from lockstep.run.resolved import resolve
 from lockstep.run.schedule import find_rate
 from lockstep.tasks.base import MicroBatch

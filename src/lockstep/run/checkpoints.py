@@ -1,0 +1,111 @@
+"""The checkpoints of a run: the one that it resumes from, and those that it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from lockstep.config.run import Run
+from lockstep.device import machine
+from lockstep.parallel.engine import Engine, State
+from lockstep.run.rank import Rank
+from lockstep.run.resume import feedback_lost, signing_key
+from lockstep.run.user_source import source_changes
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.saved_state import SavedState
+from lockstep.training.checkpoint.saver import Saver
+from lockstep.training.events import Saved
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from, read and found to be its own."""
+
+    snapshot: store.Snapshot
+    state: SavedState
+    weights_sha256: str
+
+
+@final
+class Checkpoints:
+    """Those in the folder of a rank's run. All ranks call each method alike.
+
+    What is saved is the state of `engine`, the rank's progress, and what `decided` the numbers, ready for JSON.
+    `buffers` are the names of tensors that are no parameters.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        run: Run,
+        engine: Engine,
+        decided: Callable[[], dict[str, Any]],
+        buffers: frozenset[str] = frozenset(),
+    ) -> None:
+        assert rank.folder is not None
+        self._rank = rank
+        self._engine = engine
+        self._decided = decided
+        self._saver = Saver(rank.world, rank.folder / store.FOLDER, run.keep, run.save_async, buffers, signing_key(run))
+        self._saved_at = -1
+        self.weights = ""  # the SHA-256 of the last one's
+
+    def resume(self, resumed: Resumed) -> None:
+        """Load a checkpoint, and warn of what may make other bits of the run from here on."""
+        rank, state = self._rank, resumed.state
+        self._engine.load(engine_state(resumed.snapshot))
+        rank.progress, self.weights, self._saved_at = state.progress, resumed.weights_sha256, state.progress.step
+        for line in feedback_lost(resumed.snapshot, self._engine.state()):
+            rank.warn(line)
+        for line in machine.numerics_differences(state.numerics, rank.numerics):
+            rank.warn(f"{line}: the bits of an uninterrupted run are not promised")
+        if changed := source_changes(state.source, rank.source):
+            rank.warn(
+                f"your source files changed since step {rank.progress.step} was saved: {changed}: the run goes on with "
+                f"the new ones, and not to the bits of an uninterrupted one"
+            )
+
+    def save(self) -> list[Saved]:
+        """Save, or begin to; return what is saved by now."""
+        rank = self._rank
+        with rank.during("saving"):
+            state = self._engine.state()
+            kept = {
+                "progress": rank.progress.kept(),
+                "engine": state.scalars,
+                "numerics": rank.numerics,
+                "source": dict(rank.source),
+                **self._decided(),
+            }
+            self._saved_at = rank.progress.step
+            snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback)
+            return self._noted(self._saver.save(rank.progress, snapshot))
+
+    def has(self, step: int) -> bool:
+        """Whether the last save was after this step."""
+        return self._saved_at == step
+
+    def finished(self) -> list[Saved]:
+        """Return the save that has ended since it was last asked for, if one has."""
+        return self._noted(self._saver.finished())
+
+    def wait(self) -> list[Saved]:
+        """Wait for a save that is under way, and return it."""
+        with self._rank.during("saving"):
+            return self._noted(self._saver.wait())
+
+    def close(self) -> None:
+        """Leave, once nothing is under way."""
+        self._saver.close()
+
+    def _noted(self, saves: list[Saved]) -> list[Saved]:
+        for saved in saves:
+            self.weights = saved.weights_sha256
+        return saves
+
+
+def engine_state(snapshot: store.Snapshot) -> State:
+    """Return the part of a checkpoint that is the engine's."""
+    ema = None if snapshot.ema is None else dict(snapshot.ema)
+    return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"], snapshot.feedback)

@@ -1,0 +1,48 @@
+"""Whether a checkpoint is of a loop of the user's own as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.shard import local_tensor
+from lockstep.errors import UsageError
+from lockstep.run.checkpoints import Resumed
+from lockstep.run.membership import Member
+from lockstep.run.own_placed import Placed
+from lockstep.run.resume import read_alike, signing_key
+from lockstep.training.checkpoint import saved_state
+
+
+def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
+    """Read a checkpoint; return it and the loop that it is of. UsageError for one of another run. All ranks call it."""
+    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run))
+    state = saved_state.parsed(path, snapshot.state)
+    loop = state.recipe.get("loop")
+    if not isinstance(loop, dict):
+        raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
+    loop = {"chunks": 1, "plan": {}, **loop}  # runs of earlier versions do not say so
+    refuse_other(path, loop, placed.decided())
+    _check_forms(path, snapshot.model, placed.usual.state().model)
+    return Resumed(snapshot, state, manifest.weights_sha256), loop
+
+
+def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UsageError where what decided the numbers before is not as it is now."""
+    lines = [
+        f"  {name}: {before[name]!r}, and now {now[name]!r}"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+    if lines:
+        raise UsageError("\n".join([f"{place}: of another loop; undo the changes, or choose another dir:", *lines]))
+
+
+def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise UsageError where a checkpoint's tensors are not those of the model."""
+    forms = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in here.items()}
+    found = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in saved.items()}
+    wrong = [name for name in sorted({*forms, *found}) if forms.get(name) != found.get(name)]
+    if wrong:
+        raise UsageError(f"{path}: of another model; differing: {', '.join(wrong[:5])}; choose another dir")

@@ -1,0 +1,98 @@
+"""One rank's part of a run, whether a recipe is trained or a loop of the user's own: how far it is, and what it writes.
+
+Whoever runs the steps moves `progress` and says in which phase the rank is; other threads report both.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+from lockstep.comm.world import World
+from lockstep.common.text import printable_line
+from lockstep.device.clock import Clock
+from lockstep.errors import EXIT_DONE, TrainingError
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.signals import EXIT_CODES
+from lockstep.ranks.status import Phase, Status
+from lockstep.reporting.jsonl import EVENTS, figures, last_step
+from lockstep.reporting.sink import Sink
+from lockstep.run import folder as run_folder
+from lockstep.training.events import Done, Event, Stopped
+from lockstep.training.loop import Progress
+
+
+@final
+class Rank:
+    """A rank in the run `folder`, None where nothing is kept; `sinks` are those of rank 0, and elsewhere none.
+
+    `numerics` and `source` are what the bits may depend on beside the recipe: the machine with its libraries, and the
+    user's own files. A `clock` divides the rank's time among the phases.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        world: World,
+        folder: Path | None,
+        numerics: dict[str, Any],
+        source: Mapping[str, str],
+        clock: Clock | None = None,
+    ) -> None:
+        self.world = world
+        self.folder = folder
+        self.numerics = numerics
+        self.source = source
+        self.sinks: list[Sink] = []
+        self.progress = Progress()
+        self.phase: Phase = "setting up"
+        self._clock = clock
+        self._began = time.perf_counter()
+        rendezvous.status = lambda: Status(self.phase, self.progress.step)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._began
+
+    def enter(self, phase: Phase) -> None:
+        """Be in another phase from here on."""
+        self.phase = phase
+        if self._clock is not None:
+            self._clock.turn_to(phase)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Be in another phase while the block runs."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)  # not after an error, which happened in this phase
+
+    def write(self, event: Event) -> None:
+        """Write an event to all sinks, and into the folder how the run ended.
+
+        The exit code is there too: torchrun makes 1 of every code that is not 0.
+        """
+        now = time.time()
+        try:
+            for sink in self.sinks:
+                sink.write(event, now)
+        except OSError as error:
+            raise TrainingError(f"{self.folder}: event not written: {error.strerror}") from error
+        if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
+            code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else EXIT_DONE
+            run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
+
+    def last_step(self) -> int:
+        """Return the last step that an earlier start has logged, 0 for none."""
+        return 0 if self.folder is None else last_step(self.folder / EVENTS)
+
+    def warn(self, line: str) -> None:
+        """Warn on rank 0."""
+        if self.world.rank == 0:
+            print(printable_line(f"warning: {line}"), file=sys.stderr)
