@@ -35,85 +35,98 @@ def own(run: Any) -> Iterator[Any]:
     return found
 
 
-def whole(run: Any, model: nn.Module, after: Callable[[Any], None] = lambda step: None, **update: Any) -> None:
-    """Train by steps that are as they should be, with `after` after each."""
+def nothing(step: Any) -> None:
+    pass
+
+
+def whole(
+    run: Any,
+    model: nn.Module,
+    after: Callable[[Any], None] = nothing,
+    *,
+    before: Callable[[Any], None] = nothing,
+    forward: Callable[[Any], None] = nothing,
+    backward: Callable[[Any], None] = nothing,
+    each: Callable[[Any], None] = nothing,
+    last: Callable[[Any], None] = nothing,
+    **update: Any,
+) -> None:
+    """Train by steps that are as they should be, but for what is done at these places of them."""
     for step in own(run):
+        before(step)
         for batch in step:
-            step.backward(loops.loss(model, batch))
+            forward(step)
+            loss = loops.loss(model, batch)
+            backward(step)
+            step.backward(loss)
+            each(step)
+        last(step)
         step.update(**update)
         after(step)
+
+
+REFUSED: dict[Loop, str] = {}  # with a part of the message
+AT: dict[Loop, str] = {}  # where `whole` does what is no loop by itself
+
+
+def refused(text: str, at: str = "") -> Callable[[Loop], Loop]:
+    """Note a loop that is refused, or what `whole` does `at` a place, given the step, the model and the optimizer."""
+
+    def noted(loop: Loop) -> Loop:
+        REFUSED[loop] = text
+        AT[loop] = at
+        return loop
+
+    return noted
 
 
 # What is refused. The mark is in the line that the message has to name, or that is between the two that it names.
 
 
-def scaled_gradient(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        for each in model.parameters():
-            if each.grad is not None:
-                each.grad.mul_(0.5)  # <-
-        step.update()
+@refused("step 1: a gradient of the placed model was written", "last")
+def scaled_gradient(step, model, optimizer):
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.mul_(0.5)  # <-
 
 
-def clipped_by_hand(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
-        step.update()
+@refused("step 1: a gradient of the placed model was written", "last")
+def clipped_by_hand(step, model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
 
 
-def clipped_by_value_of_the_optimizer(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.1)  # <-
-        step.update()
+@refused("step 1: a gradient of the placed model was written", "last")
+def clipped_by_value_of_the_optimizer(step, model, optimizer):
+    nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.1)  # <-
 
 
-def clamped_through_data(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        for each in model.parameters():
-            each.grad.data.clamp_(-1, 1)  # <-
-        step.update()
+@refused("step 1: a gradient of the placed model was written", "last")
+def clamped_through_data(step, model, optimizer):
+    for each in model.parameters():
+        each.grad.data.clamp_(-1, 1)  # <-
 
 
-def clipped_in_each_microbatch(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
-        step.update()
+@refused("step 1: a gradient of the placed model was written", "each")
+def clipped_in_each_microbatch(step, model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
 
 
-def gradient_set(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        model[0].bias.grad = torch.zeros_like(model[0].bias)  # <-
-        step.update()
+@refused("step 1: the gradient of 0.bias was set", "last")
+def gradient_set(step, model, optimizer):
+    model[0].bias.grad = torch.zeros_like(model[0].bias)  # <-
 
 
-def gradients_removed(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-            model.zero_grad()  # <-
-        step.update()
+@refused("step 1: the gradient of 0.weight was removed", "each")
+def gradients_removed(step, model, optimizer):
+    model.zero_grad()  # <-
 
 
-def zero_grad_of_the_optimizer(run, model, optimizer):
-    for step in own(run):
-        optimizer.zero_grad(set_to_none=True)  # <-
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
+@refused("optimizer.zero_grad() is not this loop's to call", "before")
+def zero_grad_of_the_optimizer(step, model, optimizer):
+    optimizer.zero_grad(set_to_none=True)  # <-
 
 
+@refused("a backward that is not step.backward")
 def own_backward(run, model, optimizer):
     for step in own(run):
         for batch in step:
@@ -123,6 +136,7 @@ def own_backward(run, model, optimizer):
         step.update()
 
 
+@refused("")
 def own_backward_later(run, model, optimizer):
     for step in own(run):
         for batch in step:
@@ -133,144 +147,105 @@ def own_backward_later(run, model, optimizer):
         step.update()
 
 
-def data_set(run, model, optimizer):
-    def after(step):
-        model[0].weight.data = model[0].weight.data * 0.5  # <-
-
-    whole(run, model, after)
+@refused("0.weight was given other memory", "after")
+def data_set(step, model, optimizer):
+    model[0].weight.data = model[0].weight.data * 0.5  # <-
 
 
-def written_through_data(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
+@refused("0.weight was written", "after")
+def written_through_data(step, model, optimizer):
+    for each in model.parameters():
+        each.data.clamp_(-0.01, 0.01)  # <-
+
+
+@refused("0.weight was written", "after")
+def weights_clipped(step, model, optimizer):
+    with torch.no_grad():
         for each in model.parameters():
-            each.data.clamp_(-0.01, 0.01)  # <-
+            each.clamp_(-0.01, 0.01)  # <-
 
 
-def weights_clipped(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
-        with torch.no_grad():
-            for each in model.parameters():
-                each.clamp_(-0.01, 0.01)  # <-
+@refused("0.weight was written", "after")
+def old_parameters_written(step, model, optimizer):
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].mul_(2)  # <-
 
 
-def old_parameters_written(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
-        with torch.no_grad():
-            optimizer.param_groups[0]["params"][0].mul_(2)  # <-
+@refused("0.weight was written", "after")
+def average_copied_in(step, model, optimizer):
+    model.load_state_dict({name: each.detach().clone() for name, each in model.state_dict().items()})  # <-
 
 
-def average_copied_in(run, model, optimizer):
-    average = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
-        model.load_state_dict(average)  # <-
+@refused("0.weight was replaced", "after")
+def replaced(step, model, optimizer):
+    model[0].weight = nn.Parameter(torch.zeros(13, 6))  # <-
 
 
-def replaced(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
-        model[0].weight = nn.Parameter(torch.zeros(13, 6))  # <-
-
-
+@refused("0.weight was replaced")
 def replaced_before_the_first_forward(run, model, optimizer):
     model[0].weight = nn.Parameter(torch.zeros(13, 6))  # <-
     whole(run, model)
 
 
-def replaced_within_a_step(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            if step.number == 2:
-                model[0].weight = nn.Parameter(torch.zeros(13, 6))  # <-
-            step.backward(loops.loss(model, batch))
-        step.update()
+@refused("step 2: 0.weight was replaced", "forward")
+def replaced_within_a_step(step, model, optimizer):
+    if step.number == 2:
+        model[0].weight = nn.Parameter(torch.zeros(13, 6))  # <-
 
 
-def layer_replaced(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        model[4] = nn.Linear(13, 3)  # <-
-        step.update()
+@refused("step 1: 4 was replaced", "last")
+def layer_replaced(step, model, optimizer):
+    model[4] = nn.Linear(13, 3)  # <-
 
 
-def frozen_later(run, model, optimizer):
-    for step in own(run):
-        if step.number == 2:
-            model[0].bias.requires_grad_(False)  # <-
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
+@refused("step 2: 0.bias was frozen", "before")
+def frozen_later(step, model, optimizer):
+    if step.number == 2:
+        model[0].bias.requires_grad_(False)  # <-
 
 
-def moved(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
-        model.double()  # <-
+@refused(" was ", "after")
+def moved(step, model, optimizer):
+    model.double()  # <-
 
 
-def written_within_a_step(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-            with torch.no_grad():
-                model[0].bias.add_(1)  # <-
-        step.update()
+@refused("step 1: 0.bias was written", "each")
+def written_within_a_step(step, model, optimizer):
+    with torch.no_grad():
+        model[0].bias.add_(1)  # <-
 
 
-def written_before_a_backward(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            loss = loops.loss(model, batch)
-            with torch.no_grad():
-                model[4].bias.add_(1)  # <-
-            step.backward(loss)
-        step.update()
+@refused("step 1: 4.bias was written", "backward")
+def written_before_a_backward(step, model, optimizer):
+    with torch.no_grad():
+        model[4].bias.add_(1)  # <-
 
 
-def statistics_reset(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
-        model[1].reset_running_stats()  # <-
+@refused("a running statistic of BatchNorm was written", "after")
+def statistics_reset(step, model, optimizer):
+    model[1].reset_running_stats()  # <-
 
 
-def statistics_written_within_a_step(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        model[1].running_mean.zero_()  # <-
-        step.update()
+@refused("step 1: a running statistic of BatchNorm was written", "last")
+def statistics_written_within_a_step(step, model, optimizer):
+    model[1].running_mean.zero_()  # <-
 
 
+@refused("the model was put into training")
 def training_in_an_evaluation(run, model, optimizer):
     for batch in run.each(loops.data(), batch=8):
         model.train()  # <-
         model(batch[0])
 
 
+@refused("3 was put into training")
 def dropout_in_an_evaluation(run, model, optimizer):
     for batch in run.each(loops.data(), batch=8):
         model[3].train()  # <-
         model(batch[0])
 
 
+@refused("0.weight was written")
 def written_in_an_evaluation(run, model, optimizer):
     with torch.no_grad():
         for batch in run.each(loops.data(), batch=8):
@@ -278,36 +253,35 @@ def written_in_an_evaluation(run, model, optimizer):
             model[0].weight.mul_(0.5)  # <-
 
 
-def another_mode_in_a_microbatch(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model.eval(), batch))  # <-
-        step.update()
+@refused("step 1: the model was put into evaluation", "forward")
+def another_mode_in_a_microbatch(step, model, optimizer):
+    model.eval()  # <-
 
 
+@refused("optimizer.register_step_pre_hook() is not this loop's to call")
 def step_hook(run, model, optimizer):
     optimizer.register_step_pre_hook(print)  # <-
     whole(run, model)
 
 
+@refused("optimizer.add_param_group() is not this loop's to call")
 def group_added(run, model, optimizer):
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})  # <-
     whole(run, model)
 
 
+@refused("optimizer.load_state_dict() is not this loop's to call")
 def state_loaded(run, model, optimizer):
     optimizer.load_state_dict(optimizer.state_dict())  # <-
     whole(run, model)
 
 
-def gradient_hook(run, model, optimizer):
-    for step in own(run):
-        model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
-        for batch in step:
-            step.backward(loops.loss(model, batch))
-        step.update()
+@refused("step 1: 0.weight was given a hook of its gradient", "before")
+def gradient_hook(step, model, optimizer):
+    model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
 
 
+@refused("the optimizer's rate was changed")
 def scheduler_made_before(run, model, optimizer):
     schedule = StepLR(optimizer, 1)
     for step in own(run):
@@ -319,13 +293,12 @@ def scheduler_made_before(run, model, optimizer):
             schedule.step()  # <-
 
 
-def other_form(run, model, optimizer):
-    def after(step):
-        optimizer.param_groups[0]["amsgrad"] = True  # <-
-
-    whole(run, model, after)
+@refused("amsgrad of a group of the optimizer was changed", "after")
+def other_form(step, model, optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True  # <-
 
 
+@refused("step 1: a group that was taken from the optimizer before run.place")
 def old_group_changed(run, model, optimizer):
     group = run.old_group
     for step in own(run):
@@ -335,6 +308,7 @@ def old_group_changed(run, model, optimizer):
         step.update()  # <-
 
 
+@refused("step 1: the placed model is called between two micro-batches: step.backward at ")
 def called_again(run, model, optimizer):
     for step in own(run):
         for batch in step:
@@ -343,6 +317,7 @@ def called_again(run, model, optimizer):
         step.update()
 
 
+@refused("the forward moves buffer 5.calls of Counting")
 def counter_in_the_forward(run, model, optimizer):
     for step in own(run):
         for batch in step:
@@ -350,6 +325,7 @@ def counter_in_the_forward(run, model, optimizer):
         step.update()
 
 
+@refused("the forward moves buffer 4.parametrizations.weight.0._u of _SpectralNorm")
 def spectral(run, model, optimizer):
     for step in own(run):
         for batch in step:
@@ -375,56 +351,13 @@ MODELS: dict[Loop, Callable[[], nn.Module]] = {
 }
 
 
+@refused("step 1: the loss depends on a parameter of shape [] that is not in the placed model")
 def parameter_outside(run, model, optimizer):
     scale = nn.Parameter(torch.ones(()))
     for step in own(run):
         for batch in step:
             step.backward(scale * loops.loss(model, batch))  # <-
         step.update()
-
-
-REFUSED: dict[Loop, str] = {
-    parameter_outside: "step 1: the loss depends on a parameter of shape [] that is not in the placed model",
-    counter_in_the_forward: "the forward moves buffer 5.calls of Counting",
-    spectral: "the forward moves buffer 4.parametrizations.weight.0._u of _SpectralNorm",
-    scaled_gradient: "step 1: a gradient of the placed model was written",
-    clipped_by_hand: "step 1: a gradient of the placed model was written",
-    clipped_by_value_of_the_optimizer: "step 1: a gradient of the placed model was written",
-    clamped_through_data: "step 1: a gradient of the placed model was written",
-    clipped_in_each_microbatch: "step 1: a gradient of the placed model was written",
-    gradient_set: "step 1: the gradient of 0.bias was set",
-    gradients_removed: "step 1: the gradient of 0.weight was removed",
-    zero_grad_of_the_optimizer: "optimizer.zero_grad() is not this loop's to call",
-    own_backward: "a backward that is not step.backward",
-    own_backward_later: "",
-    data_set: "0.weight was given other memory",
-    written_through_data: "0.weight was written",
-    weights_clipped: "0.weight was written",
-    old_parameters_written: "0.weight was written",
-    average_copied_in: "0.weight was written",
-    replaced: "0.weight was replaced",
-    replaced_before_the_first_forward: "0.weight was replaced",
-    replaced_within_a_step: "step 2: 0.weight was replaced",
-    layer_replaced: "step 1: 4 was replaced",
-    frozen_later: "step 2: 0.bias was frozen",
-    moved: " was ",
-    written_within_a_step: "step 1: 0.bias was written",
-    written_before_a_backward: "step 1: 4.bias was written",
-    statistics_reset: "a running statistic of BatchNorm was written",
-    statistics_written_within_a_step: "step 1: a running statistic of BatchNorm was written",
-    training_in_an_evaluation: "the model was put into training",
-    dropout_in_an_evaluation: "3 was put into training",
-    written_in_an_evaluation: "0.weight was written",
-    another_mode_in_a_microbatch: "step 1: the model was put into evaluation",
-    step_hook: "optimizer.register_step_pre_hook() is not this loop's to call",
-    group_added: "optimizer.add_param_group() is not this loop's to call",
-    state_loaded: "optimizer.load_state_dict() is not this loop's to call",
-    gradient_hook: "step 1: 0.weight was given a hook of its gradient",
-    scheduler_made_before: "the optimizer's rate was changed",
-    other_form: "amsgrad of a group of the optimizer was changed",
-    old_group_changed: "step 1: a group that was taken from the optimizer before run.place",
-    called_again: "step 1: the placed model is called between two micro-batches: step.backward at ",
-}
 
 
 # What is not refused gives one hash on all placements.
@@ -517,7 +450,10 @@ def ended(world: World, strategy: str, name: str) -> str:
     run.old_group = optimizer.param_groups[0]
     model, optimizer = run.place(model, optimizer, strategy)
     try:
-        loop(run, model, optimizer)
+        if at := AT.get(loop):
+            whole(run, model, **{at: lambda step: loop(step, model, optimizer)})
+        else:
+            loop(run, model, optimizer)
         return str(run.fingerprint())
     except UsageError as error:
         return str(error)
@@ -612,9 +548,16 @@ def test_ranks_that_call_a_model_differently_end_where_calls_exchange_parts_of_i
 
 
 def named(text: str, loop: Loop) -> bool:
-    """Return whether a message names the marked line of a loop: alone, or between two lines of which it is."""
-    lines, first = inspect.getsourcelines(loop)
-    [marked] = [first + number for number, line in enumerate(lines) if line.rstrip().endswith("# <-")]
+    """Return whether a message names the marked line of a loop: alone, or between two lines of which it is.
+
+    Where `whole` does it, that may be the line that does.
+    """
+    marks = [(loop, "  # <-"), *([(whole, f"{AT[loop]}(step)")] if AT[loop] else [])]
+    return any(_named(text, *inspect.getsourcelines(function), mark) for function, mark in marks)
+
+
+def _named(text: str, lines: list[str], first: int, mark: str) -> bool:
+    [marked] = [first + number for number, line in enumerate(lines) if line.rstrip().endswith(mark)]
     if found := re.search(r"between \S+:(\d+) and \S+:(\d+)\)", text):
         begin, end = map(int, found.groups())
         return begin <= marked <= end or not begin <= end  # or around the end of a loop
