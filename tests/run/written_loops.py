@@ -1,4 +1,4 @@
-"""Training loops as people write them, ported whole: alike on all placements, or refused with their line.
+"""Training loops as people write them, whole or by their loss: alike on all placements, or refused with their line.
 
 A loop is given a run that has been joined. The line that a refusal has to name ends in `# <-`; where a message names
 the two lines that the code was between, it lies between them.
@@ -80,6 +80,15 @@ def placed(run: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
 
 def summed(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="sum", **options)
+
+
+def trained(run: Any, model: nn.Module, loss: Callable[[Any, Any, Any], Tensor]) -> None:
+    """Train by steps that are as they should be, by a loss of the model, inputs and targets."""
+    model, _ = placed(run, model)
+    for step in steps(run):
+        for x, y in step:
+            step.backward(loss(model, x, y))
+        step.update()
 
 
 # The usual loop of PyTorch, and what is left of it by mistake.
@@ -181,11 +190,7 @@ def accumulation_ported(run):
 def accumulation_by_a_product(run):
     """What cannot be told from a factor of one's own, and is warned of."""
     accumulate = 4
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y) * (1 / accumulate))
-        step.update()
+    trained(run, net(), lambda model, x, y: summed(model(x), y) * (1 / accumulate))
 
 
 @refused("step 1: left after 1 of its ")
@@ -528,25 +533,25 @@ def byol(run):
 @alike
 def simsiam(run):
     """A gradient that is stopped."""
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)))
-    for step in steps(run):
-        for x, _ in step:
-            one, other = model(x), model(x + 0.1 * torch.randn_like(x))
-            step.backward(-F.cosine_similarity(one, other.detach()).sum())
-        step.update()
+
+    def loss(model, x, _):
+        one, other = model(x), model(x + 0.1 * torch.randn_like(x))
+        return -F.cosine_similarity(one, other.detach()).sum()
+
+    trained(run, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), loss)
 
 
 @alike
 def info_nce(run):
     """SimCLR's loss within a micro-batch, which has its own negatives."""
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)))
-    for step in steps(run):
-        for x, _ in step:
-            one, other = (F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
-            logits = one @ other.T / 0.2
-            labels = torch.arange(len(x))
-            step.backward((summed(logits, labels) + summed(logits.T, labels)) / 2)
-        step.update()
+
+    def loss(model, x, _):
+        one, other = (F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
+        logits = one @ other.T / 0.2
+        labels = torch.arange(len(x))
+        return (summed(logits, labels) + summed(logits.T, labels)) / 2
+
+    trained(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)), loss)
 
 
 @refused("the loss is a mean")
@@ -562,50 +567,50 @@ def info_nce_mean(run):
 @alike
 def barlow_twins(run):
     """Normalised by the micro-batch, which is a function of it alone."""
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
-    for step in steps(run):
-        for x, _ in step:
-            one, other = (model(x + 0.1 * torch.randn_like(x)) for _ in range(2))
-            cross = (one - one.mean(0)).T @ (other - other.mean(0)) / len(x)
-            on, off = torch.diagonal(cross), cross - torch.diag(torch.diagonal(cross))
-            step.backward(len(x) * ((on - 1).square().sum() + 0.005 * off.square().sum()))
-        step.update()
+
+    def loss(model, x, _):
+        one, other = (model(x + 0.1 * torch.randn_like(x)) for _ in range(2))
+        cross = (one - one.mean(0)).T @ (other - other.mean(0)) / len(x)
+        on, off = torch.diagonal(cross), cross - torch.diag(torch.diagonal(cross))
+        return len(x) * ((on - 1).square().sum() + 0.005 * off.square().sum())
+
+    trained(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)), loss)
 
 
 @alike
 def triplet(run):
-    model, _ = placed(run, nn.Linear(6, 4))
-    for step in steps(run):
-        for x, _ in step:
-            anchor, positive, negative = model(x), model(x + 0.1 * torch.randn_like(x)), model(x.flip(0))
-            step.backward(F.triplet_margin_loss(anchor, positive, negative, reduction="sum"))
-        step.update()
+
+    def loss(model, x, _):
+        anchor, positive, negative = model(x), model(x + 0.1 * torch.randn_like(x)), model(x.flip(0))
+        return F.triplet_margin_loss(anchor, positive, negative, reduction="sum")
+
+    trained(run, nn.Linear(6, 4), loss)
 
 
 @alike
 def distillation(run):
     """A teacher that is frozen, and a temperature."""
     teacher = net().eval().requires_grad_(False)
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            outputs, soft = model(x), teacher(x).div(4.0).softmax(1)
-            kept = F.kl_div(outputs.div(4.0).log_softmax(1), soft, reduction="sum") * 16.0
-            step.backward(0.3 * summed(outputs, y) + 0.7 * kept)
-        step.update()
+
+    def loss(model, x, y):
+        outputs, soft = model(x), teacher(x).div(4.0).softmax(1)
+        kept = F.kl_div(outputs.div(4.0).log_softmax(1), soft, reduction="sum") * 16.0
+        return 0.3 * summed(outputs, y) + 0.7 * kept
+
+    trained(run, net(), loss)
 
 
 @alike
 def distillation_without_freezing(run):
     """A teacher in evaluation under no_grad, whose parameters still want gradients that they cannot get."""
     teacher = net().eval()
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            with torch.no_grad():
-                soft = 0.5 * teacher(x).softmax(1) + 0.5 * F.one_hot(y, 3)
-            step.backward(summed(model(x), soft))
-        step.update()
+
+    def loss(model, x, y):
+        with torch.no_grad():
+            soft = 0.5 * teacher(x).softmax(1) + 0.5 * F.one_hot(y, 3)
+        return summed(model(x), soft)
+
+    trained(run, net(), loss)
 
 
 @refused("the loss is divided by 3, the number of samples of the micro-batch")
@@ -649,35 +654,31 @@ def mixup(run):
 @alike
 def mixup_by_numpy(run):
     """As its authors wrote it: the share comes from NumPy's global generator."""
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            share, other = np.random.beta(0.2, 0.2), torch.from_numpy(np.random.permutation(len(x)))
-            outputs = model(share * x + (1 - share) * x[other])
-            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y[other]))
-        step.update()
+
+    def loss(model, x, y):
+        share, other = np.random.beta(0.2, 0.2), torch.from_numpy(np.random.permutation(len(x)))
+        outputs = model(share * x + (1 - share) * x[other])
+        return share * summed(outputs, y) + (1 - share) * summed(outputs, y[other])
+
+    trained(run, net(), loss)
 
 
 @alike
 def cutmix(run):
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            width, other = int(torch.randint(1, 6, ())), torch.randperm(len(x))
-            x = torch.cat([x[:, :width], x[other, width:]], 1)
-            share = width / 6
-            outputs = model(x)
-            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y[other]))
-        step.update()
+
+    def loss(model, x, y):
+        width, other = int(torch.randint(1, 6, ())), torch.randperm(len(x))
+        x = torch.cat([x[:, :width], x[other, width:]], 1)
+        share = width / 6
+        outputs = model(x)
+        return share * summed(outputs, y) + (1 - share) * summed(outputs, y[other])
+
+    trained(run, net(), loss)
 
 
 @alike
 def label_smoothing(run):
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y, label_smoothing=0.1))
-        step.update()
+    trained(run, net(), lambda model, x, y: summed(model(x), y, label_smoothing=0.1))
 
 
 @refused("a part of the loss is a mean")
@@ -692,11 +693,7 @@ def label_smoothing_mean(run):
 @alike
 def class_weights(run):
     weights = torch.tensor([0.2, 0.3, 0.5])
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y, weight=weights))
-        step.update()
+    trained(run, net(), lambda model, x, y: summed(model(x), y, weight=weights))
 
 
 @refused("the loss is a mean")
@@ -711,24 +708,24 @@ def class_weights_mean(run):
 
 @alike
 def focal_loss(run):
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            each = F.cross_entropy(model(x), y, reduction="none")
-            step.backward(((1 - torch.exp(-each)) ** 2 * each).sum())
-        step.update()
+
+    def loss(model, x, y):
+        each = F.cross_entropy(model(x), y, reduction="none")
+        return ((1 - torch.exp(-each)) ** 2 * each).sum()
+
+    trained(run, net(), loss)
 
 
 @alike
 def r_drop(run):
     """Two forwards of a batch, with other masks of dropout."""
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            one, other = model(x).log_softmax(1), model(x).log_softmax(1)
-            apart = sum(F.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((one, other), (other, one)))
-            step.backward(F.nll_loss(one, y, reduction="sum") + F.nll_loss(other, y, reduction="sum") + apart)
-        step.update()
+
+    def loss(model, x, y):
+        one, other = model(x).log_softmax(1), model(x).log_softmax(1)
+        apart = sum(F.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((one, other), (other, one)))
+        return F.nll_loss(one, y, reduction="sum") + F.nll_loss(other, y, reduction="sum") + apart
+
+    trained(run, net(), loss)
 
 
 class Residual(nn.Module):
@@ -754,21 +751,13 @@ def drawn_by_torch() -> float:
 
 @alike
 def layer_drop(run):
-    model, _ = placed(run, Residual(drawn_by_torch))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    trained(run, Residual(drawn_by_torch), lambda model, x, y: summed(model(x), y))
 
 
 @alike
 def layer_drop_by_numpy(run):
     """As fairseq writes it: np.random.uniform in the forward."""
-    model, _ = placed(run, Residual(np.random.uniform))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    trained(run, Residual(np.random.uniform), lambda model, x, y: summed(model(x), y))
 
 
 @alike
@@ -780,11 +769,7 @@ def stochastic_depth(run):
             keep = (torch.rand(len(x), 1) < 0.8).float() / 0.8
             return x + keep * super().forward(x).relu()
 
-    model, _ = placed(run, nn.Sequential(Block(6, 6), Block(6, 6), nn.Linear(6, 3)))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    trained(run, nn.Sequential(Block(6, 6), Block(6, 6), nn.Linear(6, 3)), lambda model, x, y: summed(model(x), y))
 
 
 @alike
@@ -800,13 +785,13 @@ def dropout_scheduled(run):
 @alike
 def penalties(run):
     """The entropy of the outputs, and noise in the inputs."""
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            outputs = model(x + 0.05 * torch.randn_like(x))
-            entropy = -(outputs.softmax(1) * outputs.log_softmax(1)).sum()
-            step.backward(summed(outputs, y) - 0.1 * entropy)
-        step.update()
+
+    def loss(model, x, y):
+        outputs = model(x + 0.05 * torch.randn_like(x))
+        entropy = -(outputs.softmax(1) * outputs.log_softmax(1)).sum()
+        return summed(outputs, y) - 0.1 * entropy
+
+    trained(run, net(), loss)
 
 
 @refused_in_rows("a backward that is not step.backward goes through the placed model, whose weights are in rows")
@@ -832,24 +817,23 @@ def vae(run):
             mu, logvar = self.encoder(x).chunk(2, 1)
             return self.decoder(mu + torch.randn_like(mu) * (0.5 * logvar).exp()), mu, logvar
 
-    model, _ = placed(run, Vae())
-    for step in steps(run):
-        for x, _ in step:
-            found, mu, logvar = model(x)
-            kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum()
-            step.backward(F.mse_loss(found, x, reduction="sum") + kl)
-        step.update()
+    def loss(model, x, _):
+        found, mu, logvar = model(x)
+        kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum()
+        return F.mse_loss(found, x, reduction="sum") + kl
+
+    trained(run, Vae(), loss)
 
 
 @alike
 def masked_autoencoder(run):
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)))
-    for step in steps(run):
-        for x, _ in step:
-            mask = (torch.rand_like(x) < 0.5).float()
-            error = (model(x * (1 - mask)) - x).square().mean(-1, keepdim=True)
-            step.backward((error * mask).sum())
-        step.update()
+
+    def loss(model, x, _):
+        mask = (torch.rand_like(x) < 0.5).float()
+        error = (model(x * (1 - mask)) - x).square().mean(-1, keepdim=True)
+        return (error * mask).sum()
+
+    trained(run, nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), loss)
 
 
 @refused("the loss is divided by 12, as many as were added up")
@@ -1081,13 +1065,13 @@ def gradient_noise(run):
 
 @alike
 def autocast(run):
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                outputs = model(x)
-            step.backward(summed(outputs.float(), y))
-        step.update()
+
+    def loss(model, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(x)
+        return summed(outputs.float(), y)
+
+    trained(run, net(), loss)
 
 
 @alike
@@ -1103,11 +1087,7 @@ def recomputed(run):
             found: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
             return found
 
-    model, _ = placed(run, Recomputed())
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    trained(run, Recomputed(), lambda model, x, y: summed(model(x), y))
 
 
 # Schedules.
@@ -1286,11 +1266,7 @@ def learned_weights_inside(run):
             losses = torch.stack([summed(outputs, y), outputs.square().sum()])
             return (torch.exp(-self.uncertainty) * losses + len(x) * self.uncertainty).sum()
 
-    model, _ = placed(run, Weighted())
-    for step in steps(run):
-        for x, y in step:
-            step.backward(model(x, y))
-        step.update()
+    trained(run, Weighted(), lambda model, x, y: model(x, y))
 
 
 class Records(Dataset[dict[str, Any]]):
@@ -1333,12 +1309,11 @@ def deep_supervision(run):
                 found.append(head(x))
             return found
 
-    model, _ = placed(run, Heads())
-    for step in steps(run):
-        for x, y in step:
-            parts = zip((0.3, 0.3, 1.0), model(x), strict=True)
-            step.backward(sum(weight * summed(outputs, y) for weight, outputs in parts))
-        step.update()
+    def loss(model, x, y):
+        parts = zip((0.3, 0.3, 1.0), model(x), strict=True)
+        return sum(weight * summed(outputs, y) for weight, outputs in parts)
+
+    trained(run, Heads(), loss)
 
 
 @alike
@@ -1405,13 +1380,13 @@ def gradient_hook_afterwards(run):
 @alike
 def activation_hook(run):
     """A gradient that is clipped on its way through the activations."""
-    model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            outputs = model(x)
-            outputs.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-            step.backward(summed(outputs, y))
-        step.update()
+
+    def loss(model, x, y):
+        outputs = model(x)
+        outputs.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return summed(outputs, y)
+
+    trained(run, net(), loss)
 
 
 @alike
@@ -1457,12 +1432,11 @@ def gradient_reversal(run):
             hidden = self.body(x).relu()
             return self.head(hidden), self.domain(Reversed.apply(hidden))
 
-    model, _ = placed(run, Adapted())
-    for step in steps(run):
-        for x, y in step:
-            outputs, domain = model(x)
-            step.backward(summed(outputs, y) + summed(domain, y.clamp(max=1)))
-        step.update()
+    def loss(model, x, y):
+        outputs, domain = model(x)
+        return summed(outputs, y) + summed(domain, y.clamp(max=1))
+
+    trained(run, Adapted(), loss)
 
 
 @alike
@@ -1518,11 +1492,7 @@ def drawn_between(run):
 
 @alike
 def layer_drop_by_python(run):
-    model, _ = placed(run, Residual(random.random))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    trained(run, Residual(random.random), lambda model, x, y: summed(model(x), y))
 
 
 @refused_in_rows("weights that are in rows are read within the step")
@@ -1552,12 +1522,11 @@ def weight_penalty_in_the_forward(run):
             self.penalty = self.weight.square().sum() + self.bias.abs().sum()
             return super().forward(x)
 
-    model, _ = placed(run, Penalised())
-    for step in steps(run):
-        for x, y in step:
-            outputs, penalty = model(x)
-            step.backward(summed(outputs, y) + 1e-3 * len(x) * penalty)
-        step.update()
+    def loss(model, x, y):
+        outputs, penalty = model(x)
+        return summed(outputs, y) + 1e-3 * len(x) * penalty
+
+    trained(run, Penalised(), loss)
 
 
 @refused_in_rows("the loss depends on the rows of 0.weight that this process has")
