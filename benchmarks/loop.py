@@ -37,7 +37,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.ranks.external import alone
 from lockstep.ranks.signals import StopRequest
-from lockstep.run.ambient import AMBIENT, Ambient
+from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
@@ -174,7 +174,7 @@ def _lockstep(steps: int, world: World) -> Turn:
 
 def _own_loop(steps: int, _: World) -> Turn:
     """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
-    AMBIENT.set(Ambient(alone()))
+    WORKER_CONTEXT.set(WorkerContext(alone()))
     with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
         run = lockstep.join(seed=0)
     model, _optimizer = run.place(*_learner())

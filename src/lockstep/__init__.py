@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, VerificationError
     from lockstep.run.background import evaluate, train
     from lockstep.run.joined import join
-    from lockstep.run.plain import load
+    from lockstep.run.load import load
     from lockstep.verification.own_loop import verify
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ _PLACES = {
     "evaluate": "run.background",
     "compare": "comparison.drive",
     "verify": "verification.own_loop",
-    "load": "run.plain",
+    "load": "run.load",
     "Recipe": "config.recipe",
     "Placement": "config.placement",
     "LockstepError": "errors",

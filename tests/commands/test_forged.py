@@ -21,10 +21,10 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
 from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import engine_state
+from lockstep.run.data_facts import model_facts
 from lockstep.run.engine import start_engine
-from lockstep.run.facts import seen_by_model
 from lockstep.run.resolved import resolve
-from lockstep.run.resume import resumed
+from lockstep.run.resume import resume_state
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
 from lockstep.training.loop import Progress
@@ -73,7 +73,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
         "engine": state.scalars,
         "recipe": comparable(values(loaded.config.recipe)),
         "numerics": {"torch": "2", "threads": 1},
-        "data": seen_by_model(ready),
+        "data": model_facts(ready),
         "source": dict(ready.source),
     }
     snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept)
@@ -96,7 +96,7 @@ def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:
     """Do what a start does in a folder with this checkpoint."""
     found = store.newest(path.parent)
     assert found is not None
-    state = resumed(found.path, found.snapshot, ready)
+    state = resume_state(found.path, found.snapshot, ready)
     training, _ = engine(ready, loaded)
     training.load(engine_state(found.snapshot))
     return everything(training, state.progress)
@@ -120,7 +120,7 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     ready = setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
     found = store.read(path)
-    state = resumed(path, found, ready)
+    state = resume_state(path, found, ready)
     assert state.progress.step == 3
     assert resume(path, ready, loaded)[1] == store.weights_sha256(found.optimizer)
 

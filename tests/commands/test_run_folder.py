@@ -9,7 +9,7 @@ import torch
 from lockstep.config.load import Loaded, load, load_text, to_yaml
 from lockstep.errors import UsageError
 from lockstep.run import folder as run_folder
-from lockstep.run.finished import finished
+from lockstep.run.completed import completion_notice
 from lockstep.training.checkpoint import store
 
 DONE = {"event": "done", "step": 23, "weights_sha256": "0f" * 32}
@@ -49,7 +49,7 @@ def run(folder: Path, *events: object, overrides: tuple[str, ...] = ()) -> Loade
 
 
 def test_a_run_that_is_done_says_so_with_its_hash(tmp_path: Path) -> None:
-    assert finished(run(tmp_path, {"event": "started"}, DONE)).splitlines() == [
+    assert completion_notice(run(tmp_path, {"event": "started"}, DONE)).splitlines() == [
         f"{tmp_path}: already done, 23 steps; to train again choose another run.dir",
         f"weights sha256 {'0f' * 32}",
     ]
@@ -66,16 +66,16 @@ def test_a_run_that_is_done_says_so_with_its_hash(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_say_so_is_not_done(tmp_path: Path, events: tuple[object, ...]) -> None:
-    assert finished(run(tmp_path, *events)) == ""
+    assert completion_notice(run(tmp_path, *events)) == ""
 
 
 def test_another_recipe_and_another_wish_are_not_done(tmp_path: Path) -> None:
     run(tmp_path, DONE)
-    assert finished(load("digits", [f"run.dir={tmp_path}", "recipe.data.root=/elsewhere"]))
-    assert not finished(load("digits", [f"run.dir={tmp_path}", "recipe.seed=1"]))
-    assert not finished(load("digits", [f"run.dir={tmp_path}", "run.resume=never"]))
+    assert completion_notice(load("digits", [f"run.dir={tmp_path}", "recipe.data.root=/elsewhere"]))
+    assert not completion_notice(load("digits", [f"run.dir={tmp_path}", "recipe.seed=1"]))
+    assert not completion_notice(load("digits", [f"run.dir={tmp_path}", "run.resume=never"]))
     (tmp_path / "config.yaml").write_text("recipe: 1", encoding="utf-8")
-    assert not finished(load("digits", [f"run.dir={tmp_path}"]))
+    assert not completion_notice(load("digits", [f"run.dir={tmp_path}"]))
 
 
 def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken(tmp_path: Path) -> None:

@@ -156,9 +156,9 @@ def test_a_secret_is_read_where_the_sink_opens_and_kept_nowhere(
 ) -> None:
     loaded = load("digits", ["run.sinks=[{name: 'sinks_of_mine:Sink', uri: 'http://me:${PW}@host', to: ['${PW}', 1]}]"])
     with pytest.raises(UsageError, match="sink sinks_of_mine:Sink: the environment variable PW is not set"):
-        sinks._opened(loaded.config.run.sinks[0], {}, tmp_path)
+        sinks._open_sink(loaded.config.run.sinks[0], {}, tmp_path)
     monkeypatch.setenv("PW", "hidden")
-    sinks._opened(loaded.config.run.sinks[0], {}, tmp_path)
+    sinks._open_sink(loaded.config.run.sinks[0], {}, tmp_path)
     mine.Sink.assert_called_once_with(tmp_path, uri="http://me:hidden@host", to=["hidden", 1])
     kept = to_yaml(loaded)
     assert "hidden" not in kept

@@ -21,7 +21,7 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import End, cause, run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
-from lockstep.run.folder import Start
+from lockstep.run.folder import RunStart
 from lockstep.run.resolved import resolve
 
 
@@ -152,6 +152,6 @@ def test_a_loopback_interface_that_is_down_is_named_at_once(monkeypatch):
 
 
 def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():
-    start = Start(Path("run"), None)
+    start = RunStart(Path("run"), None)
     sent = partial(training.run_rank, resolve(load("digits")), start, None)
     assert pickle.loads(pickle.dumps(sent)).args[1] == start  # noqa: S301

@@ -8,7 +8,7 @@ import torch
 from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.run.build import setup
-from lockstep.run.checks import check_kernels, check_placement, refused_on_cuda
+from lockstep.run.checks import check_kernels, check_placement, cuda_refusals
 from lockstep.run.resolved import resolve
 
 MODEL = """
@@ -46,7 +46,7 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
 def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", []).config
     ready = setup(config.recipe)
-    assert refused_on_cuda(ready) == []
+    assert cuda_refusals(ready) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):

@@ -9,7 +9,7 @@ import torch
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable, load
 from lockstep.errors import UsageError
-from lockstep.run.first_weights import described, opened
+from lockstep.run.first_weights import load_first_weights, weights_record
 from lockstep.training.checkpoint import store
 
 TENSORS = {"weight": torch.arange(4.0), "bias": torch.ones(2)}
@@ -29,22 +29,22 @@ def loaded(*overrides: str) -> Loaded:
 
 
 def test_what_they_are_becomes_part_of_the_recipe_and_where_they_lie_does_not() -> None:
-    found, first = opened(loaded("recipe.model.weights=file.safetensors"))
+    found, first = load_first_weights(loaded("recipe.model.weights=file.safetensors"))
     weights = found.config.recipe.model.weights
     assert weights is not None
     assert (weights.sha256, weights.path) == (SHA256, "file.safetensors")
     assert first is not None
     assert first.tensors.keys() == TENSORS.keys()
     Path("file.safetensors").rename("moved.safetensors")
-    moved, _ = opened(loaded("recipe.model.weights=moved.safetensors"))
+    moved, _ = load_first_weights(loaded("recipe.model.weights=moved.safetensors"))
     assert comparable(values(moved.config.recipe)) == comparable(values(found.config.recipe))
-    assert described(found.config.recipe, None, None) == {"sha256": SHA256}
+    assert weights_record(found.config.recipe, None, None) == {"sha256": SHA256}
 
 
 def test_without_any_nothing_is_opened() -> None:
     plain = loaded()
-    assert opened(plain) == (plain, None)
-    assert described(plain.config.recipe, None, None) == {}
+    assert load_first_weights(plain) == (plain, None)
+    assert weights_record(plain.config.recipe, None, None) == {}
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_without_any_nothing_is_opened() -> None:
 )
 def test_mistakes_are_told(words: list[str], text: str) -> None:
     with pytest.raises(UsageError) as error:
-        opened(loaded(*words))
+        load_first_weights(loaded(*words))
     assert text in str(error.value)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.ranks.external import alone
-from lockstep.run.ambient import AMBIENT, Ambient
+from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _settings_left_as_found() -> Iterator[None]:
 @contextmanager
 def joined(folder: Path | None = None) -> Iterator[Any]:
     """Join as a function does that Lockstep started, which leaves hooks of the interpreter alone."""
-    token = AMBIENT.set(Ambient(alone(), folder=folder))
+    token = WORKER_CONTEXT.set(WorkerContext(alone(), folder=folder))
     run = lockstep.join(seed=0, dir=folder)
     try:
         yield run
@@ -39,7 +39,7 @@ def joined(folder: Path | None = None) -> Iterator[Any]:
         run.close(error)
         raise
     finally:
-        AMBIENT.reset(token)
+        WORKER_CONTEXT.reset(token)
 
 
 def steps(run: Any, model: nn.Module, epochs: int = 1, before: int = 0) -> list[int]:

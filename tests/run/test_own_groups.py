@@ -24,7 +24,7 @@ def test_numbers_are_handed_on_and_nothing_else_is_touched():
     optimizer, of_engine, groups = made()
     assert optimizer.param_groups[1]["lr_scale"] == 10.0
     groups.take(of_engine, 1)
-    assert groups.changed() == [{}, {}]
+    assert groups.changes() == [{}, {}]
     first, second = optimizer.param_groups
     first["weight_decay"], first["betas"], first["lr_scale"] = 0.25, (0.5, 0.75), 0.0
     second.update(eps=1e-3)
@@ -38,7 +38,7 @@ def test_what_was_changed_is_taken_over_from_a_file():
     optimizer, of_engine, groups = made()
     optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.5, 0.75))
     groups.take(of_engine, 1)
-    kept = json.loads(json.dumps(groups.changed()))
+    kept = json.loads(json.dumps(groups.changes()))
     other, of_other, later = made()
     assert later.digest(0.1) != groups.digest(0.1) != groups.digest(0.2)
     later.load(kept, of_other)

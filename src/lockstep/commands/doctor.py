@@ -198,10 +198,10 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     from lockstep.checkup.cards import look_at_cards, of_gpus
     from lockstep.config.load import load, split
     from lockstep.run.build import setup
-    from lockstep.run.checks import refused_on_cuda
+    from lockstep.run.checks import cuda_refusals
 
     recipe = load(*split(words)).config.recipe if words else None
-    refused = None if recipe is None else [str(each) for each in refused_on_cuda(setup(recipe))]
+    refused = None if recipe is None else [str(each) for each in cuda_refusals(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
     began, found = time.monotonic(), look_at_cards()
     report = _show_here("cards", as_json, began, of_gpus(found, precision, refused), asdict(found))

@@ -13,7 +13,7 @@ from lockstep.launchers import launched_rank
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
-    from lockstep.run.evaluation import Found
+    from lockstep.run.evaluation import EvaluationResult
 
 
 @click.command("eval")
@@ -31,7 +31,13 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """
     info = launched_rank()  # before the imports below, which take seconds
 
-    from lockstep.run.evaluation import Asked, evaluate_here, evaluate_weights, opened_as_rank, weights_as_rank
+    from lockstep.run.evaluation import (
+        EvaluationRequest,
+        evaluate_here,
+        evaluate_weights,
+        evaluation_as_rank,
+        weights_as_rank,
+    )
     from lockstep.run.start import as_launched
 
     if not words and cfg is None:
@@ -41,10 +47,10 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
         if info is None:
             raise SystemExit(evaluate_weights(loaded, _tell))
         raise SystemExit(as_launched(info, words, lambda: weights_as_rank(loaded, _tell)))
-    asked = Asked(words[0], words[1:], trust)
+    asked = EvaluationRequest(words[0], words[1:], trust)
     if info is None:
         raise SystemExit(evaluate_here(asked, _tell))
-    raise SystemExit(as_launched(info, words[1:], lambda: opened_as_rank(asked, info, _tell)))
+    raise SystemExit(as_launched(info, words[1:], lambda: evaluation_as_rank(asked, info, _tell)))
 
 
 def _is_recipe(word: str) -> bool:
@@ -55,12 +61,12 @@ def _is_recipe(word: str) -> bool:
 
 def _loaded(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:
     from lockstep.config.load import load
-    from lockstep.run.imported import imported
+    from lockstep.run.recipe_import import import_recipe
 
-    return load(words[0], words[1:]) if cfg is None else imported(cfg, words, None, world_size).loaded()
+    return load(words[0], words[1:]) if cfg is None else import_recipe(cfg, words, None, world_size).loaded()
 
 
-def _tell(found: Found) -> None:
+def _tell(found: EvaluationResult) -> None:
     from lockstep.reporting import wording
 
     after = f", after step {found.event.step}" if found.event.step else ""

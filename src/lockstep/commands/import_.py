@@ -19,9 +19,9 @@ def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
     machine has, if left out. Accelerate and the Trainer have no model and data in their files: add them to what is
     printed, or behind it.
     """
-    from lockstep.run.imported import imported
+    from lockstep.run.recipe_import import import_recipe
 
-    found = imported(file, words, gpus)
+    found = import_recipe(file, words, gpus)
     if not found.missing:
         found.loaded()  # what is wrong with it is reported here, not by its first training
     click.echo(found.to_yaml(), nl=False)

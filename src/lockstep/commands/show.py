@@ -46,9 +46,9 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     placement = loaded.config.placement
     click.echo(f"{'exchange':<15}{exchange_in_words(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
-        from lockstep.run.foreign import handed_over_by  # it imports torch
+        from lockstep.run.external_engine import engine_files_of  # it imports torch
 
-        for name, text in handed_over_by(loaded).items():
+        for name, text in engine_files_of(loaded).items():
             click.echo(f"\n{name}\n{text}", nl=False)
 
 

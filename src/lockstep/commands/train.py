@@ -44,10 +44,10 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
 
 def _alone(read: Callable[[], Loaded]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
-    from lockstep.run.finished import finished
+    from lockstep.run.completed import completion_notice
 
     loaded = _continued(read())
-    if done := finished(loaded):
+    if done := completion_notice(loaded):
         click.echo(printable(done))
         return EXIT_DONE
     from lockstep.run.training import train_here  # only now: torch takes seconds
@@ -57,9 +57,9 @@ def _alone(read: Callable[[], Loaded]) -> int:
 
 def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -> int:
     from lockstep.run.start import as_launched
-    from lockstep.run.training import opened_as_rank
+    from lockstep.run.training import training_as_rank
 
-    return as_launched(info, words, lambda: opened_as_rank(_continued(read(), say=info.rank == 0), info))
+    return as_launched(info, words, lambda: training_as_rank(_continued(read(), say=info.rank == 0), info))
 
 
 def _loaded(words: tuple[str, ...]) -> Loaded:
@@ -69,15 +69,15 @@ def _loaded(words: tuple[str, ...]) -> Loaded:
 
 
 def _imported(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
-    from lockstep.run.imported import imported
+    from lockstep.run.recipe_import import import_recipe
 
-    return imported(file, words, gpus, world_size).loaded()
+    return import_recipe(file, words, gpus, world_size).loaded()
 
 
 def _continued(loaded: Loaded, say: bool = True) -> Loaded:
-    from lockstep.run.continued import continued
+    from lockstep.run.migrate import keep_old_defaults
 
-    loaded = continued(loaded)
+    loaded = keep_old_defaults(loaded)
     for note in loaded.notes if say else ():
         click.echo(printable(f"note: {note}"), err=True)
     return loaded

@@ -17,7 +17,7 @@ from lockstep.errors import LockstepError
 from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import History, history
 from lockstep.run.background import as_words, train_in_background
-from lockstep.run.finished import finished
+from lockstep.run.completed import completion_notice
 from lockstep.run.runs import machine_of
 from lockstep.training.events import Event, Started, Stepped, Stopped
 
@@ -77,7 +77,7 @@ def run_all(plans: Sequence[Planned], show: Show) -> Comparison:
 
 
 def _begun(plan: Planned) -> Row:
-    if not finished(plan.loaded):
+    if not completion_notice(plan.loaded):
         return plan.row
     return replace(plan.row, state="done", history=_history(plan.row))
 

@@ -49,12 +49,12 @@ from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.computing import computing_device
 from lockstep.run.examples import transforms_of
-from lockstep.run.first_weights import opened
+from lockstep.run.first_weights import load_first_weights
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
+from lockstep.run.stall_detection import stall_detector
 from lockstep.run.training import on_ranks_of
-from lockstep.run.watching import watched
 from lockstep.training.checkpoint.store import weights_sha256
 from lockstep.training.evaluate import batch_sums, figures_of
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
@@ -91,7 +91,7 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
     torch.set_num_threads(1)  # see run/start.py
     resolved, ready = _ready(loaded)
     claim = run_folder.claim(loaded)
-    with claim.held():
+    with claim.hold():
         if claim.done:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
@@ -101,7 +101,7 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
 
 def _ready(loaded: Loaded) -> tuple[Resolved, Setup]:
     with with_places(loaded):
-        loaded, first = opened(loaded)
+        loaded, first = load_first_weights(loaded)
         resolved = resolve(loaded)
         ready = setup(resolved.recipe, first)
         check_naive(resolved.recipe, ready, resolved.processes)
@@ -113,7 +113,7 @@ def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, 
         _, ready = _ready(resolved.loaded)
     recipe, placement, info = resolved.recipe, resolved.placement, rendezvous.info
     device = computing_device(placement, info, recipe.threads, recipe.precision)
-    with watched(rendezvous, placement, device):
+    with stall_detector(rendezvous, placement, device):
         world = open_world(rendezvous, device, placement.backend)
         script = NaiveDDP(ready, world, resolved.run.log_every)
         rendezvous.status = lambda: Status("training", script.step)

@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.run.background import Train
 from lockstep.run.build import Setup, setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
-from lockstep.run.first_weights import opened
+from lockstep.run.first_weights import load_first_weights
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import check_first, check_recipe
 from lockstep.run.runs import CONFIG
@@ -123,7 +123,7 @@ def plan_runs(asked: Asked) -> list[Planned]:
 def _ready(loaded: Loaded) -> Setup:
     """Check what all placements of a recipe have in common, and return what the recipe is made of."""
     with with_places(loaded):
-        loaded, first = opened(loaded)
+        loaded, first = load_first_weights(loaded)
         check_sinks(loaded.config.run)
         ready = setup(loaded.config.recipe, first)
         check_first(ready)

@@ -31,7 +31,7 @@ from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.adapters import tuning_of
 from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model
 from lockstep.run.computing import computing_device
-from lockstep.run.evaluation import Asked, opened
+from lockstep.run.evaluation import EvaluationRequest, open_checkpoint
 from lockstep.run.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -176,13 +176,13 @@ class Computing:
         return self._numerics.given_out(outputs)
 
 
-def open_saved(asked: Asked, weights: Weights | None = None) -> Saved:
+def open_saved(asked: EvaluationRequest, weights: Weights | None = None) -> Saved:
     """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
 
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
     none and they are asked for.
     """
-    found, loaded = opened(asked)
+    found, loaded = open_checkpoint(asked)
     state = saved_state.parsed(found.path, found.snapshot.state)
     recipe, average = loaded.config.recipe, found.snapshot.ema
     chosen: Weights = weights or ("model" if average is None else "ema")

@@ -17,8 +17,8 @@ from lockstep.core.batch import Batch, mapped
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved
+from lockstep.run.data_facts import check_facts
 from lockstep.run.examples import examples, transforms_of
-from lockstep.run.facts import check_facts
 from lockstep.tasks.base import Task
 from lockstep.training.evaluate import batch_sums, figures_of
 

@@ -1,4 +1,4 @@
-"""The adapters of a run in peft's own files, for whoever loads them with peft."""
+"""The adapters of a run in peft's own files, to be loaded with peft."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.reporting.sink import Sink
-from lockstep.run.evaluation import Asked, Found, evaluate_here
+from lockstep.run.evaluation import EvaluationRequest, EvaluationResult, evaluate_here
 from lockstep.run.training import train_here
 from lockstep.training.events import Evaluated, Event
 
@@ -76,7 +76,7 @@ def evaluate(
 
     Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
-    asked = Asked(str(run), tuple(as_words(overrides, processes)), trust)
+    asked = EvaluationRequest(str(run), tuple(as_words(overrides, processes)), trust)
     [message] = _messages(partial(_evaluate, asked))
     event = _event(message)
     assert isinstance(event, Evaluated)
@@ -95,7 +95,7 @@ def _event(message: Mapping[str, Any]) -> Event:
     return kind(**{name: value for name, value in message.items() if name != "name"})
 
 
-def _messages(body: Callable[[Pipe], int]) -> Generator[dict[str, Any]]:
+def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
     """Do `body` in a background process, and yield what it reports; raise what it fails of."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -133,7 +133,7 @@ def _raise(end: Mapping[str, Any]) -> None:
 
 @final
 @dataclass(frozen=True)
-class Pipe:
+class EventPipe:
     """The sink of the process that waits for events: a line of JSON each."""
 
     connection: Connection
@@ -146,12 +146,12 @@ class Pipe:
         """See Sink."""
 
 
-def _background(body: Callable[[Pipe], int], connection: Connection) -> None:
+def _background(body: Callable[[EventPipe], int], connection: Connection) -> None:
     """Be the background process: nothing is printed, what there is to say goes to the one that waits."""
     errors = io.StringIO()
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(errors):
         try:
-            code, text = body(Pipe(connection)), ""
+            code, text = body(EventPipe(connection)), ""
         except LockstepError as error:
             code, text = error.exit_code, str(error)
         except SystemExit as end:  # a signal came before there were workers
@@ -162,9 +162,9 @@ def _background(body: Callable[[Pipe], int], connection: Connection) -> None:
     sys.stdout.flush()
 
 
-def _evaluate(asked: Asked, pipe: Pipe) -> int:
+def _evaluate(asked: EvaluationRequest, pipe: EventPipe) -> int:
     return evaluate_here(asked, partial(_write, pipe))
 
 
-def _write(pipe: Pipe, found: Found) -> None:
+def _write(pipe: EventPipe, found: EvaluationResult) -> None:
     pipe.write(found.event, 0.0)

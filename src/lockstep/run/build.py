@@ -38,8 +38,8 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
-from lockstep.run.chunking import check_loss, in_chunks, rearranged
-from lockstep.run.examples import examples, few_samples, fewest_samples, repeated, transforms_of
+from lockstep.run.chunking import check_loss, chunk_layouts, in_chunks
+from lockstep.run.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
@@ -180,26 +180,26 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     check = partial(
         check_model,
         name=recipe.model.name,
-        evaluation=task.inputs(repeated(evaluation, 2)),
-        training=task.inputs(repeated(example, fewest_samples(recipe, steps))),
+        evaluation=task.inputs(repeat_samples(evaluation, 2)),
+        training=task.inputs(repeat_samples(example, fewest_samples(recipe, steps))),
         check=partial(_check_task, task, example),
     )
     summary = check(uncut)
     _check_batchnorm(recipe, summary)
-    chunked = rearranged(uncut, recipe.model)
+    chunked = chunk_layouts(uncut, recipe.model)
     build = in_chunks(uncut, recipe.model)
     if recipe.model.chunks > 1:
         check(build)
-    given = task.inputs(repeated(example, 2))
+    given = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
         if summary.batchnorm:
             raise UsageError(
                 f"recipe.model.sequence_chunks: {name} has BatchNorm, which would normalise over a chunk; leave the "
                 f"key out, or use another model"
             )
-        given = check_sequences(build, task, repeated(example, 2), recipe.model.sequence_chunks, name)
+        given = check_sequences(build, task, repeat_samples(example, 2), recipe.model.sequence_chunks, name)
     if dtype is not None:
-        inputs = task.inputs(repeated(evaluation, 2))
+        inputs = task.inputs(repeat_samples(evaluation, 2))
         check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)
     dims = sorted({len(form.shape) for form in summary.trained.values()})
     special = special_settings(recipe, [*summary.trained], build)
@@ -259,7 +259,7 @@ def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
 
 
 def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
-    batch = repeated(example, samples)
+    batch = repeat_samples(example, samples)
     task.check(outputs, batch)
     check_loss(task, outputs, batch)
 

@@ -80,26 +80,26 @@ class Checkpoints:
             }
             self._saved_at = rank.progress.step
             snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback)
-            return self._noted(self._saver.save(rank.progress, snapshot))
+            return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
     def has(self, step: int) -> bool:
         """Whether the last save was after this step."""
         return self._saved_at == step
 
-    def finished(self) -> list[Saved]:
+    def poll(self) -> list[Saved]:
         """Return the save that has ended since it was last asked for, if one has."""
-        return self._noted(self._saver.finished())
+        return self._record_sha256(self._saver.finished())
 
     def wait(self) -> list[Saved]:
         """Wait for a save that is under way, and return it."""
         with self._rank.during("saving"):
-            return self._noted(self._saver.wait())
+            return self._record_sha256(self._saver.wait())
 
     def close(self) -> None:
         """Leave, once nothing is under way."""
         self._saver.close()
 
-    def _noted(self, saves: list[Saved]) -> list[Saved]:
+    def _record_sha256(self, saves: list[Saved]) -> list[Saved]:
         for saved in saves:
             self.weights = saved.weights_sha256
         return saves

@@ -16,11 +16,11 @@ from lockstep.parallel.optimizer_trials import check_rows
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.run.build import Setup
 from lockstep.run.examples import examples
-from lockstep.run.foreign import placed_numerics
+from lockstep.run.external_engine import numerics_for
 from lockstep.run.optimizing import optimizer, with_each
 from lockstep.run.resolved import Resolved
 from lockstep.run.strategy import check_strategy
-from lockstep.strategies.base import CutsModel, Foreign
+from lockstep.strategies.base import CutsModel, ExternalEngine
 
 
 def check_placement(resolved: Resolved) -> None:
@@ -31,7 +31,7 @@ def check_placement(resolved: Resolved) -> None:
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
     check_strategy(resolved.strategy_name, strategy, resolved.processes, recipe.microbatches)
-    if placement.audit_every is not None and isinstance(strategy, Foreign):
+    if placement.audit_every is not None and isinstance(strategy, ExternalEngine):
         raise UsageError(
             f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
             f"or use ddp, zero1, zero2, zero3 or hsdp"
@@ -51,8 +51,8 @@ def check_placement(resolved: Resolved) -> None:
     _check_sequences(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
         check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
-    if isinstance(strategy, Foreign):
-        strategy.check_recipe(placed_numerics(resolved), optimizer(recipe))
+    if isinstance(strategy, ExternalEngine):
+        strategy.check_recipe(numerics_for(resolved), optimizer(recipe))
 
 
 def check_compile(resolved: Resolved) -> None:
@@ -117,13 +117,13 @@ def _check_sequences(resolved: Resolved) -> None:
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     mesh = strategy.mesh(resolved.processes)
-    seats = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
-    if chunks % seats:
+    context_size = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
+    if chunks % context_size:
         fitting = ", ".join(map(str, divisors(chunks)))
         raise UsageError(
-            f"{key}: {seats} processes cannot share chunks of which each sequence has {chunks}; let a replica have "
-            f"{fitting} (placement.strategy.replicate is the number of replicas), or set the key to a multiple of "
-            f"{seats}, which is another recipe: other bits"
+            f"{key}: {context_size} processes cannot share chunks of which each sequence has {chunks}; let a replica "
+            f"have {fitting} (placement.strategy.replicate is the number of replicas), or set the key to a multiple of "
+            f"{context_size}, which is another recipe: other bits"
         )
     if chunks == 1:
         return
@@ -133,7 +133,7 @@ def _check_sequences(resolved: Resolved) -> None:
             f"tensor, pipeline by any schedule but zero_bubble, single, zero1, ddp without compress, or mesh likewise, "
             f"without expert"
         )
-    if strategy.mesh(resolved.processes).shard > 1 and seats != chunks:
+    if strategy.mesh(resolved.processes).shard > 1 and context_size != chunks:
         raise UsageError(
             f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
             f"process has one; set context to {chunks}, or leave shard out"
@@ -152,9 +152,9 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
             if any(form.dtype == dtype for form in ready.trained.values()):
                 for make in with_each(ready.recipe, ready.special):
                     check_rows(make, resolved.strategy_name, dtype)
-    if isinstance(strategy, Foreign):
+    if isinstance(strategy, ExternalEngine):
         for make in with_each(ready.recipe, ready.special)[1:]:
-            strategy.check_recipe(placed_numerics(resolved), make)
+            strategy.check_recipe(numerics_for(resolved), make)
         strategy.check_trained({name: form.dtype for name, form in ready.trained.items()})
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile
@@ -162,7 +162,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
         check_separable(ready.optimizer, ready.dims, resolved.strategy_name)
 
 
-def refused_on_cuda(ready: Setup) -> list[Refusal]:
+def cuda_refusals(ready: Setup) -> list[Refusal]:
     """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
     example, _ = examples(ready.recipe, ready.data)
     return refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
@@ -173,7 +173,7 @@ def check_kernels(placement: Placement, ready: Setup) -> None:
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)
-    if found := refused_on_cuda(ready):
+    if found := cuda_refusals(ready):
         listed = "".join(f"\n  {each}" for each in found)
         raise UsageError(
             f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"

@@ -22,8 +22,8 @@ from lockstep.tasks.base import Task
 Build = Callable[[], nn.Module]
 
 
-def rearranged(build: Build, asked: Model) -> Mapping[str, Chunked]:
-    """Return by name how what is cut of the model is rearranged; nothing is with one chunk.
+def chunk_layouts(build: Build, asked: Model) -> Mapping[str, Chunked]:
+    """Return how each cut parameter is rearranged, by name; empty with one chunk.
 
     UsageError where the model, or the plan that the recipe has for it, cannot be cut.
     """
@@ -32,10 +32,10 @@ def rearranged(build: Build, asked: Model) -> Mapping[str, Chunked]:
 
 def in_chunks(build: Build, asked: Model) -> Build:
     """Return what builds the model in chunks; with one chunk, `build`."""
-    return build if asked.chunks == 1 else partial(_built, build, asked)
+    return build if asked.chunks == 1 else partial(_build_in_chunks, build, asked)
 
 
-def _built(build: Build, asked: Model) -> nn.Module:
+def _build_in_chunks(build: Build, asked: Model) -> nn.Module:
     model = build()
     cut(model, asked.chunks, asked.plan, asked.name)
     return model

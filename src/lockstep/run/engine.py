@@ -15,7 +15,7 @@ from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.run.build import Setup
 from lockstep.run.resolved import Resolved
-from lockstep.run.strategy import recomputed
+from lockstep.run.strategy import recompute_interval
 
 
 def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
@@ -27,16 +27,16 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
     problem = ready.problem
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
-    numerics = ready.numerics(placement.offload_activations, recomputed(placement, strategy))
+    numerics = ready.numerics(placement.offload_activations, recompute_interval(placement, strategy))
     engine = strategy.start(problem, ready.optimizer, world, numerics)
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
     if placement.audit_every is None:
-        return _usual(engine, ready), ready.loader(world, own, placement.workers)
+        return _with_canonical_state(engine, ready), ready.loader(world, own, placement.workers)
     rota = Rota(placement.audit_every, mesh, ready.recipe.microbatches)
     loader = ready.loader(world, own, placement.workers, partial(rota.repeated, world.rank))
-    return _usual(AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), ready), loader
+    return _with_canonical_state(AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), ready), loader
 
 
-def _usual(engine: Engine, ready: Setup) -> Engine:
+def _with_canonical_state(engine: Engine, ready: Setup) -> Engine:
     return CanonicalState(engine, ready.chunked) if ready.chunked else engine

@@ -31,20 +31,20 @@ from lockstep.run import first_weights
 from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.checks import check_compile, check_cut, check_placement
-from lockstep.run.compared import started_with
 from lockstep.run.computing import computing_device
+from lockstep.run.data_facts import setup_facts
 from lockstep.run.engine import start_engine
-from lockstep.run.events import evaluated
-from lockstep.run.facts import setup_facts
+from lockstep.run.events import evaluation_event
 from lockstep.run.first_weights import First
+from lockstep.run.handshake import recipe_handshake
 from lockstep.run.resolved import resolve
-from lockstep.run.resume import evaluated as checked_state
-from lockstep.run.resume import saved_recipe, signing_key
+from lockstep.run.resume import checkpoint_recipe, signing_key
+from lockstep.run.resume import evaluation_state as checked_state
 from lockstep.run.runs import CONFIG
+from lockstep.run.stall_detection import stall_detector
 from lockstep.run.start import Work, on_ranks
 from lockstep.run.strategy import check_strategy
 from lockstep.run.user_code import import_paths
-from lockstep.run.watching import watched
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Evaluated
 from lockstep.training.loop import Progress
@@ -58,7 +58,7 @@ _OF_TRAINING: Final = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """A saved run, what overrides its recipe, and whether the code it names may run.
 
     `path` is a checkpoint, or a run folder, of which `prefer` says which checkpoint. `command` is what the user called.
@@ -71,7 +71,7 @@ class Asked:
     command: str = "eval"
 
 
-class Found(NamedTuple):
+class EvaluationResult(NamedTuple):
     """What an evaluation gave, of which checkpoint, or of the weights that which recipe names."""
 
     path: Path
@@ -79,14 +79,14 @@ class Found(NamedTuple):
     weights_sha256: str
 
 
-Tell = Callable[[Found], None]  # called on rank 0
+ReportResult = Callable[[EvaluationResult], None]  # called on rank 0
 Opened = tuple[store.Found, Setup]
 
 
-def evaluate_here(asked: Asked, tell: Tell) -> int:
+def evaluate_here(request: EvaluationRequest, report: ReportResult) -> int:
     """Check everything in this process, then evaluate in it, or start the processes that do; return the exit code."""
     torch.set_num_threads(1)  # see run/start.py
-    found, loaded = opened(asked)
+    found, loaded = open_checkpoint(request)
     for note in loaded.notes:
         _say(f"note: {note}")
     resolved = resolve(loaded)
@@ -100,10 +100,10 @@ def evaluate_here(asked: Asked, tell: Tell) -> int:
     check_cut(resolved, ready)
     for problem in found.problems:
         _say(f"warning: {problem}")
-    return on_ranks(partial(_evaluate_as, asked, tell), (found, ready), resolved.placement, count)
+    return on_ranks(partial(_evaluate_as, request, report), (found, ready), resolved.placement, count)
 
 
-def evaluate_weights(loaded: Loaded, tell: Tell) -> int:
+def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     """Evaluate the weights that a recipe begins from: as `evaluate_here`, and without a run."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
@@ -113,39 +113,39 @@ def evaluate_weights(loaded: Loaded, tell: Tell) -> int:
         check_placement(resolved)
         ready = _first_setup(loaded)
         check_cut(resolved, ready)
-    return on_ranks(partial(_weights_as, loaded, tell), ready, resolved.placement, resolved.processes)
+    return on_ranks(partial(_weights_as, loaded, report), ready, resolved.placement, resolved.processes)
 
 
-def weights_as_rank(loaded: Loaded, tell: Tell) -> tuple[Placement, Work]:
+def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
     """Return what the ranks of a launcher are to do, as `evaluate_weights` does here."""
-    return loaded.config.placement, partial(_weights_as, loaded, tell, None)
+    return loaded.config.placement, partial(_weights_as, loaded, report, None)
 
 
-def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement, Work]:
-    """Check all that can be checked before the ranks of a launcher meet; return what they are to do."""
-    _, loaded = opened(asked)
+def evaluation_as_rank(request: EvaluationRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
+    """Check all that can be checked before the ranks of a launcher join; return their placement and work."""
+    _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
         _say(f"note: {note}")
-    return loaded.config.placement, partial(_evaluate_as, asked, tell, None)
+    return loaded.config.placement, partial(_evaluate_as, request, report, None)
 
 
-def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
-    """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
-    if asked.command == "eval" and Path(asked.path).is_file():
+def open_checkpoint(request: EvaluationRequest, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
+    """Load a checkpoint and the configuration of its evaluation; the run folder knows where its data is."""
+    if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
-            f"{asked.path}: is a file; give a run folder or a checkpoint, or for weights their recipe: "
-            f"lockstep eval RECIPE recipe.model.weights={shlex.quote(asked.path)}"
+            f"{request.path}: is a file; give a run folder or a checkpoint, or for weights their recipe: "
+            f"lockstep eval RECIPE recipe.model.weights={shlex.quote(request.path)}"
         )
     is_new = found is None
-    found = found or store.load(Path(asked.path), asked.prefer)
-    recipe = values(saved_recipe(found.path, found.snapshot))
+    found = found or store.load(Path(request.path), request.prefer)
+    recipe = values(checkpoint_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / CONFIG
     if os.path.lexists(run_config):
         data = recorded(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
     label, text = str(found.path / store.STATE), json.dumps({"recipe": recipe})
-    loaded = load_text(text, label, found.path.name, asked.overrides, shares_steps=False)
-    _check_code(asked, loaded)
+    loaded = load_text(text, label, found.path.name, request.overrides, shares_steps=False)
+    _check_code(request, loaded)
     key = signing_key(loaded.config.run)
     if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
         signed = store.load(found.path, key=key)
@@ -155,7 +155,7 @@ def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found,
     return found, loaded
 
 
-def _check_code(asked: Asked, loaded: Loaded) -> None:
+def _check_code(request: EvaluationRequest, loaded: Loaded) -> None:
     """Raise UsageError where the recipe names code that the user did not: who wrote the folder could run anything."""
     recipe = loaded.config.recipe
     # A colon in a name of timm's is no import path, but says where to fetch a model from.
@@ -163,23 +163,23 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
-    _check_keys(asked, [key for key, origin in loaded.origins.items() if origin == "override" and key not in keys])
+    _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in keys])
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
-    if foreign and not asked.trust:
-        words = " ".join([f"lockstep {asked.command}", *map(shlex.quote, [asked.path, *foreign])])
+    if foreign and not request.trust:
+        words = " ".join([f"lockstep {request.command}", *map(shlex.quote, [request.path, *foreign])])
         raise UsageError(
-            f"{asked.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
+            f"{request.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
             f"run folder runs only if your command names it: {words}; or all of it, with --trust"
         )
 
 
-def _check_keys(asked: Asked, overridden: Sequence[str]) -> None:
+def _check_keys(request: EvaluationRequest, overridden: Sequence[str]) -> None:
     """Raise UsageError for a key that says nothing of a saved run: a training alone reads it."""
-    alone = asked.command != "eval"  # in this process
+    alone = request.command != "eval"  # in this process
     for key in overridden:
         idle = key.startswith(_OF_TRAINING) or (alone and key.startswith("placement.") and key != "placement.device")
         if idle and key != "run.key_file":
-            raise UsageError(f"{key}: lockstep {asked.command} does not use it; leave it out")
+            raise UsageError(f"{key}: lockstep {request.command} does not use it; leave it out")
 
 
 def _check_run(found: store.Found) -> None:
@@ -187,7 +187,7 @@ def _check_run(found: store.Found) -> None:
     config = found.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
-    run, own = recorded(config), saved_recipe(found.path, found.snapshot)
+    run, own = recorded(config), checkpoint_recipe(found.path, found.snapshot)
     if comparable(values(run)) != comparable(values(own)):
         lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
         raise UsageError(
@@ -200,7 +200,7 @@ def _key(section: str) -> str:
 
 
 def _first_setup(loaded: Loaded) -> Setup:
-    loaded, first = first_weights.opened(loaded)
+    loaded, first = first_weights.load_first_weights(loaded)
     model = loaded.config.recipe.model
     if first is None and not model.pretrained:
         raise UsageError(
@@ -220,33 +220,35 @@ def _setup(loaded: Loaded, first: First | None = None) -> Setup:
     return ready
 
 
-def _evaluate_as(asked: Asked, tell: Tell, ready: Opened | None, rendezvous: Rendezvous) -> int:
-    found, loaded = opened(asked, ready[0] if ready else None)
+def _evaluate_as(request: EvaluationRequest, report: ReportResult, ready: Opened | None, rendezvous: Rendezvous) -> int:
+    found, loaded = open_checkpoint(request, ready[0] if ready else None)
     recipe, placement = loaded.config.recipe, loaded.config.placement
     device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
-    with watched(rendezvous, placement, device):
-        facts = started_with(loaded, device)
+    with stall_detector(rendezvous, placement, device):
+        facts = recipe_handshake(loaded, device)
         rendezvous.compare(facts | {"weights": store.weights_sha256(found.snapshot.model)})
         made = ready[1] if ready else _setup(loaded)
         state = checked_state(found.path, found.snapshot, made)
         rendezvous.compare(setup_facts(made))
-        came = _evaluate(loaded, found.snapshot, state.progress, made, rendezvous, device)
-    if came is not None:
-        tell(Found(found.path, *came))
+        result = _evaluate(loaded, found.snapshot, state.progress, made, rendezvous, device)
+    if result is not None:
+        report(EvaluationResult(found.path, *result))
     return EXIT_DONE
 
 
-def _weights_as(loaded: Loaded, tell: Tell, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def _weights_as(loaded: Loaded, report: ReportResult, ready: Setup | None, rendezvous: Rendezvous) -> int:
     recipe, placement = loaded.config.recipe, loaded.config.placement
     device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
-    with watched(rendezvous, placement, device):
-        rendezvous.compare(started_with(loaded, device))
+    with stall_detector(rendezvous, placement, device):
+        rendezvous.compare(recipe_handshake(loaded, device))
         made = ready or _first_setup(loaded)
         rendezvous.compare(setup_facts(made))
-        came = _evaluate(loaded, None, Progress(), made, rendezvous, device)
-    if came is not None:
+        result = _evaluate(loaded, None, Progress(), made, rendezvous, device)
+    if result is not None:
         weights = recipe.model.weights
-        tell(Found(Path(loaded.name if weights is None or weights.path is None else weights.path), *came))
+        report(
+            EvaluationResult(Path(loaded.name if weights is None or weights.path is None else weights.path), *result)
+        )
     return EXIT_DONE
 
 
@@ -258,7 +260,7 @@ def _evaluate(
     rendezvous: Rendezvous,
     device: torch.device,
 ) -> tuple[Evaluated, str] | None:
-    """Evaluate with the ranks that have met, and return the event and the SHA-256 of the weights on rank 0.
+    """Evaluate with the ranks, which have joined, and return the event and the SHA-256 of the weights on rank 0.
 
     Without a snapshot the weights are those that the recipe begins from.
     """
@@ -273,7 +275,7 @@ def _evaluate(
         engine.load(replace(engine_state(snapshot), optimizer={}, scalars=engine.state().scalars))
     sha256 = store.weights_sha256(gathered(world, engine.state().model) if snapshot is None else snapshot.model)
     rendezvous.status = lambda: Status("evaluating", progress.step)
-    event = evaluated(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
+    event = evaluation_event(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
     engine.close()
     world.close()
     return (event, sha256) if world.rank == 0 else None

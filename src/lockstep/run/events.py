@@ -24,12 +24,12 @@ from lockstep.training.events import Evaluated, Started
 from lockstep.training.loop import Progress
 
 
-def started(
+def start_event(
     resolved: Resolved, ready: Setup, world: World, progress: Progress, resumed_from: Path | None, last_step: int
 ) -> Started:
     """Return the first event of a run of a recipe. All ranks call it."""
     recipe, task, data = resolved.recipe, ready.task, ready.data
-    loop = loop_started(
+    loop = loop_start_event(
         world,
         ready.steps,
         progress,
@@ -52,7 +52,7 @@ def started(
     )
 
 
-def loop_started(
+def loop_start_event(
     world: World,
     steps: Steps,
     progress: Progress,
@@ -89,7 +89,7 @@ def loop_started(
     )
 
 
-def evaluated(
+def evaluation_event(
     engine: Engine,
     world: World,
     ready: Setup,

@@ -65,7 +65,7 @@ def _readable(split: Split) -> int:
     raise AssertionError  # no split is empty
 
 
-def repeated(batch: Batch, samples: int) -> Batch:
+def repeat_samples(batch: Batch, samples: int) -> Batch:
     return mapped(lambda each: each[torch.arange(samples) % len(each)], batch)
 
 

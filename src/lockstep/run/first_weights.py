@@ -69,7 +69,7 @@ class First:
         return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
 
 
-def opened(loaded: Loaded) -> tuple[Loaded, First | None]:
+def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
     """Return the first weights that a configuration names, and it with what they are written into its recipe.
 
     None where there are none, or where they are gone and the run folder holds a run that began from them.
@@ -80,7 +80,7 @@ def opened(loaded: Loaded) -> tuple[Loaded, First | None]:
     if weights is not None and (start_from is not None or recipe.model.pretrained):
         other = _START if start_from is not None else "recipe.model.pretrained"
         raise UsageError(f"{_WEIGHTS}: {other} gives first weights too; keep one of the two")
-    before = _recorded(run) if weights or start_from or recipe.start else None
+    before = _previous_recipe(run) if weights or start_from or recipe.start else None
     if weights is not None:
         return _from_file(loaded, weights, before)
     if start_from is not None:
@@ -92,7 +92,7 @@ def opened(loaded: Loaded) -> tuple[Loaded, First | None]:
     return loaded, None
 
 
-def described(recipe: Recipe, first: First | None, taken: Fit | None) -> dict[str, Any]:
+def weights_record(recipe: Recipe, first: First | None, taken: Fit | None) -> dict[str, Any]:
     """Return what a run folder says of first weights: empty where the seed gave them."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
@@ -107,7 +107,7 @@ def _from_file(loaded: Loaded, weights: Weights, before: Recipe | None) -> tuple
     known = before.model.weights if before is not None else None
     if weights.path is None or not Path(weights.path).exists():
         if known is not None and known.sha256 is not None and weights.path in (None, known.path):
-            return _said(loaded, weights=weights.model_copy(update={"sha256": known.sha256})), None
+            return _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": known.sha256})), None
         if weights.path is None:
             raise UsageError(f"{_WEIGHTS}.path: missing; give a file of tensors, a folder with one, or a run")
     path = Path(weights.path)
@@ -122,14 +122,14 @@ def _from_file(loaded: Loaded, weights: Weights, before: Recipe | None) -> tuple
             f"sha256 out"
         )
     named = renamed(tensors, str(path), weights.prefix or "")
-    said = _said(loaded, weights=weights.model_copy(update={"sha256": sha256}))
+    said = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
     return said, First(str(path), named, weights.fresh, found)
 
 
 def _from_run(loaded: Loaded, asked: StartFrom, before: Recipe | None) -> tuple[Loaded, First | None]:
     path, recipe = Path(asked.run), loaded.config.recipe
     if not path.exists() and before is not None and before.start is not None:
-        return _said(loaded, start=before.start), None
+        return _with_first_weights(loaded, start=before.start), None
     found = _checkpoint(path, loaded.config.run)
     start = _start(found, asked.optimizer)
     if recipe.start not in (None, start):
@@ -139,7 +139,7 @@ def _from_run(loaded: Loaded, asked: StartFrom, before: Recipe | None) -> tuple[
             f"checkpoint, or leave recipe.start out"
         )
     first = First(str(found.path), _of_run(found, ema=False), found=found, optimizer=asked.optimizer)
-    return _said(loaded, start=start), first
+    return _with_first_weights(loaded, start=start), first
 
 
 def _start(found: Found, optimizer: bool) -> Start:
@@ -182,17 +182,17 @@ def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:
         raise UsageError(f"{path}: cannot be used: {error}; save it in a common dtype") from error
 
 
-def _recorded(run: Run) -> Recipe | None:
+def _previous_recipe(run: Run) -> Recipe | None:
     """Return the recipe of the run that is to be resumed, None where there is none that can be read."""
     if run.dir is None or run.resume == "never":
         return None
     try:
         return loading.recorded(Path(run.dir) / CONFIG)
-    except ConfigError:  # what else is wrong with it, whoever claims the folder says
+    except ConfigError:  # other errors in it are reported when the folder is claimed
         return None
 
 
-def _said(loaded: Loaded, weights: Weights | None = None, start: Start | None = None) -> Loaded:
+def _with_first_weights(loaded: Loaded, weights: Weights | None = None, start: Start | None = None) -> Loaded:
     """Return the configuration with what first weights are in its recipe."""
     config = loaded.config
     model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})

@@ -35,8 +35,8 @@ from lockstep.config.recipe import Recipe
 from lockstep.device import machine
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.finished import finished
-from lockstep.run.resume import check_recipe, saved_recipe, signing_key
+from lockstep.run.completed import completion_notice
+from lockstep.run.resume import check_recipe, checkpoint_recipe, signing_key
 from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
 from lockstep.tasks.base import Report
 from lockstep.training.checkpoint import durable, store
@@ -72,17 +72,17 @@ class Claim:
     done: str = ""
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the folder while the block runs; where that raises an error, result.json has its exit code and reason.
 
         Where a mistake is found before the run began, the folder is removed, if it was made for this start.
         """
-        with self.lock, _settled(self.folder, self.made):
+        with self.lock, _settle_on_error(self.folder, self.made):
             yield
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins: its folder, the checkpoint it goes on from, and what to say where nothing is left to do."""
 
     folder: Path
@@ -91,16 +91,16 @@ class Start:
 
 
 @contextmanager
-def held_by_first(rendezvous: Rendezvous, claimed: Callable[[], Claim]) -> Iterator[Start]:
-    """Hold the run folder on rank 0, as it is `claimed`, while the block runs; all ranks get where the run begins."""
-    claim = claimed() if rendezvous.info.rank == 0 else None
-    with claim.held() if claim else nullcontext():
+def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> Iterator[RunStart]:
+    """Hold the run folder, which rank 0 claims, while the block runs; all ranks get where the run begins."""
+    claim = make_claim() if rendezvous.info.rank == 0 else None
+    with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
             print(printable(note), file=sys.stderr)
         path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
         folder = rendezvous.tell(str(claim.folder) if claim else "")
         done = rendezvous.tell(claim.done if claim else "")
-        yield Start(Path(folder), Path(path) if path else None, done)
+        yield RunStart(Path(folder), Path(path) if path else None, done)
 
 
 def claim(loaded: Loaded) -> Claim:
@@ -113,22 +113,22 @@ def claim(loaded: Loaded) -> Claim:
     # Before a folder is made.
     other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)
-    return claimed(folder, lambda: finished(loaded), lambda: _beginning(loaded, folder, other, key))
+    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, other, key))
 
 
-def claimed(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
+def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
     """Lock `folder`, made if missing; then `done` says whether all is done, and `begin` where the run begins.
 
     `begin` returns the checkpoint to go on from, if any, and notes for the user.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     _refuse_links(folder)
-    held = _locked(folder)
+    held = _lock_folder(folder)
     try:
         if words := done():
             return Claim(folder, held, made, done=words)
         (folder / RESULT).unlink(missing_ok=True)  # a script is not to take it for that of this start
-        with _settled(folder, made):
+        with _settle_on_error(folder, made):
             checkpoint_path, notes = begin()
     except BaseException:
         held.release()
@@ -145,7 +145,7 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
         newest = store.newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, _warnings(newest))
 
-    return claimed(folder, str, begin)
+    return claim_folder(folder, str, begin)
 
 
 def record(
@@ -155,7 +155,7 @@ def record(
     cores: Sequence[str],
     exchange: Mapping[str, Any],
     first_weights: Mapping[str, Any],
-    handed_over: Mapping[str, str],
+    engine_files: Mapping[str, str],
 ) -> None:
     """Write config.yaml, environment.json and, by their names, the files that another framework's engine was given.
 
@@ -164,7 +164,7 @@ def record(
     """
     _write(folder / CONFIG, loading.to_yaml(loaded))
     (folder / _HANDED_OVER).unlink(missing_ok=True)  # of a start under another strategy
-    for name, text in handed_over.items():
+    for name, text in engine_files.items():
         _write(folder / name, text)
     record_environment(folder, source, cores, exchange, first_weights)
 
@@ -203,12 +203,12 @@ def settle(folder: Path, code: int, reason: str = "") -> None:
     """
     if code and not (folder / RESULT).exists():
         line = printable(reason.partition("\n")[0])[:_LONGEST_REASON]
-        with suppress(TrainingError):  # there is another error to tell
+        with suppress(TrainingError):  # there is another error to report
             conclude(folder, {"event": "failed", "time": time.time(), "exit_code": code, "reason": line})
 
 
 @contextmanager
-def _settled(folder: Path, made: Sequence[Path]) -> Iterator[None]:
+def _settle_on_error(folder: Path, made: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -241,7 +241,7 @@ def _write(path: Path, text: str) -> None:
         raise TrainingError(f"{path}: not written: {error.strerror}") from error
 
 
-def _locked(folder: Path) -> Lock:
+def _lock_folder(folder: Path) -> Lock:
     try:
         return lock(folder)
     except OSError as error:
@@ -273,7 +273,7 @@ def _beginning(
             f"or run.resume=auto to go on with it"
         )
     if other is not None:
-        check_recipe(other.path, saved_recipe(other.path, other.snapshot), loaded.config.recipe)
+        check_recipe(other.path, checkpoint_recipe(other.path, other.snapshot), loaded.config.recipe)
         return other.path, _warnings(other)
     if not holds_run:
         return None, []
@@ -281,12 +281,12 @@ def _beginning(
         raise UsageError(
             f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
         )
-    check_recipe(folder, _recorded_recipe(folder / CONFIG), loaded.config.recipe)
+    check_recipe(folder, _read_recipe(folder / CONFIG), loaded.config.recipe)
     newest = store.newest(folder / store.FOLDER, key)
     if newest is None:
         return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
-    # It may have been copied here from another run: its hashes would not tell.
-    check_recipe(newest.path, saved_recipe(newest.path, newest.snapshot), loaded.config.recipe)
+    # It may have been copied here from another run: its hashes would not show it.
+    check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, _warnings(newest)
 
 
@@ -294,7 +294,7 @@ def _warnings(found: store.Found) -> list[str]:
     return [f"warning: {problem}" for problem in found.problems]
 
 
-def _recorded_recipe(config: Path) -> Recipe:
+def _read_recipe(config: Path) -> Recipe:
     try:
         return loading.recorded(config)
     except ConfigError as error:

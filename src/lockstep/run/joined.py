@@ -25,12 +25,12 @@ from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import Status
 from lockstep.run import own_sums
 from lockstep.run.checkpoints import Checkpoints
-from lockstep.run.events import loop_started
+from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
 from lockstep.run.own_loss import LossCheck
-from lockstep.run.own_model import AlikeCalls, Gate, Look, explained, modes_kept
-from lockstep.run.own_placed import Chunks, Placed, spread
-from lockstep.run.own_plan import OwnPlan, planned
+from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
+from lockstep.run.own_placed import ChunkPlan, Placed, spread
+from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import OwnStep
@@ -65,7 +65,7 @@ class Run:
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
         self._ended = False
-        self._looked = False
+        self._module_checked = False
         member.rendezvous.status = self._status  # whose threads keep the run, until it is closed
         member.held.enter_context(exchanges.seen(self._gate.exchange))
 
@@ -120,9 +120,11 @@ class Run:
         check_pair(model, optimizer)
         with modes_kept(model):
             with with_its_line():
-                placed = self._placed = spread(self._member, model, optimizer, strategy, Chunks(chunks, plan or {}))
+                placed = self._placed = spread(self._member, model, optimizer, strategy, ChunkPlan(chunks, plan or {}))
             if self.dir is not None:
-                self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.usual, self._decided)
+                self._checkpoints = Checkpoints(
+                    self._rank, self._member.settings.run, placed.canonical, self._checkpoint_facts
+                )
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
@@ -153,9 +155,9 @@ class Run:
         number; left out, its samples. After the last step the run is saved, if it has a folder and is not saved yet.
         """
         placed = self._ready("run.steps")
-        plan = planned(Items(dataset, collate), batch, microbatches, epochs, steps, weight, drop_last)
+        plan = make_plan(Items(dataset, collate), batch, microbatches, epochs, steps, weight, drop_last)
         check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
-        loop = {**placed.decided(), **plan.decided()}
+        loop = {**placed.numeric_settings(), **plan.numeric_settings()}
         if (before := self._loop or self._resumed) is not None:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
         self._world.compare({"run.steps": {**loop, "epochs": epochs, "steps": steps}})
@@ -184,7 +186,7 @@ class Run:
                     guard.mark(modes=True)
                     yield each
                     guard.check(modes=True)
-                    self._gate.over()
+                    self._gate.end_batch()
         finally:
             self._gate.open = False
         guard.mark(moved=True)
@@ -196,7 +198,7 @@ class Run:
         number, or a tensor on the CPU where the values have dims.
         """
         self._between("run.sum")
-        return own_sums.added(self._world, values, lambda: self._pass)
+        return own_sums.sum_values(self._world, values, lambda: self._pass)
 
     def log(self, **figures: float | Tensor) -> None:
         """Write figures, with the step they are of, to the terminal and the run folder."""
@@ -233,7 +235,7 @@ class Run:
             self._step.leave(early=True)
             error = error or self._step.unfinished()
         if error is not None and self._placed is not None:
-            error = explained(error, self._placed.model)
+            error = explain_error(error, self._placed.model)
         if error is None:
             self._rank.enter("ending")
             for saved in self._checkpoints.wait() if self._checkpoints else []:
@@ -255,13 +257,13 @@ class Run:
 
     def _run(self, placed: Placed, plan: OwnPlan, loader: Loader) -> Iterator[OwnStep]:
         """Yield the steps; what is between two of them is the loop's."""
-        self._rank.write(self._started(placed, plan))
+        self._rank.write(self._start_event(placed, plan))
         if self._rank.progress.step >= plan.steps.total:
             return self._finish(placed)
-        followed, stop = plan.followed(self._member.settings.run.log_every), StopRequest()
+        loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
         try:
             progress, save = self._rank.progress, partial(self._boundary, placed)
-            for each in turns(self._world, loader.training, followed, progress, None, save, stop):
+            for each in turns(self._world, loader.training, loop_plan, progress, None, save, stop):
                 if isinstance(each, Turn):
                     yield self._begin(placed, each, min(plan.microbatches, each.step.samples))
                     self._end(placed, each)
@@ -279,7 +281,7 @@ class Run:
             placed.check_structure()
         self._rank.phase = "training"
         self._report = turn.report
-        self._step = OwnStep(turn, self._gate, leaves, placed, self._look, self._losses)
+        self._step = OwnStep(turn, self._gate, leaves, placed, self._module_check, self._losses)
         placed.guard.mark()
         return self._step
 
@@ -294,10 +296,10 @@ class Run:
             assert turn.sums is not None
             self._member.observe(turn.step.number + 1, float(turn.sums.loss), placed.digests())
 
-    def _look(self) -> Look | None:
+    def _module_check(self) -> StrayModuleCheck | None:
         """Return what looks at the first micro-batch of this process, None for all others."""
-        looked, self._looked = self._looked, True
-        return None if looked else Look(self._here().model)
+        looked, self._module_checked = self._module_checked, True
+        return None if looked else StrayModuleCheck(self._here().model)
 
     def _boundary(self, placed: Placed, _: Progress) -> list[Saved]:
         """Save at the end of the loop, or as a signal asks, unless that was done."""
@@ -306,13 +308,16 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
-        self._world.compare({"the optimizer's settings": placed.groups.changed()})
+        self._world.compare({"the optimizer's settings": placed.groups.changes()})
         return kept.save()
 
-    def _decided(self) -> dict[str, Any]:
+    def _checkpoint_facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
-        return {"recipe": {"loop": self._loop or placed.decided(), "settings": placed.groups.changed()}, "data": {}}
+        return {
+            "recipe": {"loop": self._loop or placed.numeric_settings(), "settings": placed.groups.changes()},
+            "data": {},
+        }
 
     def _status(self) -> Status:
         return Status(self._rank.phase, self.step)
@@ -332,8 +337,8 @@ class Run:
             )
         )
 
-    def _started(self, placed: Placed, plan: OwnPlan) -> Started:
-        return loop_started(
+    def _start_event(self, placed: Placed, plan: OwnPlan) -> Started:
+        return loop_start_event(
             self._world,
             plan.steps,
             self._rank.progress,
@@ -386,4 +391,4 @@ def join(
     {"keep": 1}. Errors of the script end all ranks, with one message.
     """
     member = Member.join(partial(settings, seed, dir, precision, threads, placement, run))
-    return member.begun(Run(member))
+    return member.register(Run(member))

@@ -30,17 +30,17 @@ from lockstep.ranks.signals import EXIT_CODES, Reason
 from lockstep.reporting.console import Console
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
-from lockstep.run.ambient import Closing, Observe, here
-from lockstep.run.compared import placed_with
 from lockstep.run.computing import computing_device
+from lockstep.run.handshake import placement_handshake
 from lockstep.run.own_settings import Settings
 from lockstep.run.rank import Rank
 from lockstep.run.resume import signing_key
-from lockstep.run.sinks import check_sinks, opened, own_paths
+from lockstep.run.sinks import check_sinks, open_sinks, own_paths
+from lockstep.run.stall_detection import stall_detector
 from lockstep.run.user_source import script_digests, source_digests
-from lockstep.run.watching import watched
+from lockstep.run.worker_context import Observe, OpenRun, current_context
 
-R = TypeVar("R", bound=Closing)
+R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 _NO_FOLDER: Final = "none: the run keeps nothing"
@@ -61,17 +61,17 @@ class Member:
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> Member:
-        """Meet the other ranks and make ready; a mistake ends this process, or is raised where it is the only one."""
-        ambient, held = here(), ExitStack()
-        info = launched_rank() if ambient is None else None
-        if ambient is None and not _interactive():
-            sys.excepthook = _report  # `begun` replaces it, once there is a run
+        """Join the other ranks and set up; an error ends this process, or is raised where it is the only one."""
+        context, held = current_context(), ExitStack()
+        info = launched_rank() if context is None else None
+        if context is None and not _interactive():
+            sys.excepthook = _report  # `register` replaces it, once there is a run
         settings = _read(read, info)
         placement, kept = settings.placement, settings.run
-        if ambient is not None:
-            rendezvous = ambient.rendezvous
-            if ambient.folder is not None:
-                kept = kept.model_copy(update={"dir": kept.dir and str(ambient.folder)})
+        if context is not None:
+            rendezvous = context.rendezvous
+            if context.folder is not None:
+                kept = kept.model_copy(update={"dir": kept.dir and str(context.folder)})
         elif info is not None:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
             rendezvous = held.enter_context(life)
@@ -80,22 +80,24 @@ class Member:
         with _ending(held):
             check_sinks(kept)
             size, asked = rendezvous.info.size, placement.processes
-            if ambient is None and asked not in ("auto", size):
+            if context is None and asked not in ("auto", size):
                 raise UsageError(
                     f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
                     f"torchrun --nproc-per-node={asked}, or lockstep launch"
                 )
             device = computing_device(placement, rendezvous.info, settings.threads, settings.precision)
-            held.enter_context(watched(rendezvous, placement, device))
+            held.enter_context(stall_detector(rendezvous, placement, device))
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
-            rendezvous.compare(decided | {"your script": source} | placed_with(placement, device, compiled=False))
+            rendezvous.compare(
+                decided | {"your script": source} | placement_handshake(placement, device, compiled=False)
+            )
             where = path = None
             if (folder := kept.dir) is not None:
-                claimed = run_folder.held_by_first(
+                claim = run_folder.hold_run_folder(
                     rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept))
                 )
-                start = held.enter_context(claimed)
+                start = held.enter_context(claim)
                 where, path = start.folder, start.checkpoint
             streams = [sys.stdout]
             if where is not None and not _interactive():
@@ -104,10 +106,10 @@ class Member:
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             rank = Rank(rendezvous, world, where, machine.numerics(device), source)
-            if apart := hashing.apart(world.all_tell(hashing.probe())):
-                rank.warn(apart)
-            strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
-            guarded = ambient is None or ambient.guarded
+            if warning := hashing.apart(world.all_tell(hashing.probe())):
+                rank.warn(warning)
+            strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
+            guarded = context is None or context.guarded
             if not world.rank and observe is None:  # who compares placements reads nothing
                 rank.sinks = held.enter_context(_sinks(kept, decided, where, streams))
                 if where is not None:
@@ -116,11 +118,11 @@ class Member:
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
         return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded)
 
-    def begun(self, run: R) -> R:
+    def register(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
-        ambient = here()
-        if ambient is not None:
-            ambient.joined.append(run)
+        context = current_context()
+        if context is not None:
+            context.runs.append(run)
             return run
         left = weakref.ref(run)
         atexit.register(_at_exit, left)
@@ -172,7 +174,7 @@ def _sinks(
         with closing(Console(streams[0], _NO_FOLDER, rule)) as console:
             yield [console]
         return
-    with opened(kept, decided, rule, folder, streams) as found:
+    with open_sinks(kept, decided, rule, folder, streams) as found:
         yield found
 
 
@@ -193,7 +195,7 @@ def _hook(left: weakref.ref[R]) -> Hook:
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = left()
         if isinstance(error, KeyboardInterrupt):
-            error = _interrupted()
+            error = _interruption()
         if run is not None:
             run.close(error)  # of several ranks this one ends here
         _report(kind, error, trace)
@@ -207,7 +209,7 @@ def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackT
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
-def _interrupted() -> TrainingError:
+def _interruption() -> TrainingError:
     interrupted = TrainingError("interrupted")
     interrupted.exit_code = EXIT_INTERRUPTED
     return interrupted

@@ -64,9 +64,9 @@ class Groups:
 
     def digest(self, *numbers: float | None) -> int:
         """Return a number that is another for other settings, and other `numbers`."""
-        return zlib.crc32(repr([self.changed(), numbers]).encode())
+        return zlib.crc32(repr([self.changes(), numbers]).encode())
 
-    def changed(self) -> list[Settings]:
+    def changes(self) -> list[Settings]:
         """Return what is not as the optimizer was made, by group, ready for JSON."""
         return [
             {name: value for name, value in group.items() if _may_change(value) and value != made.get(name)}
@@ -74,7 +74,7 @@ class Groups:
         ]
 
     def load(self, changed: Sequence[Settings], of_engine: Sequence[Settings]) -> None:
-        """Take over what `changed` returned."""
+        """Take over what `changes` returned."""
         for group, last, own, saved in zip(self._groups, self._last, of_engine, changed, strict=True):
             for name, value in saved.items():
                 group[name] = last[name] = own[name] = tuple(value) if isinstance(value, list) else value

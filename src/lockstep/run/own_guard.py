@@ -101,7 +101,7 @@ class Guard:
             if part
         ]
         self._trained = [each for each in self._parameters if each.requires_grad]
-        self._stand_ins = [Withheld(each, self._written) for each in self._trained]
+        self._stand_ins = [Withheld(each, self._write_error) for each in self._trained]
         self._nothing = [None] * len(self._trained)
         self._shown: Sequence[Tensor | None] = self._nothing  # what stands in the places of gradients
         self._withheld: list[Tensor | None] = []  # gradients, while others stand in their places
@@ -115,18 +115,18 @@ class Guard:
             self._watch_forwards(model)
             for each in model.parameters():  # no graph leads to rows but by what the user's code makes of them
                 if each.requires_grad and type(each) is not Parameter:
-                    each.register_hook(partial(self._reached, self._names[each]))  # type: ignore[no-untyped-call]
-        _Data.installed().guards.append(ref(self))
+                    each.register_hook(partial(self._refuse_dependence, self._names[each]))  # type: ignore[no-untyped-call]
+        _Data.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
-        self._states = self._asked()
-        self._identities = self._identified()
+        self._states = self._autograd_states()
+        self._identities = self._part_ids()
         self.withhold()
         self.mark(moved=True)
 
     def close(self) -> None:
         """Watch no more."""
         self._running = False
-        _Data.installed().remove(self)
+        _Data.install().remove(self)
 
     def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
         """Raise UsageError where something is not as it was when the last call of ours ended.
@@ -137,20 +137,20 @@ class Guard:
         self._running = False
         self._whole = whole
         if (now := [each._version for each in self._tensors]) != self._versions:
-            raise self._refused(f"{self._names[_first(self._tensors, now, self._versions)]} was written")
+            raise self._refusal(f"{self._names[_first(self._tensors, now, self._versions)]} was written")
         for tensor, (original, version) in self._gathered.items():
             if tensor._version != version:
-                raise self._refused(f"{self._names[original]} was written")
+                raise self._refusal(f"{self._names[original]} was written")
         if modes and (now := [each.training for each in self._modules]) != self._modes:
             module = _first(self._modules, now, self._modes)
             mode = "training" if module.training else "evaluation"
-            raise self._refused(f"{self._modules[module] or 'the model'} was put into {mode}", _MODE)
+            raise self._refusal(f"{self._modules[module] or 'the model'} was put into {mode}", _MODE)
         if self._withheld or forward:
             found = [each.grad for each in self._trained]
             if not all(map(is_, found, self._shown)):
                 self._check_gradients(found)
         if self._kept and not forward and [each._version for each in self._kept] != self._kept_versions:
-            raise self._refused("a running statistic of BatchNorm was written")
+            raise self._refusal("a running statistic of BatchNorm was written")
         self._check_structure()
         if whole:
             self._check_whole()
@@ -190,7 +190,7 @@ class Guard:
     def refuse_data(self, tensor: Tensor) -> None:
         """Raise UsageError where the user's code sets `.data` of what is watched."""
         if self._running and isinstance(tensor, Withheld):
-            raise self._written(False)
+            raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
             raise refused(f"{self._at}{name} was given other memory", _ADVICE)
@@ -200,24 +200,24 @@ class Guard:
             # zero_grad() before the first backward does no harm.
             if one is not other and (self._summing or one is not None):
                 done = "removed" if one is None else "set"
-                raise self._refused(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
+                raise self._refusal(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
 
     def _check_whole(self) -> None:
         if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
             name = self._names[_first(self._plain, addresses, self._addresses)]
-            raise self._refused(f"{name} was given other memory", since=self._whole_at)
+            raise self._refusal(f"{name} was given other memory", since=self._whole_at)
         self._check_asked()
 
     def _check_asked(self, *, hooks: bool = True) -> None:
-        if (found := self._asked()) == self._states:
+        if (found := self._autograd_states()) == self._states:
             return
         for parameter, now, was in zip(self._parameters, found, self._states, strict=True):
             if now[0] != was[0] or (hooks and now != was):
                 what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
                 advice = _HOOK if now[0] == was[0] else _FROZEN
-                raise self._refused(f"{self._names[parameter]} was {what}", advice, self._whole_at)
+                raise self._refusal(f"{self._names[parameter]} was {what}", advice, self._whole_at)
 
-    def _written(self, by_backward: bool) -> Exception:
+    def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
             return refused(
                 f"{self._at}a backward that is not step.backward adds to the gradients of the placed model",
@@ -227,21 +227,21 @@ class Guard:
         return refused(f"{self._at}a gradient of the placed model was written", _GRADIENT)
 
     def _check_structure(self) -> None:
-        if self._identified() != self._identities:
+        if self._part_ids() != self._identities:
             self._note_gathered()  # what was gathered with others, and not called
-        if (found := self._identified()) != self._identities:
+        if (found := self._part_ids()) != self._identities:
             places = [f"{prefix}{name}" for prefix, part in self._parts for name in part]
             places += ["a part of the model"] * len(found)
             place = _first(places, [*found, None], [*self._identities, None, None])
-            raise self._refused(f"{place} was replaced")
+            raise self._refusal(f"{place} was replaced")
 
-    def _asked(self) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+    def _autograd_states(self) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
         return [
             (each.requires_grad, (*(each._backward_hooks or ()),), (*(each._post_accumulate_grad_hooks or ()),))
             for each in self._parameters
         ]
 
-    def _identified(self) -> list[int]:
+    def _part_ids(self) -> list[int]:
         """Return the identities of all parts of the modules; what is gathered counts as what it is gathered of."""
         found = [id(each) for _, part in self._parts for each in part.values()]
         if not self._gathered:
@@ -290,14 +290,14 @@ class Guard:
                 name = self._names[self._gathered[tensor][0]]
                 raise refused(f"{self._at}{name} was written in a forward", _ADVICE)
 
-    def _reached(self, name: str, _gradient: Tensor) -> None:
+    def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
         raise refused(f"{self._at}the loss depends on the rows of {name} that this process has", _IN_LOSS)
 
     @property
     def _at(self) -> str:
         return f"step {self.step}: " if self.step else ""
 
-    def _refused(self, text: str, advice: str = _ADVICE, since: Place | None = None) -> Exception:
+    def _refusal(self, text: str, advice: str = _ADVICE, since: Place | None = None) -> Exception:
         return refused(f"{self._at}{text}", advice, between(since or self.last, self._line()))
 
     def _line(self) -> Place:
@@ -345,7 +345,7 @@ class _Data:
         self.guards: list[ref[Guard]] = []
 
     @staticmethod
-    def installed() -> _Data:
+    def install() -> _Data:
         found = vars(Tensor).get("data")
         if not isinstance(found, _Data):
             found = Tensor.data = _Data()  # type: ignore[assignment]

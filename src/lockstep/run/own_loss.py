@@ -4,7 +4,7 @@
 be a sum over the samples of its micro-batch: no mean, and not divided by a count of samples or micro-batches. The parts
 are found by a walk through what is linear in the graph. A penalty on the weights alone may be anything.
 
-A constant factor is the user's own. What is told from one: a divisor that equals such a count, one that changes from
+A constant factor is the user's own. Distinguished from it are a divisor that equals such a count, one that changes from
 micro-batch to micro-batch, and any constant that is inverse to the size of its micro-batch, once two sizes were seen.
 A product with the inverse of such a count may be either while all sizes are one: it is taken, and warned of once.
 """
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
     divides: bool
 
 
-class Part(NamedTuple):
+class LossTerm(NamedTuple):
     """A summand of a loss: the node where the walk to it ended, and what it came by.
 
     `counts` are the lengths of the sums on the way, the innermost last; by `masks` their terms were multiplied.
@@ -105,7 +105,7 @@ class LossCheck:
         for scale, part in scales:
             if (scale.divides or not self._warned) and (what := _count(scale, part, parts, microbatch, counts)):
                 if scale.divides:
-                    raise _divided(step, scale.value, f", {what}")
+                    raise _division_error(step, scale.value, f", {what}")
                 self._warn(step, scale.value, what)
         self._compare(step, [scale.value for part in parts for scale in part.scales if scale.divides])
         self._relate(step, (microbatch.samples, microbatch.weight), [part.factor() for part in parts])
@@ -123,7 +123,7 @@ class LossCheck:
         before, self._divisors = self._divisors, (step, now)
         for one, other in zip(before[1], now, strict=False) if before[0] == step and len(before[1]) == len(now) else ():
             if one != other:
-                raise _divided(step, other, f", and in the micro-batch before by {one:.6g}")
+                raise _division_error(step, other, f", and in the micro-batch before by {one:.6g}")
 
     def _relate(self, step: int, size: tuple[int, int], factors: list[float]) -> None:
         """Raise UsageError for a constant that is inverse to the size."""
@@ -140,14 +140,14 @@ class LossCheck:
                         raise refused(f"step {step}: the loss is {by}: so it is a mean", _SUM)
 
 
-def _divided(step: int, divisor: float, why: str) -> Exception:
+def _division_error(step: int, divisor: float, why: str) -> Exception:
     product = f"{1 / divisor:.6g} * loss" if divisor else "a factor times the loss"
     return refused(
         f"step {step}: the loss is divided by {divisor:.6g}{why}", f"{_SUM}; write a factor of your own as {product}"
     )
 
 
-def _of_one_sample(means: Sequence[Part], microbatch: MicroBatch) -> bool:
+def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:
     """Return whether these are means over the values of a sample: of the only one, or one for each."""
     samples = microbatch.samples
     if samples == microbatch.weight == 1:
@@ -155,7 +155,7 @@ def _of_one_sample(means: Sequence[Part], microbatch: MicroBatch) -> bool:
     return len(means) == samples and all(_rows(part.node) != samples for part in means)
 
 
-def _smooths(factor: Scale, part: Part, parts: Sequence[Part]) -> bool:
+def _smooths(factor: Scale, part: LossTerm, parts: Sequence[LossTerm]) -> bool:
     """Return whether a factor is one of the two that label smoothing weighs the loss and the outputs of it with."""
     return any(
         factor.node not in [scale.node for scale in other.scales]
@@ -174,7 +174,9 @@ def _inverse(factor: float) -> float:
     return float(whole) if whole and math.isclose(factor * whole, 1, rel_tol=_CLOSE) else 0.0
 
 
-def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroBatch, others: Mapping[int, str]) -> str:
+def _count(
+    divisor: Scale, part: LossTerm, parts: Sequence[LossTerm], microbatch: MicroBatch, others: Mapping[int, str]
+) -> str:
     """Return what count a part of the loss is divided by, in words; "" for a constant of the user's own.
 
     That is a number which is no such count, an average of so many parts, or the half of squares.
@@ -193,12 +195,16 @@ def _count(divisor: Scale, part: Part, parts: Sequence[Part], microbatch: MicroB
         return "the number of samples of the micro-batch"
     if value == microbatch.weight:
         return "the weight of the micro-batch"
-    if value in part.counts or value in _added(part.node) or value in (float(mask.sum()) for mask in part.masks):
+    if (
+        value in part.counts
+        or value in _reduction_counts(part.node)
+        or value in (float(mask.sum()) for mask in part.masks)
+    ):
         return "as many as were added up"
     return others.get(int(value), "")
 
 
-def _added(node: Node) -> Iterable[float]:
+def _reduction_counts(node: Node) -> Iterable[float]:
     """Return how many losses an operation has added up by itself, as with reduction="sum", as far as it kept that."""
     try:
         if getattr(node, "_saved_total_weight", None) is not None:
@@ -222,9 +228,9 @@ def _follows(node: Node, returned: Collection[Node]) -> bool:
     return not returned
 
 
-def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[Part]:
+def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
     """Return the parts of a loss; a walk ends at what is not linear, at a mean, and at what the model returned."""
-    found, waiting = [], [Part(root)]
+    found, waiting = [], [LossTerm(root)]
     while waiting:
         part = waiting.pop()
         if _is_mean(part.node, samples):
@@ -236,21 +242,21 @@ def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[Part]:
     return found
 
 
-def _below(part: Part, returned: Collection[Node]) -> list[Part]:
+def _below(part: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
     """Return the parts that an operation is linear in, or none."""
     node, name = part.node, part.node.name()
     if name.startswith(_SCALING):
-        return _scaled(part, [each for each, _ in node.next_functions], returned)
+        return _scaling_operands(part, [each for each, _ in node.next_functions], returned)
     if not name.startswith(_LINEAR):
         return []
     if name.startswith("SumBackward"):
         part = part._replace(counts=(*part.counts, math.prod(node._saved_self_sym_sizes)))
-    elif name.startswith("MeanBackward") and (stacked := _stacked(node)):
+    elif name.startswith("MeanBackward") and (stacked := _stack_size(node)):
         part = part._replace(scales=(*part.scales, Scale(node, stacked, divides=True)))
     return [part._replace(node=each) for each, _ in node.next_functions if each is not None]
 
 
-def _scaled(part: Part, sides: Sequence[Node], returned: Collection[Node]) -> list[Part]:
+def _scaling_operands(part: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
     """Return what is beneath a product or a quotient, of which one side is a constant or follows from weights alone."""
     node = part.node
     divides = node.name().startswith("DivBackward")
@@ -279,12 +285,12 @@ def _is_mean(node: Node, samples: int) -> bool:
         return getattr(node, "_saved_reduction", None) == _MEAN
     sizes = node._saved_self_sym_sizes
     dims = _dims(node)
-    if math.prod(sizes[dim] for dim in dims) == 1 or _stacked(node):
+    if math.prod(sizes[dim] for dim in dims) == 1 or _stack_size(node):
         return False
     return len(dims) == len(sizes) or (0 in dims and sizes[0] == samples)
 
 
-def _stacked(node: Node) -> int:
+def _stack_size(node: Node) -> int:
     """Return of how many losses, stacked up, a node is the mean; 0 where it is another one."""
     inner = node.next_functions[0][0]
     stacks = inner is not None and inner.name().startswith("StackBackward")

@@ -46,10 +46,10 @@ class Gate:
         """How a message about a step begins."""
         return f"step {self.step}: " if self.step else ""
 
-    def over(self) -> None:
-        """Call when a micro-batch or a batch of `run.each` is over."""
+    def end_batch(self) -> None:
+        """Call at the end of a micro-batch or a batch of `run.each`."""
         if self.alike is not None:
-            self.alike.over(self.at)
+            self.alike.end_batch(self.at)
 
     @property
     def ended(self) -> str:
@@ -77,7 +77,7 @@ class Gate:
 
         Of a container, which has no forward, that goes for what it contains.
         """
-        for number, each in enumerate(_called(model)):
+        for number, each in enumerate(_entry_modules(model)):
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
             # Where torch puts a compiled call, around all hooks: hooks of our own would take 7 us of each call more.
@@ -135,14 +135,14 @@ class AlikeCalls:
             "does not count by 0; strategies ddp and zero1 exchange nothing there",
         )
 
-    def over(self, at: str) -> None:
-        """As `call`, when a micro-batch or a batch of `run.each` is over."""
+    def end_batch(self, at: str) -> None:
+        """As `call`, at the end of a micro-batch or a batch of `run.each`."""
         self.call(self._OVER, at)
 
 
 @final
-class Look:
-    """Looks at all modules that are called until it is closed: what is trained must be in the placed model."""
+class StrayModuleCheck:
+    """Checks all modules that are called until it is closed: trained parameters must be in the placed model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._known = set(model.modules())
@@ -150,7 +150,7 @@ class Look:
         self._hooks = [register_module_forward_pre_hook(self._check), register_module_forward_hook(self._gather)]
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -193,7 +193,7 @@ class Look:
             )
 
 
-def explained(error: BaseException, model: nn.Module) -> BaseException:
+def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     """Return an error of the user's code, with what to do where torch cannot compute with weights that are in rows."""
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
     if isinstance(error, LockstepError) or not in_rows or not any(word in str(error) for word in _OF_ROWS):
@@ -218,11 +218,11 @@ def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
-def _called(model: nn.Module) -> Sequence[nn.Module]:
+def _entry_modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return what the user calls of the placed model."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
-    return [each for member in model.children() for each in _called(member)]
+    return [each for member in model.children() for each in _entry_modules(member)]
 
 
 def _in_dtype(module: nn.Module, numerics: Numerics) -> None:

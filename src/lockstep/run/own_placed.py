@@ -31,16 +31,16 @@ from lockstep.run.own_guard import Guard, Guarding, Unguarded
 from lockstep.run.own_model import structure
 from lockstep.run.own_settings import Settings
 from lockstep.run.own_sums import NoTask
-from lockstep.run.placing import check_steps, hyperparameters, over_trained
-from lockstep.run.strategy import check_strategy, find_strategy, recomputed
-from lockstep.strategies.base import CutsModel, Foreign
+from lockstep.run.placing import check_steps, hyperparameters, optimizer_factory
+from lockstep.run.strategy import check_strategy, find_strategy, recompute_interval
+from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import disagreement
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkPlan:
     """Into how many chunks the model is cut, and by which plan; what is known of the model is left out."""
 
     count: int = 1
@@ -62,7 +62,7 @@ class Chunks:
 class Placed:
     """The user's model and optimizer, and the engine that trains; `made` is how the optimizer was.
 
-    `usual` is the engine whose state has the model's usual shapes: those that it has without `chunks`.
+    `canonical` is the engine whose state has the shapes that the model has without `chunks`.
     """
 
     settings: Settings
@@ -73,8 +73,8 @@ class Placed:
     chosen: Chosen
     numerics: Numerics
     engine: DataParallelEngine
-    usual: Engine
-    chunks: Chunks
+    canonical: Engine
+    chunks: ChunkPlan
     structure: object
     rate: float  # the optimizer's default
     made: Mapping[str, Any]  # the optimizer's settings
@@ -86,14 +86,14 @@ class Placed:
         """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
         return self.chosen.mesh(self.world.size).groups("shard", "expert")
 
-    def decided(self) -> dict[str, Any]:
+    def numeric_settings(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
         return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan)}
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the whole weights by their names. All ranks call it."""
-        return gathered(self.world, self.usual.state().model)
+        return gathered(self.world, self.canonical.state().model)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each of these. All ranks call it."""
@@ -124,7 +124,7 @@ class Placed:
 
 
 def spread(
-    member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any], chunks: Chunks
+    member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any], chunks: ChunkPlan
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
@@ -136,11 +136,11 @@ def spread(
         settings.precision,
         static_scale=default_static_scale(settings.precision),
         offload_activations=settings.placement.offload_activations,
-        recompute=recomputed(settings.placement, chosen),
+        recompute=recompute_interval(settings.placement, chosen),
         guarded=member.guarded,
     )
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    make_optimizer, made = over_trained(optimizer, model), hyperparameters(optimizer)
+    make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
@@ -148,7 +148,7 @@ def spread(
     engine = chosen.start(problem, make_optimizer, world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
-    usual = CanonicalState(engine, chunked) if chunked else engine
+    canonical = CanonicalState(engine, chunked) if chunked else engine
     if (found := disagreement(world, engine.state().model)) is not None:
         raise UsageError(
             f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "
@@ -157,7 +157,7 @@ def spread(
     rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered) if member.guarded else Unguarded()
-    return Placed(*what, engine, usual, chunks, structure(model), rate, made, groups, guard)
+    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, guard)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
@@ -172,7 +172,7 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
             f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
             "use another strategy, or a recipe",
         )
-    if isinstance(chosen, Foreign):
+    if isinstance(chosen, ExternalEngine):
         raise refused(
             f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
             "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",

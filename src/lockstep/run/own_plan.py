@@ -35,7 +35,7 @@ class OwnPlan:
         """The samples of the largest micro-batch."""
         return -(-self.steps.batch // self.microbatches)
 
-    def decided(self) -> dict[str, Any]:
+    def numeric_settings(self) -> dict[str, Any]:
         """Return what decides the numbers; its length does not, so a run may be made longer."""
         steps = self.steps
         of_data = {"samples": len(self.items), "drop_last": steps.drop_last, "weighs": self.weight is not None}
@@ -45,13 +45,13 @@ class OwnPlan:
         """Return what weighs the micro-batches of a step on all ranks."""
         return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
 
-    def followed(self, log_every: int) -> Plan:
+    def loop_plan(self, log_every: int) -> Plan:
         """Return what the training loop follows: it reports, and saves at the end; the rest is the user's to do."""
         weighs = self.weight is not None
         return Plan(self.steps, None, weighs=weighs, log=Every(steps=log_every), evaluate=None, save=Every())
 
 
-def planned(
+def make_plan(
     items: Items,
     batch: int,
     microbatches: int | None,

@@ -14,7 +14,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.items import seed_python_and_numpy
 from lockstep.run.own_loss import LossCheck
-from lockstep.run.own_model import Gate, Look
+from lockstep.run.own_model import Gate, StrayModuleCheck
 from lockstep.run.own_placed import Placed
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Every, Turn
@@ -32,7 +32,7 @@ class OwnStep:
         gate: Gate,
         leaves: int,
         placed: Placed,
-        look: Callable[[], Look | None],
+        make_stray_check: Callable[[], StrayModuleCheck | None],
         losses: LossCheck,
     ) -> None:
         self._turn = turn
@@ -41,12 +41,12 @@ class OwnStep:
         self._gate = gate
         self._guard = placed.guard
         self._placed = placed
-        self._look = look
+        self._make_stray_check = make_stray_check
         self._losses = losses
         self._counts = partial(_counts, turn, leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
-        self._looking: Look | None = None
+        self._stray_check: StrayModuleCheck | None = None
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
@@ -110,7 +110,7 @@ class OwnStep:
             for number, microbatch in enumerate(self._microbatches):
                 if number:
                     self._guard.check(whole=False, modes=True)
-                self._looking = self._look() if not number else None
+                self._stray_check = self._make_stray_check() if not number else None
                 self._current = microbatch
                 seed_python_and_numpy(random.extended(self._draws, 2, microbatch.index))  # torch's the engine seeds
                 self._forward = self._engine.forward(microbatch, self._turn.step)
@@ -138,11 +138,11 @@ class OwnStep:
                 "call step.backward once for each, within `for batch in step`, with the sum of its losses",
             )
         self._losses.check(self.number, loss, microbatch, self._counts, self._gate.returned)
-        if self._looking is not None:
-            self._looking.check_leaves(self.number, loss)
+        if self._stray_check is not None:
+            self._stray_check.check_leaves(self.number, loss)
         self.leave()
         self._guard.check(whole=False, modes=True, forward=True)
-        self._gate.over()
+        self._gate.end_batch()
         self._guard.give_back()
         self._current = None
         self._done += 1
@@ -187,8 +187,8 @@ class OwnStep:
         """
         forward, self._forward, self._gate.open = self._forward, None, False
         self._gate.returned.clear()
-        if self._looking is not None:
-            self._looking.close()
+        if self._stray_check is not None:
+            self._stray_check.close()
         if forward is not None and early:
             forward.__exit__(GeneratorExit, GeneratorExit(), None)
         elif forward is not None:

@@ -26,14 +26,14 @@ class Pass:
     numbers: list[int | None] = field(default_factory=list)
 
 
-def added(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
+def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
     """Add values over their batches and all ranks; see `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise refused(
             f"run.sum: it was given a {type(values).__name__}",
             "give one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
-    rows = [_named(value) for value in values]
+    rows = [_by_name(value) for value in values]
     at = last_pass()
     if len(rows) != len(at.numbers):
         raise refused(
@@ -52,7 +52,7 @@ def added(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
     return sums.get(_ONE, sums)
 
 
-def _named(value: Any) -> dict[str, Tensor]:
+def _by_name(value: Any) -> dict[str, Tensor]:
     values = value if isinstance(value, Mapping) else {_ONE: value}
     return {str(name): _tensor(each) for name, each in values.items()}
 

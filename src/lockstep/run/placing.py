@@ -88,7 +88,7 @@ def check_steps(
     dims = {parameter.ndim for parameter in trained}
     narrow = {parameter.dtype for parameter in trained} & {*NARROW}
     for group in optimizer.param_groups:
-        tried = partial(_tried, optimizer, group)
+        tried = partial(_trial_optimizer, optimizer, group)
         check_optimizer(tried, dims)
         if stored is not None:
             check_stored(tried, stored)
@@ -96,7 +96,7 @@ def check_steps(
             check_rows(tried, strategy, dtype)
 
 
-def over_trained(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
+def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
     """Return what makes this optimizer over the tensors that a strategy trains in place of the model's parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [(group, [names[each] for each in group["params"]]) for group in optimizer.param_groups]
@@ -138,7 +138,7 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return twin
 
 
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
+def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
     return _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
 
 

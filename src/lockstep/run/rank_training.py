@@ -34,16 +34,16 @@ from lockstep.run import folder as run_folder
 from lockstep.run import sinks
 from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checkpoints import Checkpoints, Resumed
+from lockstep.run.data_facts import model_facts
 from lockstep.run.engine import start_engine
-from lockstep.run.events import evaluated, started
-from lockstep.run.facts import seen_by_model
-from lockstep.run.first_weights import described
-from lockstep.run.folder import Start
-from lockstep.run.foreign import handed_over
+from lockstep.run.events import evaluation_event, start_event
+from lockstep.run.external_engine import engine_files
+from lockstep.run.first_weights import weights_record
+from lockstep.run.folder import RunStart
 from lockstep.run.probe.first_look import Look
 from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
-from lockstep.run.resume import carried_on
+from lockstep.run.resume import continuation_state
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
@@ -63,7 +63,7 @@ class RankTraining:
         ready: Setup,
         rendezvous: Rendezvous,
         world: World,
-        start: Start,
+        start: RunStart,
         resumed: Resumed | None,
         streams: tuple[TextIO, TextIO],
         look: Look,
@@ -89,7 +89,7 @@ class RankTraining:
         self.engine: Engine
         self.loader: Loader
         self.engine, self.loader = start_engine(ready, resolved, world, resumes=resumed is not None)
-        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._decided, ready.buffers)
+        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._checkpoint_facts, ready.buffers)
         if (found := disagreement(world, self.engine.state().model)) is not None:
             raise UsageError(
                 f"first weights: {found.listed}: {found.who}; let the model's function start from what is the same on "
@@ -102,7 +102,7 @@ class RankTraining:
             self.checkpoints.resume(self.resumed)
             self.resumed = None  # frees the snapshot
         elif self.ready.first is not None and self.ready.first.optimizer:
-            self.engine.load(carried_on(self.ready, self.engine.state()))
+            self.engine.load(continuation_state(self.ready, self.engine.state()))
         code = EXIT_DONE
         with self._sinks() as self.rank.sinks:
             for event in self._events(stop):
@@ -118,7 +118,7 @@ class RankTraining:
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         rank, checkpoints = self.rank, self.checkpoints
-        start = started(self.resolved, self.ready, self.world, rank.progress, self.resumed_from, rank.last_step())
+        start = start_event(self.resolved, self.ready, self.world, rank.progress, self.resumed_from, rank.last_step())
         yield start
         yield from self._warnings()
         rank.enter("training")
@@ -133,8 +133,8 @@ class RankTraining:
             stop,
         ):
             if isinstance(event, Evaluated | Stopped):
-                yield from self._skipped()
-            yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.finished()
+                yield from self._report_unreadable()
+            yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.poll()
             yield with_flops(event, start) if isinstance(event, Stepped) else event
             if isinstance(event, Stopped):
                 return
@@ -177,19 +177,19 @@ class RankTraining:
         batch = evaluation_batch(self.resolved.recipe)
         with self.rank.during("evaluating"):
             keep = self._keep if progress.step == self.ready.steps.total else None
-            return evaluated(self.engine, self.world, self.ready, self.loader, batch, progress, keep)
+            return evaluation_event(self.engine, self.world, self.ready, self.loader, batch, progress, keep)
 
     def _keep(self, report: Report) -> None:
         """Write what the task reports of the last evaluation, on rank 0."""
         if report and self.world.rank == 0:
             run_folder.keep_last_evaluation(self.folder, report)
 
-    def _decided(self) -> dict[str, Any]:
+    def _checkpoint_facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         recipe = comparable(values(self.resolved.recipe))
-        return {"schema": SCHEMA, "recipe": recipe, "data": seen_by_model(self.ready)}
+        return {"schema": SCHEMA, "recipe": recipe, "data": model_facts(self.ready)}
 
-    def _skipped(self) -> Iterator[Skipped]:
+    def _report_unreadable(self) -> Iterator[Skipped]:
         """Report the files that some rank could not read since the last report. All ranks call it."""
         for number, file in enumerate(self.ready.data.files or ()):
             met, reported = self.loader.unreadable[number], self.reported[number]
@@ -230,12 +230,12 @@ class RankTraining:
         recipe, run = self.resolved.recipe, self.resolved.run
         decided = {dotted(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
-        with sinks.opened(run, decided, rule, folder, self.streams) as found:
+        with sinks.open_sinks(run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = sources(self.resolved, self.ready) | source_digests(sinks.own_paths(run))
-            first = described(recipe, self.ready.first, self.ready.taken)
-            handed = handed_over(self.resolved)
-            run_folder.record(self.resolved.loaded, folder, source, self.cores, exchange, first, handed)
+            first = weights_record(recipe, self.ready.first, self.ready.taken)
+            files = engine_files(self.resolved)
+            run_folder.record(self.resolved.loaded, folder, source, self.cores, exchange, first, files)
             yield found if self.also is None else [*found, self.also]
 
 

@@ -34,7 +34,7 @@ from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
-from lockstep.run.facts import check_facts
+from lockstep.run.data_facts import check_facts
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key
@@ -72,7 +72,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     )
 
 
-def saved_recipe(path: Path, snapshot: Snapshot) -> Recipe:
+def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     """Return the recipe that the checkpoint `path` was made by."""
     recipe = saved_state.parsed(path, snapshot.state).recipe
     if "loop" in recipe:
@@ -84,10 +84,10 @@ def saved_recipe(path: Path, snapshot: Snapshot) -> Recipe:
         raise UsageError("\n".join([f"{path}: its recipe is none of this version:", *lines])) from None
 
 
-def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
+def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state from which the run `ready` goes on. UsageError where the checkpoint cannot be of that run."""
-    check_recipe(path, saved_recipe(path, snapshot), ready.recipe)
-    state = evaluated(path, snapshot, ready)
+    check_recipe(path, checkpoint_recipe(path, snapshot), ready.recipe)
+    state = evaluation_state(path, snapshot, ready)
     start = ready.recipe.start
     before = start.updates or 0 if start is not None else 0
     updates = before + state.progress.step - state.progress.skipped_steps
@@ -100,8 +100,8 @@ def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     return state
 
 
-def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
+def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
+    """Return the state, as `resume_state` does, as far as an evaluation needs it: the optimizer is not looked at."""
     state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.facts, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
@@ -138,7 +138,7 @@ def check_first(ready: Setup) -> None:
         return
     check_facts(ready.data.facts, first.decisive, first.found.path)
     if first.optimizer:
-        problems = list(_carried_problems(first.found.snapshot, first.state, ready))
+        problems = list(_continuation_problems(first.found.snapshot, first.state, ready))
         if problems:
             advice = "take its weights alone, with run.start_from.optimizer=false"
             text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
@@ -155,7 +155,7 @@ def check_at_hand(ready: Setup) -> None:
         )
 
 
-def carried_on(ready: Setup, now: State) -> State:
+def continuation_state(ready: Setup, now: State) -> State:
     """Return the state of a run that begins with all of another's: `now` is what this one has before.
 
     The numbers of the optimizer's groups that count are the other's; rates, decay and the like are the recipe's.
@@ -185,7 +185,7 @@ def carried_on(ready: Setup, now: State) -> State:
     )
 
 
-def _carried_problems(snapshot: Snapshot, state: SavedState, ready: Setup) -> Iterator[str]:
+def _continuation_problems(snapshot: Snapshot, state: SavedState, ready: Setup) -> Iterator[str]:
     expected, after = _trial(ready, steps=1)
     yield from _forms_problems("optimizer", _forms(snapshot.optimizer), _forms(expected))
     yield from _differing("optimizer", {*state.slots}, {*after["slots"]})

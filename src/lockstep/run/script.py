@@ -12,15 +12,15 @@ from pathlib import Path
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.ambient import AMBIENT, Ambient
 from lockstep.run.start import on_ranks
+from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     """Run a script in `count` processes of this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
-    return on_ranks(partial(_work, path, [path, *arguments]), None, Placement(), count, apart=True)
+    return on_ranks(partial(_work, path, [path, *arguments]), None, Placement(), count, in_subprocess=True)
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:
@@ -31,8 +31,8 @@ def run_script(path: str, argv: Sequence[str]) -> None:
 
 
 def _work(path: str, argv: Sequence[str], _ready: None, rendezvous: Rendezvous) -> int:
-    ambient = Ambient(rendezvous)
-    AMBIENT.set(ambient)
+    context = WorkerContext(rendezvous)
+    WORKER_CONTEXT.set(context)
     code = EXIT_DONE
     try:
         run_script(path, argv)
@@ -40,6 +40,6 @@ def _work(path: str, argv: Sequence[str], _ready: None, rendezvous: Rendezvous) 
         if not isinstance(end.code, int | None):
             raise
         code = end.code or EXIT_DONE
-    for run in ambient.joined:
+    for run in context.runs:
         run.close()
     return code

@@ -65,7 +65,7 @@ def own_paths(run: Run) -> list[str]:
 
 
 @contextmanager
-def opened(
+def open_sinks(
     run: Run, decided: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Give the sinks of a run while the block lasts; those that may fail are opened first. Only rank 0 enters it.
@@ -80,7 +80,7 @@ def opened(
             log.write(f"{printable(text)}\n")
 
     with ExitStack() as held:
-        optional = [Optional(f"sink {named.name}", _opened(named, decided, folder), warn) for named in run.sinks]
+        optional = [Optional(f"sink {named.name}", _open_sink(named, decided, folder), warn) for named in run.sinks]
         if run.tensorboard:
             from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
 
@@ -98,8 +98,8 @@ def opened(
         yield [*kept, *optional]
 
 
-def _opened(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
-    options = _filled_in(f"sink {named.name}", named.model_extra or {})
+def _open_sink(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
+    options = _expand_variables(f"sink {named.name}", named.model_extra or {})
     if ":" in named.name:
         return _own(named.name, folder, options)
     if named.name == "csv":
@@ -148,12 +148,12 @@ def _is_secret(key: str, text: str) -> bool:
     return bool(named or _IN_URL.search(text))
 
 
-def _filled_in(label: str, value: Any) -> Any:
+def _expand_variables(label: str, value: Any) -> Any:
     """Return options with the values of the environment variables that they name."""
     if isinstance(value, Mapping):
-        return {key: _filled_in(label, each) for key, each in value.items()}
+        return {key: _expand_variables(label, each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_filled_in(label, each) for each in value]
+        return [_expand_variables(label, each) for each in value]
     if not isinstance(value, str):
         return value
     if missing := [name for name in _VARIABLE.findall(value) if name not in os.environ]:

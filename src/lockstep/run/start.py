@@ -22,7 +22,7 @@ from lockstep.ranks.external import alone, as_rank, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.strategy import find_strategy
-from lockstep.strategies.base import Foreign
+from lockstep.strategies.base import ExternalEngine
 
 T = TypeVar("T")
 _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
@@ -32,7 +32,7 @@ Work = Callable[[Rendezvous], int]  # returns the exit code
 def as_launched(info: RankInfo, words: Sequence[str], opened: Callable[[], tuple[Placement, Work]]) -> int:
     """Meet the ranks that the launcher started and do the work that `opened` returns; return its exit code.
 
-    `opened` checks what can be checked before the ranks meet. What it finds ends this rank, and is reported once: to
+    `opened` checks what can be checked before the ranks join. What it finds ends this rank, and is reported once: to
     the others too, if they come soon to the rendezvous place that `words`, dotted overrides, name.
     """
     try:
@@ -50,23 +50,23 @@ def on_ranks(
     logs: Path | None = None,
     failed: Callable[[str], None] | None = None,
     *,
-    apart: bool = False,
+    in_subprocess: bool = False,
     hashes: str | None = None,
 ) -> int:
     """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code.
 
-    One rank is this process, unless `apart`; several, of which ranks/local_launcher.py has the rest, are processes of
-    their own. What is `ready` in this process is so in forked ones. To a spawned one, where there is CUDA, it cannot be
-    sent, and it gets None. With `hashes`, a seed of Python's hashes, they are spawned, and have it.
+    One rank is this process, unless `in_subprocess`; several are separate processes (ranks/local_launcher.py). Forked
+    ones share `ready`, whatever it holds; it cannot be sent to a spawned one, where there is CUDA, which gets None.
+    With `hashes`, a seed of Python's hashes, they are spawned, and have it.
     """
-    if count == 1 and not apart:
+    if count == 1 and not in_subprocess:
         return work(ready, alone())
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     # CUDA does not survive a fork, which is quicker and shares what is in memory.
     spawns = hashes is not None or (placement.device != "cpu" and torch.cuda.device_count())
     method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
     _, strategy = find_strategy(placement, count)
-    if method == "fork" and isinstance(strategy, Foreign):
+    if method == "fork" and isinstance(strategy, ExternalEngine):
         strategy.preload()
     worker = partial(work, ready if method == "fork" else None)
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def in_workers_silently(
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
-            code = on_ranks(work, ready, placement, count, apart=True, hashes=hashes)
+            code = on_ranks(work, ready, placement, count, in_subprocess=True, hashes=hashes)
         except SystemExit as end:  # a signal came before there were workers
             code = int(end.code or 0)
     if code > _SIGNALLED:

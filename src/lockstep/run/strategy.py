@@ -35,7 +35,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     with _code(name):
         if "recompute" in valid:
             options.setdefault("recompute", placement.recompute != "none")
-        made = _made(kind, options)
+        made = _build_strategy(kind, options)
         traits = made.traits
         if not isinstance(traits, Traits):
             raise UsageError(f"strategy {name}: its traits are a {type(traits).__name__}; return Traits ({_CONTRACT})")
@@ -46,7 +46,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     return name, made
 
 
-def recomputed(placement: Placement, strategy: Strategy) -> int:
+def recompute_interval(placement: Placement, strategy: Strategy) -> int:
     """Return the number of blocks of which one computes its activations again before the strategy gets the model.
 
     It is 0 where none does, or where the strategy sees to it itself.
@@ -86,7 +86,7 @@ def _own(path: str) -> type[Any]:
     return cast(type[Any], kind)
 
 
-def _made(kind: type[Any], options: Mapping[str, Any]) -> Strategy:
+def _build_strategy(kind: type[Any], options: Mapping[str, Any]) -> Strategy:
     try:
         return cast(Strategy, TypeAdapter(kind).validate_python(options))
     except ValidationError as error:

@@ -1,7 +1,7 @@
 """`lockstep train` below its options: check everything in one place, then train on the ranks.
 
 Ranks that are forked here, spawned here, or started by a launcher all come to `run_rank`. What a recipe names is opened
-and checked by one list, `_checked`: before the ranks are forked, or by each rank once they have met.
+and checked by one list, `_open_and_check`: before the ranks are forked, or by each rank once they have joined.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import Resumed
 from lockstep.run.checks import check_cut, check_kernels, check_placement
-from lockstep.run.compared import started_with
 from lockstep.run.computing import computing_device
-from lockstep.run.facts import setup_facts
-from lockstep.run.first_weights import First, opened
-from lockstep.run.folder import Start
+from lockstep.run.data_facts import setup_facts
+from lockstep.run.first_weights import First, load_first_weights
+from lockstep.run.folder import RunStart
+from lockstep.run.handshake import recipe_handshake
 from lockstep.run.probe.first_look import first_look
 from lockstep.run.rank_training import RankTraining, sources
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.resume import check_at_hand, check_first, read_alike, signing_key
-from lockstep.run.resume import resumed as checked_state
+from lockstep.run.resume import resume_state as checked_state
 from lockstep.run.sinks import check_sinks
+from lockstep.run.stall_detection import stall_detector
 from lockstep.run.start import Work, on_ranks
-from lockstep.run.watching import watched
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     """Check everything in this process, then train in it, or start the processes that do; return the exit code.
 
-    `also` is a sink beside those that the configuration names; it can be sent to a spawned process.
+    `also` is a sink in addition to those that the configuration names; it can be sent to a spawned process.
     """
     torch.set_num_threads(1)  # see run/start.py
     with with_places(loaded):
-        loaded, first = opened(loaded)
+        loaded, first = load_first_weights(loaded)
         resolved = resolve(loaded)
         check_sinks(resolved.run)
         check_placement(resolved)
-        ready = _checked(resolved, first)
+        ready = _open_and_check(resolved, first)
     claim = run_folder.claim(loaded)
-    with claim.held():
+    with claim.hold():
         for note in claim.notes:
             _say(note)
-        work = partial(run_rank, resolved, Start(claim.folder, claim.checkpoint, claim.done), also)
+        work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done), also)
         return on_ranks_of(resolved, ready, work, claim.folder)
 
 
@@ -78,8 +78,8 @@ def on_ranks_of(resolved: Resolved, ready: Setup, work: Callable[[Setup | None, 
     return code
 
 
-def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
-    """Check all that can be checked before the ranks of a launcher meet; return what they are to do."""
+def training_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
+    """Check all that can be checked before the ranks of a launcher join; return their placement and work."""
     _check_launch(loaded.config, info)
     with with_places(loaded):
         resolved = resolve(loaded, info.size)
@@ -89,17 +89,17 @@ def opened_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
 
 
 def run_rank(
-    resolved: Resolved, start: Start | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous
+    resolved: Resolved, start: RunStart | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Train as one of the ranks that have met and return the exit code.
+    """Train as one of the ranks, which have joined, and return the exit code.
 
     Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder, and the others
-    get from it where the run begins. `also` is a sink of rank 0 beside those that the configuration names.
+    get from it where the run begins. `also` is a sink of rank 0 in addition to those that the configuration names.
     """
     first = None
     if ready is None:
         with with_places(resolved.loaded):
-            loaded, first = opened(resolved.loaded)  # what they are is compared between the ranks
+            loaded, first = load_first_weights(resolved.loaded)  # what they are is compared between the ranks
         resolved = replace(resolved, loaded=loaded)
     loaded, placement, recipe, info = resolved.loaded, resolved.placement, resolved.recipe, rendezvous.info
     device = computing_device(placement, info, recipe.threads, recipe.precision)
@@ -108,12 +108,12 @@ def run_rank(
     place = f"{place}  host {rendezvous.rank_log.host}  device {device}\n"
     terminal = sys.stdout
     with ExitStack() as held:
-        held.enter_context(watched(rendezvous, placement, device))
-        rendezvous.compare(started_with(loaded, device))
+        held.enter_context(stall_detector(rendezvous, placement, device))
+        rendezvous.compare(recipe_handshake(loaded, device))
         terminal.write(place)  # at once: ranks share the terminal
         terminal.flush()
         claim = partial(run_folder.claim, loaded)
-        agreed = start or held.enter_context(run_folder.held_by_first(rendezvous, claim))
+        agreed = start or held.enter_context(run_folder.hold_run_folder(rendezvous, claim))
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
             return EXIT_DONE
@@ -122,7 +122,7 @@ def run_rank(
         if ready is None:
             with with_places(loaded):
                 # The kernels were looked at by the process that started this one, if one of ours did.
-                ready = _checked(resolved, first, kernels=start is None, warns=info.rank == 0)
+                ready = _open_and_check(resolved, first, kernels=start is None, warns=info.rank == 0)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
             rendezvous.compare(setup_facts(ready) | {"your source files": sources(resolved, ready)})
         resumed = None
@@ -139,7 +139,7 @@ def run_rank(
     return code
 
 
-def _checked(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:
+def _open_and_check(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:
     """Open what a recipe names, and check model, data and optimizer with the placement; warn of what is legal."""
     ready = setup(resolved.recipe, first)
     check_first(ready)

@@ -20,8 +20,8 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import Problem
 
 # What a strategy's file takes from here, so that it needs few imports of its own.
-__all__ = ["Count", "CutsModel", "Engine", "Foreign", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics", "Problem"]
-__all__ += ["Strategy", "Traits", "World"]
+__all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
+__all__ += ["Problem", "Strategy", "Traits", "World"]
 
 Count = Annotated[int, Field(ge=1)]
 Mib = Annotated[float, Field(gt=0)]
@@ -81,7 +81,7 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
-class Foreign(Protocol):
+class ExternalEngine(Protocol):
     """What a strategy has besides that trains in the engine of another framework."""
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:

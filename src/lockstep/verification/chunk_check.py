@@ -17,7 +17,7 @@ from lockstep.errors import VerificationError
 from lockstep.parallel.tensor.plan import region_names
 from lockstep.run.build import Setup
 from lockstep.run.chunking import cut
-from lockstep.run.examples import examples, repeated
+from lockstep.run.examples import examples, repeat_samples
 from lockstep.run.sequences import losses_in
 from lockstep.tasks.base import Task
 
@@ -53,7 +53,7 @@ def check_sequence_chunks(ready: Setup) -> None:
         return
     features = partial(cut, chunks=asked.chunks, plan=asked.plan, name=asked.name) if asked.chunks > 1 else _whole
     example, _ = examples(ready.recipe, ready.data)
-    batch = repeated(example, _SAMPLES)
+    batch = repeat_samples(example, _SAMPLES)
     if found := sequence_departure(ready.uncut().eval(), ready.task, batch, asked.sequence_chunks, features):
         raise VerificationError(
             f"recipe.model.sequence_chunks: in {asked.sequence_chunks} chunks {name} computes something else than "

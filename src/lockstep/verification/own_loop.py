@@ -25,10 +25,10 @@ from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Verdict, against
-from lockstep.run.ambient import AMBIENT, Ambient
-from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, witnessed
+from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.run.script import run_script
 from lockstep.run.start import can_be_spawned, in_workers_silently
+from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.verification.cases import import_for_all, verify_on
 from lockstep.verification.causes import of_hashes
 
@@ -238,8 +238,8 @@ class _Loop:
             if self.steps is not None and number >= self.steps:
                 raise _Enough
 
-        ambient = Ambient(rendezvous, strategy, folder / "run", observe, self.guarded)
-        AMBIENT.set(ambient)
+        ambient = WorkerContext(rendezvous, strategy, folder / "run", observe, self.guarded)
+        WORKER_CONTEXT.set(ambient)
         reads: dict[str, str] = {}
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
@@ -250,9 +250,9 @@ class _Loop:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-            if not ambient.joined:
+            if not ambient.runs:
                 raise UsageError("it joined no run: call lockstep.join in it")
-            for run in ambient.joined:
+            for run in ambient.runs:
                 run.close()
         if reads:
             (folder / _READS.format(rank)).write_text(json.dumps(reads), encoding="utf-8")
@@ -260,12 +260,12 @@ class _Loop:
 
 
 @contextmanager
-def _seen(ambient: Ambient, reads: dict[str, str]) -> Iterator[None]:
+def _seen(ambient: WorkerContext, reads: dict[str, str]) -> Iterator[None]:
     """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
 
     A run is seeded before, and a data set before each sample; but what a micro-batch draws from is torch's to seed.
     """
-    with witnessed(lambda: any(run.computing for run in ambient.joined)) as found:
+    with record_reads(lambda: any(run.computing for run in ambient.runs)) as found:
         try:
             yield
         finally:

@@ -37,7 +37,7 @@ from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
-from lockstep.run.first_weights import opened
+from lockstep.run.first_weights import load_first_weights
 from lockstep.run.probe.probe import facts_of
 from lockstep.run.probe.state import digest
 from lockstep.run.resolved import resolve
@@ -75,7 +75,7 @@ class Job:
 
 def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
-    loaded, first = opened(loaded)
+    loaded, first = load_first_weights(loaded)
     ready = replace(setup(loaded.config.recipe, first), guarded=False)  # what differs is to be found, and named
     whole = ready.data.validation
     if whole is None:

@@ -94,18 +94,18 @@ def findings(probed: ProbeResult, departed: bool = False) -> list[Finding]:
 
     That makes a fault of what was drawn from generators that nobody seeds, seldom as it may matter.
     """
-    found = _found(probed)
+    found = _all_findings(probed)
     unexplained = departed and not any(each.fault for each in found)
     return [replace(each, fault=each.fault or (unexplained and each.culprit == FOREIGN_RANDOMNESS)) for each in found]
 
 
-def _found(probed: ProbeResult) -> list[Finding]:
+def _all_findings(probed: ProbeResult) -> list[Finding]:
     found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
     found += _of_evaluation(probed)
     if probed.unused:
         text = (
-            f"the loss of the micro-batches tried depends on none of these parameters: {_listed(probed.unused)}; they "
-            f"get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
+            f"the loss of the micro-batches tried depends on none of these parameters: {_name_list(probed.unused)}; "
+            f"they get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
             f"(requires_grad=False)"
         )
         found.append(Finding(UNUSED, False, text, tuple(probed.unused)))
@@ -194,7 +194,7 @@ def _of_state(probed: ProbeResult) -> Iterator[Finding]:
     if probed.changed_weights:
         placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
         text = (
-            f"the forward pass changes weights: {_listed(placed)}{_consequence(probed.alone)}; each process would "
+            f"the forward pass changes weights: {_name_list(placed)}{_consequence(probed.alone)}; each process would "
             f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
         )
         yield Finding(WEIGHTS, True, text, tuple(probed.changed_weights))
@@ -229,7 +229,7 @@ def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
     for name, change in changed.items():
         place = probed.places.get(name)
         found.append(f"{name} ({change}{f', {place}' if place else ''})")
-    return _listed(found)
+    return _name_list(found)
 
 
 def _consequence(alone: str) -> str:
@@ -245,7 +245,7 @@ def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
     if spectral:
         text = (
             f"torch's spectral_norm{probed.at('model')} moves its buffers at each forward pass in training: "
-            f"{_listed(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
+            f"{_name_list(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
             f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
         yield Finding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
@@ -253,15 +253,15 @@ def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
             f"{kinds}{probed.at(*norms, 'model')} moves running statistics itself, not by torch's BatchNorm: "
-            f"{_listed(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
+            f"{_name_list(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
             f"BatchNorm and call its forward, whose statistics Lockstep moves once a step"
         )
         yield Finding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
     if others:
         placed = [f"{name}{probed.at(name)}" for name in others]
         text = (
-            f"this model updates buffers outside BatchNorm: {_listed(placed)}; each process would update them by its "
-            f"own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
+            f"this model updates buffers outside BatchNorm: {_name_list(placed)}; each process would update them by "
+            f"its own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
         )
         yield Finding(BUFFERS, _counts(probed, others), text, tuple(others))
 
@@ -317,6 +317,6 @@ def _alike(one: float, other: float) -> bool:
     return abs(one - other) <= _CLOSE * max(abs(one), abs(other))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _name_list(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -63,7 +63,7 @@ def first_look(ready: Setup) -> Iterator[Look]:
     process.start()
     sending.close()
     try:
-        yield lambda: _found(receiving)
+        yield lambda: _receive_findings(receiving)
     finally:
         process.kill()
         process.join()
@@ -95,7 +95,7 @@ def _keeps_state(module: nn.Module) -> bool:
     return any(buffer is not None and buffer.is_floating_point() for buffer in map(module._buffers.get, saved))
 
 
-def _found(receiving: Connection) -> list[Finding]:
+def _receive_findings(receiving: Connection) -> list[Finding]:
     began = time.monotonic()
     try:
         if not receiving.poll(_PATIENCE_S):

@@ -39,7 +39,7 @@ from lockstep.run import user_code
 from lockstep.run.build import Setup
 from lockstep.run.probe.findings import LossFact, ProbeResult, RandomSample
 from lockstep.run.probe.state import CACHE, Globals, ModelState, digest, streams, weights
-from lockstep.run.probe.witness import CLOCK, RANK, witnessed
+from lockstep.run.probe.witness import CLOCK, RANK, record_reads
 from lockstep.tasks.base import MicroBatch
 
 _SAMPLES: Final = 8  # fetched twice, of each part
@@ -65,8 +65,8 @@ class _Look:
 def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
     """Look at data, model and loss of a recipe, as its run will compute them."""
     samples = random_samples(ready, _SAMPLES)
-    look = _Look(ready.problem.build_model, _given(ready, device), ready.recipe.precision, backward=True)
-    return _seen(ready, device, look, samples)
+    look = _Look(ready.problem.build_model, _first_microbatches(ready, device), ready.recipe.precision, backward=True)
+    return _run_probe(ready, device, look, samples)
 
 
 def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
@@ -84,7 +84,7 @@ def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
         ready, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(ready.data.train), batch, steps=1)
     )
     build = partial(initialise, ready.blank, recipe.seed)
-    return _seen(ready, device, _Look(build, _given(few, device), "fp32", backward=False), found)
+    return _run_probe(ready, device, _Look(build, _first_microbatches(few, device), "fp32", backward=False), found)
 
 
 def random_samples(ready: Setup, count: int) -> list[RandomSample]:
@@ -102,12 +102,12 @@ def random_samples(ready: Setup, count: int) -> list[RandomSample]:
 
 
 def _random(part: str, split: Split, indices: Sequence[int], draw: int | None) -> Iterator[RandomSample]:
-    def fetched() -> list[dict[str, str]]:
-        return [_fetched(split, index, draw) for index in indices]
+    def fetch() -> list[dict[str, str]]:
+        return [_sample_digests(split, index, draw) for index in indices]
 
-    first, again = fetched(), [_fetched(split, index, draw) for index in reversed(indices)][::-1]
+    first, again = fetch(), [_sample_digests(split, index, draw) for index in reversed(indices)][::-1]
     by_rank = first == again
-    others = _as_another_rank(fetched, first) if by_rank else again
+    others = _as_another_rank(fetch, first) if by_rank else again
     for index, one, other in zip(indices, first, others, strict=True):
         if what := _what_differs(one, other):
             yield RandomSample(part, index, what, by_rank)
@@ -125,14 +125,14 @@ def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-def _given(ready: Setup, device: torch.device) -> list[MicroBatch]:
+def _first_microbatches(ready: Setup, device: torch.device) -> list[MicroBatch]:
     """Return the micro-batches of the first step."""
     loader = ready.loader(World(ALONE, device), DataRank(), 0)
     with closing(loader.training(0)) as batches:  # type: ignore[type-var]
         return next(batches)[1]
 
 
-def _seen(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> ProbeResult:
+def _run_probe(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> ProbeResult:
     try:
         return _Probe(ready, device, look).facts(samples)
     except (RuntimeError, OwnCodeError) as raised:
@@ -167,22 +167,22 @@ class _Probe:
         unused = [name for name, p in model.named_parameters() if p.requires_grad and name not in {*one, *two}]
         other = self._fresh()
         alone = self._compute(other, second)
-        changed, fewer = before.changed_buffers(after), ModelState(other)
+        changed, fewer = before.buffer_changes(after), ModelState(other)
         own_loss = ":" in self._ready.recipe.loss.name
         loss = self._loss(other, first) if self._look.backward or own_loss else None
         elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), one)
         again = one if elsewhere == one else self._compute(self._fresh(), first)
         repeated = _first_difference(one, again)
-        attributes, variables = before.changed_attributes(after), globals_before.changed(globals_after)
+        attributes, variables = before.attribute_changes(after), globals_before.changes(globals_after)
         counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
         depends = _first_difference(two, alone) if second is not first else ""
         explained = attributes or variables or drawn or counting or repeated
         # A cache is state only where something else than the inputs went into it, or comes of it.
         if not (depends or drawn or repeated):
             variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
-        norms = before.changed_norms(after) if depends and not explained else []
+        norms = before.norm_changes(after) if depends and not explained else []
         changed, counting = [*changed, *norms], [*counting, *norms]
-        moved = self._changed_weights() if depends and not (explained or norms) else []
+        moved = self._weight_changes() if depends and not (explained or norms) else []
         evaluated = self._look.backward and not (depends or repeated)  # else training explains it
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
@@ -214,7 +214,7 @@ class _Probe:
             places=_places(self._ready) | places | _of_state(model, [*changed, *attributes, *moved]),
         )
 
-    def _changed_weights(self) -> list[str]:
+    def _weight_changes(self) -> list[str]:
         model = self._fresh()
         before = weights(model)
         self._compute(model, self._look.given[0])
@@ -223,20 +223,20 @@ class _Probe:
     def _evaluation(self) -> tuple[str, dict[str, str]]:
         """Return what of a batch's evaluation depends on the batch before it, and what the code reads meanwhile."""
         first, second = self._look.given[0], self._look.given[-1]
-        if self._evaluated(self._fresh(), first, second) == self._evaluated(self._fresh(), second):
+        if self._evaluation_digest(self._fresh(), first, second) == self._evaluation_digest(self._fresh(), second):
             return "", {}
         model = self._fresh()
-        with witnessed() as found:
-            self._evaluated(model, first, second)
+        with record_reads() as found:
+            self._evaluation_digest(model, first, second)
         return "outputs", dict(found)
 
     @torch.no_grad()
-    def _evaluated(self, model: nn.Module, *batches: MicroBatch) -> str:
+    def _evaluation_digest(self, model: nn.Module, *batches: MicroBatch) -> str:
         """Evaluate batches one after the other; return the digest of the last one's outputs."""
         model.eval()
         torch.manual_seed(self._ready.recipe.seed)
         with autocast(self._look.precision, self._world.device):
-            return [digest(tensors_of(self._given_out(model, batch))) for batch in batches][-1]
+            return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _fresh(self) -> nn.Module:
         """Build the model; Python's and NumPy's generators are then in one state too."""
@@ -258,9 +258,9 @@ class _Probe:
         for generator in self._world.generators():
             generator.manual_seed(random.torch_seed(random.extended(key, 0, microbatch.index)))
         with autocast(self._look.precision, self._world.device):
-            return self._given_out(model, microbatch)
+            return self._call_model(model, microbatch)
 
-    def _given_out(self, model: nn.Module, microbatch: MicroBatch) -> Any:
+    def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         # A model may change its inputs in place.
         inputs = mapped(Tensor.clone, self._ready.task.inputs(microbatch.batch))
         return self._numerics.given_out(call(model, self._numerics.laid_out(inputs)))
@@ -280,7 +280,7 @@ class _Probe:
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
         """Return what building and computing read beside their inputs, and the line of the user's code that does."""
-        with witnessed() as found:
+        with record_reads() as found:
             self._compute(self._fresh(), microbatch)
         return dict(found)
 
@@ -322,7 +322,7 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: place for name, place in found.items() if place}
 
 
-def _fetched(split: Split, index: int, draw: int | None) -> dict[str, str]:
+def _sample_digests(split: Split, index: int, draw: int | None) -> dict[str, str]:
     """Return a digest of each tensor of a sample, by where it stands."""
     leaves = with_paths(split.fetch(np.array([index]), draw))
     return {path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)}

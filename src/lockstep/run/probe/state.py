@@ -57,17 +57,17 @@ class ModelState:
                     self.kinds[prefix + name] = kind
                     (self.norms if norm else self.buffers)[prefix + name] = digest([buffer])
             for name, value in _plain(module):
-                self.attributes[prefix + name] = _shown(value, _DEPTH)
+                self.attributes[prefix + name] = _format_value(value, _DEPTH)
 
-    def changed_buffers(self, after: ModelState) -> list[str]:
+    def buffer_changes(self, after: ModelState) -> list[str]:
         """Return the names of the buffers that have another value in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
-    def changed_norms(self, after: ModelState) -> list[str]:
+    def norm_changes(self, after: ModelState) -> list[str]:
         """Return the same of those of types that come from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
-    def changed_attributes(self, after: ModelState) -> dict[str, str]:
+    def attribute_changes(self, after: ModelState) -> dict[str, str]:
         """Return how attributes changed, by name: `0 -> 2`, or `a tensor`."""
         return _changes(self.attributes, after.attributes)
 
@@ -87,10 +87,10 @@ class Globals:
     def __init__(self, modules: Mapping[str, ModuleType], kinds: Iterable[type]) -> None:
         found = [each for name, module in modules.items() for each in _variables(name, module)]
         found += [each for kind in kinds if kind.__module__ in modules for each in _class_attributes(kind)]
-        self._values = {each.name: _shown_global(each.value, modules) for each in found}
+        self._values = {each.name: _format_global(each.value, modules) for each in found}
         self._places = {each.name: each.place for each in found}
 
-    def changed(self, after: Globals) -> dict[str, str]:
+    def changes(self, after: Globals) -> dict[str, str]:
         """Return how they changed, by name."""
         return _changes(self._values, after._values)
 
@@ -160,18 +160,18 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _shown_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
+def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     """Write what a global holds; of an object of another's class, such as a logger, its type alone."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
-        return f"function {_shown([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"
+        return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"
     known = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
     plain = isinstance(value, bool | int | float | complex | str | bytes | None)
     containers = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
     if plain or containers or isinstance(value, known) or type(value).__module__ in modules:
-        return _shown(value, _DEPTH)
+        return _format_value(value, _DEPTH)
     return type(value).__name__
 
 
@@ -182,7 +182,7 @@ def _cell(cell: Any) -> Any:
         return None
 
 
-def _shown(value: Any, depth: int) -> str:
+def _format_value(value: Any, depth: int) -> str:
     """Write a value so that another state gives another text; what is unknown is its type alone."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
@@ -203,15 +203,15 @@ def _shown(value: Any, depth: int) -> str:
         return type(value).__name__
     if isinstance(value, Mapping):
         items = islice(value.items(), _ITEMS)
-        shown = ", ".join(f"{_shown(key, depth - 1)}: {_shown(each, depth - 1)}" for key, each in items)
+        shown = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(each, depth - 1)}" for key, each in items)
         return f"{type(value).__name__} {{{shown}}}{_more(value)}"
     if isinstance(value, list | tuple | deque):
-        shown = ", ".join(_shown(each, depth - 1) for each in islice(value, _ITEMS))
+        shown = ", ".join(_format_value(each, depth - 1) for each in islice(value, _ITEMS))
         return f"{type(value).__name__} [{shown}]{_more(value)}"
     if isinstance(value, set | frozenset):
-        shown = ", ".join(sorted(_shown(each, depth - 1) for each in islice(value, _ITEMS)))
+        shown = ", ".join(sorted(_format_value(each, depth - 1) for each in islice(value, _ITEMS)))
         return f"{type(value).__name__} {{{shown}}}{_more(value)}"
-    return f"{type(value).__name__} {_shown(getattr(value, '__dict__', None), depth - 1)}"
+    return f"{type(value).__name__} {_format_value(getattr(value, '__dict__', None), depth - 1)}"
 
 
 def _digest(tensor: Tensor) -> str:

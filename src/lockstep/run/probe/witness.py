@@ -38,7 +38,7 @@ _ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # of torc
 
 
 @contextmanager
-def witnessed(counts: Callable[[], bool] = lambda: True) -> Iterator[Mapping[str, str]]:
+def record_reads(counts: Callable[[], bool] = lambda: True) -> Iterator[Mapping[str, str]]:
     """While the block runs, note what is read, and the line that does, in the mapping that is yielded.
 
     What is read while it `counts` not is left out, but for the rank.

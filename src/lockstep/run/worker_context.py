@@ -1,4 +1,4 @@
-"""What a process that Lockstep started gives the user's function in it: its ranks, and what is to be otherwise."""
+"""The context of a worker process in which Lockstep calls a user's function: its ranks, and settings it overrides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.ranks.rendezvous import Rendezvous
 Observe = Callable[[int, float, Mapping[str, str]], None]
 
 
-class Closing(Protocol):
-    """A run that is to be ended with the function that joined it."""
+class OpenRun(Protocol):
+    """A run that must be closed when the function that joined it returns."""
 
     @property
     def computing(self) -> bool:
@@ -26,10 +26,10 @@ class Closing(Protocol):
 
 
 @dataclass(frozen=True)
-class Ambient:
-    """The ranks that have met already; `strategy` and `folder` replace what the function asks for.
+class WorkerContext:
+    """The ranks, which have joined already; `strategy` and `folder` replace what the function asks for.
 
-    Not `guarded`, what would make the numbers depend on the placement is let pass (run/own_guard.py).
+    Unless `guarded`, code that would make the numbers depend on the placement is not refused (run/own_guard.py).
     """
 
     rendezvous: Rendezvous
@@ -37,12 +37,12 @@ class Ambient:
     folder: Path | None = None
     observe: Observe | None = None
     guarded: bool = True
-    joined: list[Closing] = field(default_factory=list)
+    runs: list[OpenRun] = field(default_factory=list)
 
 
-AMBIENT: Final[ContextVar[Ambient | None]] = ContextVar("lockstep", default=None)
+WORKER_CONTEXT: Final[ContextVar[WorkerContext | None]] = ContextVar("lockstep", default=None)
 
 
-def here() -> Ambient | None:
-    """Return what this process was given, None where Lockstep did not start it for a function."""
-    return AMBIENT.get()
+def current_context() -> WorkerContext | None:
+    """Return the context of this process, None where Lockstep did not start it for a function."""
+    return WORKER_CONTEXT.get()

@@ -1,4 +1,4 @@
-"""Whether the run that a command asks for is already done, with its hash. Quick: no torch."""
+"""Whether the requested run is already complete, with its hash. Quick: no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.reporting import jsonl, wording
 from lockstep.run.runs import CONFIG
 
 
-def finished(loaded: Loaded) -> str:
-    """Return what to say where the run folder holds this very run, trained to its end; empty where it does not.
+def completion_notice(loaded: Loaded) -> str:
+    """Return the notice that the run folder holds this very run, trained to its end; empty where it does not.
 
-    Everything that has to be refused, such as a folder that holds a run of another recipe, is left to the start.
+    What must be refused, such as a folder that holds a run of another recipe, is left to the start.
     """
     run = loaded.config.run
     if run.dir is None or run.resume != "auto" or run.key_file is not None:  # the log is not signed

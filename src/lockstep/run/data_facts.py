@@ -1,4 +1,4 @@
-"""What data says of itself: ranks compare it before a run, and checkpoints keep it for who resumes or uses them."""
+"""Facts about a dataset: ranks compare them before a run, and checkpoints keep them for resuming and inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
 
     Of the data sizes, facts, and the first and last samples of each split.
 
-    The inputs of a data set of the user's own are left out: they may be random, which is for verify to say.
+    The inputs of a user's dataset are left out: they may be random, which `verify` checks.
     """
     own = ":" in ready.recipe.data.name
     data = ready.data
@@ -47,8 +47,8 @@ def _digest(split: Split, targets_only: bool) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 
-def seen_by_model(ready: Setup) -> dict[str, Any]:
-    """Return what whoever uses the model needs to know of its data: a checkpoint has it beside the weights."""
+def model_facts(ready: Setup) -> dict[str, Any]:
+    """Return the facts about its data that a model needs in use; a checkpoint keeps them with the weights."""
     chosen, facts = ready.recipe.data, ready.data.facts
     mean, std = chosen.mean or facts.get("mean"), chosen.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
@@ -57,7 +57,7 @@ def seen_by_model(ready: Setup) -> dict[str, Any]:
 def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any] | None, place: Path) -> None:
     """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
 
-    `here` are those of the data that is here; whatever else they say of itself, or no longer says, is no difference.
+    `here` are those of the data that is here; facts that only one of them has do not count.
     """
     for name, before in (learned or {}).items():  # up to 0.1 checkpoints did not have them
         if name in here and here[name] != before and name not in _CHOSEN:

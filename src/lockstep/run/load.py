@@ -1,4 +1,4 @@
-"""The model of a checkpoint in plain PyTorch, for whoever uses it."""
+"""Load the model of a checkpoint in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.tuned import tuned
 from lockstep.run.adapters import tuning_of
-from lockstep.run.resume import saved_recipe
+from lockstep.run.resume import checkpoint_recipe
 from lockstep.run.user_code import import_paths
 from lockstep.training.checkpoint import saved_state, store
 
@@ -28,7 +28,7 @@ def load(
     """
     found = store.load(Path(run))
     if model is None:
-        made = _built(found, trust)
+        made = _build_from_recipe(found, trust)
     elif isinstance(model, nn.Module):
         made = model
     else:
@@ -39,11 +39,11 @@ def load(
     return made.eval()
 
 
-def _built(found: store.Found, trust: bool) -> nn.Module:
+def _build_from_recipe(found: store.Found, trust: bool) -> nn.Module:
     state = saved_state.parsed(found.path, found.snapshot.state)
     if "loop" in state.recipe:
         raise UsageError(f"{found.path}: of a loop of one's own, which alone knows its model; give model=")
-    recipe = saved_recipe(found.path, found.snapshot)
+    recipe = checkpoint_recipe(found.path, found.snapshot)
     paths = import_paths(recipe)
     if "model" in paths and not trust:
         raise UsageError(

@@ -15,8 +15,8 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector
 
 
-def watched(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
-    """Return what watches this thread for a stall while it is entered, and reports or ends as `placement` says."""
+def stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
+    """Return a context manager that watches this thread for a stall and reports it, or ends the run, by `placement`."""
 
     def end(report: str) -> None:
         rendezvous.end(

@@ -1,4 +1,4 @@
-"""What the recipe of a run that goes on is, where a newer version has another default than the one that began it."""
+"""Keep the old defaults of a resumed run where a newer version has changed them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.errors import ConfigError
 from lockstep.run.runs import CONFIG
 
 
-def continued(loaded: Loaded) -> Loaded:
-    """Return the configuration with what the run was made by, in keys that have another default since, if not set.
+def keep_old_defaults(loaded: Loaded) -> Loaded:
+    """Return the configuration with the run's recorded value for each unset key whose default has changed since.
 
-    What the user sets is taken as it is: the start refuses what the run does not have.
+    What the user sets is kept: a conflict with the run is refused at the start.
     """
-    config = next((file for file in _begun(loaded.config.run) if file.exists()), None)
+    config = next((file for file in _config_files(loaded.config.run) if file.exists()), None)
     if config is None:
         return loaded
     try:
@@ -38,8 +38,8 @@ def continued(loaded: Loaded) -> Loaded:
     )
 
 
-def _begun(run: Run) -> Iterator[Path]:
-    """Yield where the configuration of the run lies that is to go on: it, or one of its checkpoints, may be named."""
+def _config_files(run: Run) -> Iterator[Path]:
+    """Yield candidate paths of the resumed run's configuration: the run, or one of its checkpoints, may be named."""
     if run.resume == "auto":
         yield from [Path(run.dir) / CONFIG] if run.dir else []
     elif run.resume != "never":

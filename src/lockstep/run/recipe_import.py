@@ -10,7 +10,7 @@ from lockstep.config.elsewhere.find import Imported, import_file
 _PROCESSES: Final = "placement.processes="
 
 
-def imported(file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None) -> Imported:
+def import_recipe(file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None) -> Imported:
     """Translate a file; see import_file.
 
     Without `gpus`, it is for as many as there are ranks, or else cards in this machine, at least one.

@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks of a run, as far as it is known before the data is opened."""
+"""What must be equal on all ranks of a run, compared before the data is opened."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep.config.placement import Placement
 from lockstep.device import machine
 
 
-def started_with(loaded: Loaded, device: torch.device) -> dict[str, Any]:
-    """Return what ranks compare when they have met, of a run of a recipe."""
+def recipe_handshake(loaded: Loaded, device: torch.device) -> dict[str, Any]:
+    """Return what the ranks of a recipe's run compare once they have joined."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    return {"recipe": comparable(values(recipe)), **placed_with(placement, device, compiled=recipe.compile)}
+    return {"recipe": comparable(values(recipe)), **placement_handshake(placement, device, compiled=recipe.compile)}
 
 
-def placed_with(placement: Placement, device: torch.device, compiled: bool) -> dict[str, Any]:
-    """Return what of the placement, and of what is installed, has to be the same on all ranks."""
+def placement_handshake(placement: Placement, device: torch.device, compiled: bool) -> dict[str, Any]:
+    """Return the parts of the placement, and the installed versions, that must be equal on all ranks."""
     return {
         "placement.strategy": values(placement)["strategy"],
         "placement.affinity": placement.affinity,  # with auto, all ranks exchange where they run
