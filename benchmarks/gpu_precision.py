@@ -28,7 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import gathered
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.ranks.external import met
+from lockstep.ranks.external import join_ranks
 from lockstep.strategies import ddp, pipeline, single, zero3
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
@@ -139,7 +139,7 @@ def _rank(rank: int, rendezvous: str, device_type: Any, limit_s: float, pipe: Co
         info = RankInfo(rank, PROCESSES, rank, PROCESSES, "benchmark")
         device = choose_device(device_type, info, "gloo")
         fix_kernels(threads=1)
-        world = open_world(met(info, rendezvous, limit_s), device, "gloo")
+        world = open_world(join_ranks(info, rendezvous, limit_s), device, "gloo")
         found: Result = {name: _tried(world, name) for name in PRECISIONS}
         found["reference"] = _reference(device) if rank == 0 else 0.0
         pipe.send(found if rank == 0 else {})

@@ -24,7 +24,7 @@ import torch
 from lockstep.comm.world import World, open_world
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import RankInfo
-from lockstep.ranks.external import met
+from lockstep.ranks.external import join_ranks
 
 TIMEOUT_S: Final = 300.0
 
@@ -127,7 +127,7 @@ def _serve(start: Start, info: RankInfo, rendezvous: str, pipe: Connection) -> N
     while True:
         try:
             pipe.recv()
-            turn = turn or start(open_world(met(info, rendezvous, TIMEOUT_S), torch.device("cpu")))
+            turn = turn or start(open_world(join_ranks(info, rendezvous, TIMEOUT_S), torch.device("cpu")))
             pipe.send(turn())
         except EOFError:
             return

@@ -30,7 +30,7 @@ from lockstep.comm.world import open_world
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import RankInfo
 from lockstep.device.precision import fix_kernels
-from lockstep.ranks.external import met
+from lockstep.ranks.external import join_ranks
 
 LARGEST_BYTES = 350 << 20  # of a worker's own memory, of which DeepSpeed takes 300 MiB: a larger pool is ended
 GRACE_S = 1.0  # for the other ranks, once one has failed: most of them wait in vain in an exchange
@@ -222,7 +222,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(str(folder / "calls"), "AF_UNIX")
     info = RankInfo(rank, size, rank, size, "pool")
-    world = open_world(met(info, f"file://{folder}/store", timeout_s=60.0), torch.device("cpu"))
+    world = open_world(join_ranks(info, f"file://{folder}/store", timeout_s=60.0), torch.device("cpu"))
     _send(connection, (rank, os.getpid()))
     while True:
         try:

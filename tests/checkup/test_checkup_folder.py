@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkup.folder import folder_facts, locked
+from lockstep.checkup.folder import folder_facts, try_lock
 
 
 def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_lock_that_keeps_nobody_out_is_found(tmp_path: Path, monkeypatch: pyte
 
 
 def test_locks(tmp_path: Path) -> None:
-    with locked(tmp_path / "lock") as first, locked(tmp_path / "lock") as second:
+    with try_lock(tmp_path / "lock") as first, try_lock(tmp_path / "lock") as second:
         assert (first, second) == (True, False)
-    with locked(tmp_path / "lock") as again:
+    with try_lock(tmp_path / "lock") as again:
         assert again

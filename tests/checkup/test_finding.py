@@ -1,18 +1,18 @@
 """Findings of several ranks become one list."""
 
-from lockstep.checkup.finding import Finding, merged, worst
+from lockstep.checkup.finding import CheckResult, merge_ranks, worst
 
-FINE = Finding("cores", "ok", "2")
-BAD = Finding("memory", "problem", "0 MiB", "killed", "buy some")
-DOUBTFUL = Finding("clock", "warning", "late")
+FINE = CheckResult("cores", "ok", "2")
+BAD = CheckResult("memory", "problem", "0 MiB", "killed", "buy some")
+DOUBTFUL = CheckResult("clock", "warning", "late")
 
 
 def test_what_all_have_is_said_once_without_ranks() -> None:
-    assert merged({0: [FINE], 1: [FINE]}) == [FINE]
+    assert merge_ranks({0: [FINE], 1: [FINE]}) == [FINE]
 
 
 def test_what_some_have_is_said_with_their_ranks() -> None:
-    first, second = merged({0: [FINE], 1: [BAD], 2: [FINE]})
+    first, second = merge_ranks({0: [FINE], 1: [BAD], 2: [FINE]})
     assert (first.found, first.ranks) == ("2", (0, 2))
     assert (second.found, second.ranks) == ("0 MiB", (1,))
 

@@ -46,7 +46,7 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
         done.append("started")
         return [mock.Mock(wait=lambda: done.append("waited"))]
 
-    monkeypatch.setattr(carrier, "_started", started)
+    monkeypatch.setattr(carrier, "_start", started)
     host_like = carrier._host_like
 
     def noted(tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
         transfer = Staged(mock.Mock()).start([(sent, 1)], [(received, 1)])
         assert done == ["host", "synchronised", "host", "started"]
-        assert not transfer.over()
+        assert not transfer.is_done()
         transfer.wait()
     assert done[-1] == "waited"
 
@@ -72,5 +72,5 @@ def test_copies_of_what_is_on_a_device_are_pinned() -> None:
 
 def test_memory_goes_once_all_is_known_to_be_done() -> None:
     works = [mock.Mock(is_completed=lambda: True), mock.Mock(is_completed=lambda: False)]
-    assert Transfer(works[:1], [], []).over()
-    assert not Transfer(works, [], []).over()
+    assert Transfer(works[:1], [], []).is_done()
+    assert not Transfer(works, [], []).is_done()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import worlds
 
 from lockstep.comm import golden
-from lockstep.comm.golden import DTYPES, Case
+from lockstep.comm.golden import DTYPES, GoldenCase
 from lockstep.comm.world import World
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def tried(world: World) -> tuple[dict[str, Any], int]:
     steps = []
-    found = golden.tried(world, lambda: steps.append(0))
+    found = golden.run_golden_cases(world, lambda: steps.append(0))
     return asdict(found), len(steps)
 
 
@@ -34,14 +34,14 @@ def tried_with_a_broken(world: World, name: str, broken_rank: int) -> list[str]:
 
     with patch.context() as patched:
         patched.setattr(dist, name, broken)
-        return golden.tried(world).wrong
+        return golden.run_golden_cases(world).wrong
 
 
 def barrier_that_does_not_wait(world: World) -> list[str]:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(dist, "barrier", lambda: None)
-        found = golden.tried(world).wrong
+        found = golden.run_golden_cases(world).wrong
     dist.barrier()
     return found
 
@@ -87,19 +87,19 @@ def test_a_barrier_that_does_not_wait_is_found() -> None:
 def test_one_rank_has_nothing_to_try() -> None:
     from lockstep.common.rank import ALONE
 
-    assert golden.tried(World(ALONE, CPU)).tried == {}
+    assert golden.run_golden_cases(World(ALONE, CPU)).tried == {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 100])
 def test_sums_are_exact_in_every_dtype(dtype: torch.dtype, size: int) -> None:
-    case = Case(0, size, dtype, 50, CPU)
+    case = GoldenCase(0, size, dtype, 50, CPU)
     exact = torch.stack([each.to(torch.float64) for each in case.every()]).sum(0)
-    assert torch.equal(case.added().to(torch.float64), exact)
+    assert torch.equal(case.sum().to(torch.float64), exact)
 
 
 def test_what_each_sends_differs_by_rank_and_receiver() -> None:
-    case = Case(0, 3, torch.float64, 50, CPU)
+    case = GoldenCase(0, 3, torch.float64, 50, CPU)
     assert not torch.equal(case.values(0), case.values(1))
     assert not torch.equal(case.values(0, to=1), case.values(0, to=2))
     assert not torch.equal(case.values(1), case.values(1).float().double())  # 32 bits would not do

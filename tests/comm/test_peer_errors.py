@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm.peer_errors import PeerLostError, lost_peer, translated_peer_errors
+from lockstep.comm.peer_errors import PeerLostError, lost_peer, translate_peer_errors
 from lockstep.errors import EXIT_FAILED, TrainingError, UsageError
 
 
@@ -15,7 +15,7 @@ from lockstep.errors import EXIT_FAILED, TrainingError, UsageError
     ],
 )
 def test_an_error_of_torch_gets_a_name(raised: RuntimeError, text: str) -> None:
-    with pytest.raises(PeerLostError) as caught, translated_peer_errors():
+    with pytest.raises(PeerLostError) as caught, translate_peer_errors():
         raise raised
     assert str(caught.value) == f"lost another rank during an exchange {text}"
     assert caught.value.__cause__ is raised
@@ -52,11 +52,11 @@ def test_a_lost_peer_is_known_wherever_torch_was_in_an_exchange(error: BaseExcep
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(KeyError), translated_peer_errors():
+    with pytest.raises(KeyError), translate_peer_errors():
         raise KeyError("a mistake of ours")
 
 
 def test_a_loader_process_that_was_killed_is_no_lost_peer() -> None:
     """torch raises it in the main thread wherever that is: mostly in an exchange."""
-    with pytest.raises(RuntimeError, match="killed by signal"), translated_peer_errors():
+    with pytest.raises(RuntimeError, match="killed by signal"), translate_peer_errors():
         raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. ")

@@ -12,7 +12,7 @@ from component import require
 
 from lockstep.errors import UsageError
 from lockstep.launchers import slurm
-from lockstep.launchers.batch import Batch, checked, script, states
+from lockstep.launchers.batch import Batch, check_batch, script, states
 from lockstep.launchers.job import Job, Resources
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")
@@ -46,7 +46,7 @@ def test_what_slurm_is_told() -> None:
 def test_what_is_asked_for_stands_in_the_header_for_all_starts_and_not_in_the_step() -> None:
     """Slurm keeps the header of a job that goes back into the queue."""
     job = replace(JOB, resources=Resources("gpu", "physics", "a100:4", 8), options=())
-    text = script(checked(replace(BATCH, job=job)))
+    text = script(check_batch(replace(BATCH, job=job)))
     asked = ["--partition=gpu", "--account=physics", "--gpus-per-node=a100:4", "--cpus-per-task=8"]
     assert [word for word in directives(text) if word in asked] == asked
     assert f"\n{shlex.join(slurm.command(replace(JOB, options=())))}\ncode=$?\n" in text
@@ -59,7 +59,7 @@ def test_what_slurm_cannot_be_asked_for_is_told() -> None:
         (Resources(account="a\nb"), "--account: a line of a batch script has no place for a line break"),
     ):
         with pytest.raises(UsageError, match=problem):
-            checked(replace(BATCH, job=replace(JOB, resources=resources)))
+            check_batch(replace(BATCH, job=replace(JOB, resources=resources)))
 
 
 def test_each_start_draws_a_secret_that_only_the_ranks_see(tmp_path: Path) -> None:
@@ -116,16 +116,16 @@ def test_a_shell_checker_finds_nothing() -> None:
 )
 def test_a_time_as_slurm_writes_it(time: str, seconds: int) -> None:
     just = replace(BATCH, time=time, warn_before_s=min(seconds - 1, 65_535))
-    assert checked(just) is just
+    assert check_batch(just) is just
     if seconds <= 65_535:
         with pytest.raises(UsageError, match=f"--warn-before: {seconds} s before the end"):
-            checked(replace(just, warn_before_s=seconds))
+            check_batch(replace(just, warn_before_s=seconds))
 
 
 def test_what_cannot_be_is_told_all_at_once() -> None:
     job = replace(JOB, options=("--comment=a\nb",))
     with pytest.raises(UsageError) as caught:
-        checked(replace(BATCH, job=job, time="4h", warn_before_s=0, run="a\nb"))
+        check_batch(replace(BATCH, job=job, time="4h", warn_before_s=0, run="a\nb"))
     assert str(caught.value).splitlines() == [
         "--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got 4h",
         "--warn-before: expected 1 to 65535 seconds, got 0",

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
-from lockstep.launchers.job import Job, Resources, checked
+from lockstep.launchers.job import Job, Resources, check_job
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")
 JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, hosts=("a", "b"), port=29600)
@@ -151,7 +151,7 @@ def test_what_a_launcher_cannot_do(command, job, problem):
 
 def test_a_job_that_contradicts_itself_is_told_all_at_once():
     with pytest.raises(UsageError) as caught:
-        checked(
+        check_job(
             replace(
                 JOB,
                 words=(),
@@ -172,7 +172,7 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
         "--gpus-per-node: expected a number such as 4, or a100:4, got many",
         "--partition: given in --option too; leave one of them out",
     ]
-    assert checked(JOB) is JOB
+    assert check_job(JOB) is JOB
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
@@ -181,11 +181,12 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
         job = replace(HERE, words=(command, *(f"placement.processes={each}" for each in asked)))
         if told:
             with pytest.raises(UsageError, match=r"placement\.processes: 3 asked for, but .* make 4; leave"):
-                checked(job)
+                check_job(job)
         else:
-            assert checked(job) is job
-    assert checked(replace(HERE, words=("verify", "placement.processes=3")))
-    assert checked(replace(JOB, fewest=1, words=("train", "placement.processes=3")))  # the ranks refuse it, or have it
+            assert check_job(job) is job
+    assert check_job(replace(HERE, words=("verify", "placement.processes=3")))
+    # The ranks refuse it, or have it.
+    assert check_job(replace(JOB, fewest=1, words=("train", "placement.processes=3")))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +203,8 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
 )
 def test_hosts_that_may_go_and_come_are_checked(job, problem):
     with pytest.raises(UsageError, match=problem):
-        checked(job)
-    assert checked(replace(JOB, fewest=2, nodes=3)).meets_by == "c10d"
+        check_job(job)
+    assert check_job(replace(JOB, fewest=2, nodes=3)).meets_by == "c10d"
 
 
 def test_a_script_is_started_by_python_itself() -> None:

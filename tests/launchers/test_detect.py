@@ -7,7 +7,7 @@ from environments import ENV
 
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers import ORDER, detect, environment, horovodrun, look, mpich, openmpi, slurm, torchrun
+from lockstep.launchers import ORDER, detect, detect_all, environment, horovodrun, mpich, openmpi, slurm, torchrun
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
@@ -86,7 +86,7 @@ def test_the_launcher_that_came_last_decides(env: Mapping[str, str], name: str) 
     info = detect(env)
     assert info is not None
     assert info.launcher == name
-    assert next(each for each in look(env) if each.info).launcher.name == name
+    assert next(each for each in detect_all(env) if each.info).launcher.name == name
 
 
 def test_all_processes_of_a_job_have_one_port_and_jobs_have_others() -> None:

@@ -19,7 +19,7 @@ RANK = """
 import os, sys
 import torch
 from lockstep.common.rank import RankInfo
-from lockstep.ranks.external import met
+from lockstep.ranks.external import join_ranks
 from lockstep.ranks.stall import StallDetector
 from lockstep.comm.world import open_world
 
@@ -27,7 +27,7 @@ def tell(report):
     print(report, flush=True)
     os._exit(7)
 
-rendezvous = met(RankInfo(int(sys.argv[1]), 2, 0, 1, "test"), "tcp://h0:29511", 30)
+rendezvous = join_ranks(RankInfo(int(sys.argv[1]), 2, 0, 1, "test"), "tcp://h0:29511", 30)
 with StallDetector(rendezvous, 1, tell):
     open_world(rendezvous, torch.device("cpu"))
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.common.rank import RankInfo
-from lockstep.launchers import located
+from lockstep.launchers import resolve_master
 from lockstep.launchers.slurm import node_address
 
 # What scontrol of Slurm 22.05 prints, and the same on one line.
@@ -52,7 +52,7 @@ def test_the_address_of_a_node(text: str, address: str) -> None:
 
 def test_the_address_that_slurm_has_is_taken_for_a_name_that_nobody_knows(scontrol: Path) -> None:
     scontrol.write_text(NODE)
-    assert located(INFO, {}) == replace(INFO, master="192.0.2.17")
+    assert resolve_master(INFO, {}) == replace(INFO, master="192.0.2.17")
     assert (scontrol.parent / "asked").read_text() == f"show node {NAME}\n"
 
 
@@ -69,7 +69,7 @@ def test_a_name_that_is_known_or_was_chosen_stays_and_slurm_is_not_asked(
     scontrol: Path, info: RankInfo, env: dict[str, str]
 ) -> None:
     scontrol.write_text(NODE)
-    assert located(info, env) is info
+    assert resolve_master(info, env) is info
     assert not (scontrol.parent / "asked").exists()
 
 
@@ -89,14 +89,14 @@ def test_the_host_of_the_batch_script_is_known_by_where_srun_runs(
 ) -> None:
     """Where scontrol fails, as here: its node is none."""
     batch = {"ENVIRONMENT": "BATCH", "SLURM_JOB_NODELIST": f"{NAME},n2", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.5"}
-    assert located(INFO, batch | env) == replace(INFO, master=address)
+    assert resolve_master(INFO, batch | env) == replace(INFO, master=address)
 
 
 def test_a_node_whose_address_is_no_better_known_keeps_its_name(scontrol: Path) -> None:
     scontrol.write_text(NODE.replace("192.0.2.17", NAME))
-    assert located(INFO, {}) == INFO
+    assert resolve_master(INFO, {}) == INFO
 
 
 def test_without_scontrol_the_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/no/such/folder")
-    assert located(INFO, {}) == INFO
+    assert resolve_master(INFO, {}) == INFO

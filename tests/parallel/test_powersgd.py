@@ -105,7 +105,7 @@ def over_ranks(world: World) -> tuple[Tensor, Tensor]:
     """Return what three steps gave, and the sum of the errors."""
     mesh = Mesh(world.size)
     rank = mesh.data_rank(world.rank)
-    power = PowerSgd(_named(), world.canonical(mesh, "replicate", beside=False), rank, 2, 0)
+    power = PowerSgd(_named(), world.canonical(mesh, "replicate", side_stream=False), rank, 2, 0)
     steps = []
     for step in range(3):
         own = sum(drawn(10 * step + part) for part in range(world.rank, 12, world.size))

@@ -101,7 +101,7 @@ def share(world: World, sizes: Sequence[int]) -> list[Tensor]:
     inputs, gradients = _parts(sizes, SHAPES[nn.BatchNorm2d])
     own = part(len(sizes), world.size, world.rank)
     parts = [inputs[number] for number in own], [gradients[number] for number in own]
-    canonical = world.canonical(mesh, "replicate", "shard", beside=False)
+    canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
     return [each.detach() for each in _synced(_layer(nn.BatchNorm2d), *parts, canonical, own, len(sizes))]
 
 

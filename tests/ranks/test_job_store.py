@@ -18,7 +18,7 @@ from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.job_store import LONGEST, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 
 SECRET = b"of this job, and nobody else's"
 
@@ -172,7 +172,7 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
         rendezvous.compare({})
         rendezvous.tell("")
         rendezvous.gather({})
-        rendezvous.status = lambda: Status("training")  # where a device may wait for the other rank
+        rendezvous.status = lambda: RankStatus("training")  # where a device may wait for the other rank
         stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), hidden=True)
         with Heartbeat(rendezvous, 30.0), stall:
             assert reported.wait(20)

@@ -18,7 +18,7 @@ from lockstep.ranks.rank_log import RankLog
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 rank_log = RankLog(RankInfo(rank, size, rank, size, "environment"))
 print("before")
-with rank_log.logged(Path("logs") / f"rank-{rank}.log") as log:
+with rank_log.capture(Path("logs") / f"rank-{rank}.log") as log:
     print("out")
     print("err", file=sys.stderr)
     log.write("noted\\n")
@@ -93,7 +93,7 @@ def test_a_log_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
 def test_who_writes_into_a_closed_log_writes_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that prints its traceback when the log is closed must not write into what was opened since."""
     monkeypatch.chdir(tmp_path)
-    with RankLog(RankInfo(0, 1, 0, 1, "none")).logged(Path("log")) as log:
+    with RankLog(RankInfo(0, 1, 0, 1, "none")).capture(Path("log")) as log:
         log.write("in time\n")
         number = log.fileno()
     other = os.open("other", os.O_WRONLY | os.O_CREAT)

@@ -23,7 +23,7 @@ from lockstep.ranks import rendezvous as rendezvous_module
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.rendezvous import Rendezvous, differences
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import Timing
 
 SIZE = 3
@@ -191,7 +191,7 @@ def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> N
             refused.set()
         assert refused.wait(15)
         rendezvous.compare({})
-        return rendezvous.failed()
+        return rendezvous.first_failure()
 
     assert each(infos, work) == [None] * SIZE
 
@@ -340,7 +340,7 @@ def test_one_process_waits_for_nobody() -> None:
     rendezvous = Rendezvous(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
     rendezvous.join("env://")
     rendezvous.compare({"recipe": 1})
-    assert (rendezvous.tell("folder"), rendezvous.failed(), rendezvous.hosts) == (
+    assert (rendezvous.tell("folder"), rendezvous.first_failure(), rendezvous.hosts) == (
         "folder",
         None,
         (socket.gethostname(),),
@@ -375,7 +375,7 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after
         rendezvous = Rendezvous(info, 20.0, note, SECRET, QUICK)
         rendezvous.join(infos[1])
         rendezvous.rank_log.log = Path(f"run/logs/rank-{info.rank}.log")
-        rendezvous.status = lambda: Status("training", 5)
+        rendezvous.status = lambda: RankStatus("training", 5)
         try:
             with Heartbeat(rendezvous, lost_after_s) as heartbeat:
                 if answer := work(rendezvous, heartbeat):

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.ranks.secret import drawn, job_secret
+from lockstep.ranks.secret import job_secret, new_secret
 
 
 def test_a_secret_is_drawn_anew_each_time() -> None:
-    assert len({drawn() for _ in range(3)}) == 3
-    assert job_secret({"LOCKSTEP_JOB_SECRET": drawn()})
+    assert len({new_secret() for _ in range(3)}) == 3
+    assert job_secret({"LOCKSTEP_JOB_SECRET": new_secret()})
 
 
 def test_it_is_in_the_environment_or_in_a_file_of_the_users_own(tmp_path: Path) -> None:

@@ -19,17 +19,19 @@ from waiting import QUICK
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.ranks import stall
-from lockstep.ranks.external import alone, met
+from lockstep.ranks.external import alone, join_ranks
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.stall import StallDetector, ThreadState, told
-from lockstep.ranks.status import Status
+from lockstep.ranks.stall import StallDetector, ThreadState, stall_report
+from lockstep.ranks.status import RankStatus
 
 STALL_S = 0.4
 
 
-def rendezvous(world: World, folder: Path, status: Status = Status("training", 6)) -> Rendezvous:  # noqa: B008 - frozen
+def rendezvous(world: World, folder: Path, status: RankStatus = RankStatus("training", 6)) -> Rendezvous:  # noqa: B008 - frozen
     """Let the ranks of a world meet once more; say what this one does."""
-    ranks = met(RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20, QUICK)
+    ranks = join_ranks(
+        RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20, QUICK
+    )
     ranks.status = lambda: status
     return ranks
 
@@ -56,10 +58,10 @@ def opened(world: World, late: int, folder: Path) -> list[str]:
         reports.append(report)
         (folder / "told").touch()
 
-    with StallDetector(rendezvous(world, folder, Status()), STALL_S, tell):
+    with StallDetector(rendezvous(world, folder, RankStatus()), STALL_S, tell):
         if world.rank == late:
             dawdle(folder / "told")
-        world.beside()
+        world.duplicate()
         world.barrier()
     return reports
 
@@ -72,7 +74,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
         reports.append(report)
         (folder / "told").touch()
 
-    ranks = rendezvous(world, folder, Status("training", steps[world.rank]))
+    ranks = rendezvous(world, folder, RankStatus("training", steps[world.rank]))
     with StallDetector(ranks, STALL_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
             device.submit(dawdle, folder / "told")
@@ -170,7 +172,7 @@ def quick(world: World, folder: Path) -> list[str]:
     reports: list[str] = []
     steps = 0
     ranks = rendezvous(world, folder)
-    ranks.status = lambda: Status("training", steps)
+    ranks.status = lambda: RankStatus("training", steps)
     with StallDetector(ranks, STALL_S, reports.append):
         until = time.monotonic() + 4 * STALL_S
         while world.add_(torch.tensor([float(time.monotonic() < until)])).item():
@@ -184,7 +186,7 @@ def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
     assert worlds.run(2, quick, tmp_path) == [[], []]
 
 
-def computing(world: World, status: Status, hidden: bool, folder: Path) -> list[str]:
+def computing(world: World, status: RankStatus, hidden: bool, folder: Path) -> list[str]:
     reports: list[str] = []
     with StallDetector(rendezvous(world, folder, status), STALL_S, reports.append, hidden=hidden):
         time.sleep(4 * STALL_S)  # both: nobody waits for anybody
@@ -193,8 +195,8 @@ def computing(world: World, status: Status, hidden: bool, folder: Path) -> list[
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(("status", "hidden"), [(Status("training", 6), False), (Status("setting up"), True)])
-def test_long_work_is_no_stall(status: Status, hidden: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("status", "hidden"), [(RankStatus("training", 6), False), (RankStatus("setting up"), True)])
+def test_long_work_is_no_stall(status: RankStatus, hidden: bool, tmp_path: Path) -> None:
     assert worlds.run(2, computing, status, hidden, tmp_path) == [[], []]
 
 
@@ -212,11 +214,14 @@ def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
 def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:
     here, there = "lockstep/comm/world.py:9 add_", "lockstep/comm/canonical.py:7 _wait"
     answers = {
-        0: ("a", ThreadState(Status("training", 4), ("train.py:1 main", here), True)),
-        1: ("b", ThreadState(Status("training", 4), ("train.py:1 main", there, "torch/distributed/x.py:3 wait"), True)),
-        2: ("b", ThreadState(Status("training", 4), ("train.py:1 main", here), True)),
+        0: ("a", ThreadState(RankStatus("training", 4), ("train.py:1 main", here), True)),
+        1: (
+            "b",
+            ThreadState(RankStatus("training", 4), ("train.py:1 main", there, "torch/distributed/x.py:3 wait"), True),
+        ),
+        2: ("b", ThreadState(RankStatus("training", 4), ("train.py:1 main", here), True)),
     }
-    assert told(answers, 3, "stalled: some time").splitlines() == [
+    assert stall_report(answers, 3, "stalled: some time").splitlines() == [
         "stalled: some time",
         f"  rank 0, 2 waits: in step 5, {here}",
         f"  rank 1 waits: in step 5, {there}",

@@ -62,7 +62,7 @@ def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[
             stranger(rendezvous).set("failure", f"- {FORGED.to_json()}")
         rendezvous.compare({"recipe": 1})
         rendezvous.tell("folder")
-        return rendezvous.failed()
+        return rendezvous.first_failure()
 
     assert started(work) == [None, None]
     said = [line for line in capfd.readouterr().err.splitlines() if "warning: ignored: " in line]
@@ -94,8 +94,8 @@ def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escape
             stranger(rendezvous).set("failure", f"- {json.dumps(forged)}")
         else:
             rendezvous.compare({})
-        until(lambda: rendezvous.failed() is not None)
-        return rendezvous.failed()
+        until(lambda: rendezvous.first_failure() is not None)
+        return rendezvous.first_failure()
 
     for found in started(work, (b"", b"")):
         assert found.exit_code == 75
@@ -157,7 +157,7 @@ def test_later_starts_and_ranks_that_are_not_there_change_nothing() -> None:
             base.set("lockstep start", f'- "{"cd" * 16}"')
             base.set(f"{'cd' * 16}/failure", f"- {FORGED.to_json()}")
         rendezvous.compare({"recipe": 1})
-        return rendezvous.failed()
+        return rendezvous.first_failure()
 
     assert started(work) == [None, None]
 
@@ -231,9 +231,9 @@ GOOD = json.loads(FORGED.to_json())
     ids=str,
 )
 def test_what_is_no_failure_is_refused(wrong: dict[str, Any]) -> None:
-    assert failure.parsed(GOOD) == FORGED
+    assert failure.parse_failure(GOOD) == FORGED
     with pytest.raises(ValueError, match="expected"):
-        failure.parsed(GOOD | wrong)
+        failure.parse_failure(GOOD | wrong)
 
 
 def test_a_failure_that_is_too_long_keeps_its_ends() -> None:
@@ -254,9 +254,9 @@ BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
     ids=str,
 )
 def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
-    assert heartbeat.parsed(BEAT | {"status": "\x1b[2J"}).status == "\\x1b[2J"
+    assert heartbeat.parse_beat(BEAT | {"status": "\x1b[2J"}).status == "\\x1b[2J"
     with pytest.raises(ValueError, match="expected"):
-        heartbeat.parsed(BEAT | wrong)
+        heartbeat.parse_beat(BEAT | wrong)
 
 
 def test_only_a_later_beat_of_a_rank_is_a_sign_of_life() -> None:
@@ -325,11 +325,11 @@ ANSWER = {
     ids=str,
 )
 def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:
-    host, place = stall.parsed(ANSWER | {"host": "\x1b", "stack": ["\x1b:1 f"], "record": "\x1b"})
+    host, place = stall.parse_answer(ANSWER | {"host": "\x1b", "stack": ["\x1b:1 f"], "record": "\x1b"})
     assert "\x1b" not in host + place.words + place.record + "".join(place.stack)
     for value in (ANSWER | wrong, [], None):
         with pytest.raises(ValueError, match="expected"):
-            stall.parsed(value)
+            stall.parse_answer(value)
 
 
 def test_a_stranger_does_not_make_ranks_report_where_they_are() -> None:

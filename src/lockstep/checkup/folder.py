@@ -25,7 +25,7 @@ def folder_facts(folder: Path) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=place) as own:
             lock = Path(own) / "lock"
-            with locked(lock) as first, locked(lock) as second:
+            with try_lock(lock) as first, try_lock(lock) as second:
                 return found | {"locks": first and not second}
     except OSError as error:
         return found | {"problem": error.strerror or str(error)}
@@ -38,7 +38,7 @@ def existing(folder: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def try_lock(path: Path) -> Iterator[bool]:
     """Hold the lock of a file while the block runs, and yield whether it could be had at once."""
     opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
     try:

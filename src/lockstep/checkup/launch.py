@@ -9,48 +9,50 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkup.finding import Finding
+from lockstep.checkup.finding import CheckResult
 from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
 from lockstep.errors import UsageError
-from lockstep.launchers import Look, environment, located, look
+from lockstep.launchers import Detection, detect_all, environment, resolve_master
 
 
-def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
+def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[CheckResult], dict[str, Any]]:
     """Return what each launcher makes of the environment, in the order in which they are asked, and what follows.
 
     Beside the findings, ready for JSON: the launcher that decides and the rank, None where there is none.
     """
-    looks = look(env)
+    looks = detect_all(env)
     decides = next((each for each in looks if each.info or each.problem), None)
     findings = [_variables(each, env, each is decides) for each in looks]
     info = decides.info if decides else None
     facts = {"decides": decides.launcher.name if decides else None, "rank": asdict(info) if info else None}
-    return [*findings, *_followed(decides, env, rendezvous, device)], facts
+    return [*findings, *_check_rank(decides, env, rendezvous, device)], facts
 
 
-def _variables(each: Look, env: Mapping[str, str], decides: bool) -> Finding:
+def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> CheckResult:
     shown = " ".join(f"{name}={env[name]}" for name in each.launcher.variables if name in env)
     text = shown or "none of its variables is set"
-    return Finding(each.launcher.name, "ok", f"decides: {text}" if decides else text)
+    return CheckResult(each.launcher.name, "ok", f"decides: {text}" if decides else text)
 
 
-def _followed(decides: Look | None, env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
+def _check_rank(
+    decides: Detection | None, env: Mapping[str, str], rendezvous: str, device: str
+) -> Iterator[CheckResult]:
     """Yield the rank, where it meets the others and its device, or what is wrong."""
     try:
-        info = _decided(decides, env)
+        info = _rank_info(decides, env)
     except UsageError as error:
         yield from _problems("launcher", error)
         return
-    yield Finding("rank", "ok", _place(info))
+    yield CheckResult("rank", "ok", _place(info))
     looked = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
     for check, found in looked.items():
         try:
-            yield Finding(check, "ok", found(info or ALONE))
+            yield CheckResult(check, "ok", found(info or ALONE))
         except UsageError as error:
             yield from _problems(check, error)
 
 
-def _decided(decides: Look | None, env: Mapping[str, str]) -> RankInfo | None:
+def _rank_info(decides: Detection | None, env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that the launcher gave, None where none started this process."""
     if decides is None:
         environment.check_half_set(env)
@@ -60,9 +62,9 @@ def _decided(decides: Look | None, env: Mapping[str, str]) -> RankInfo | None:
     return decides.info
 
 
-def _problems(check: str, error: UsageError) -> Iterator[Finding]:
+def _problems(check: str, error: UsageError) -> Iterator[CheckResult]:
     for line in str(error).splitlines():
-        yield Finding(check, "problem", line, "lockstep train ends with exit code 2")
+        yield CheckResult(check, "problem", line, "lockstep train ends with exit code 2")
 
 
 def _place(info: RankInfo | None) -> str:
@@ -78,7 +80,7 @@ def _meet(rendezvous: str, info: RankInfo) -> str:
 
     if info.size == 1:
         return "nowhere: one process"
-    info = located(info, os.environ)
+    info = resolve_master(info, os.environ)
     address = rendezvous_address(info, rendezvous)
     if info.hosted and rendezvous == "env://":
         return f"{info.master}:{info.port}, where torchrun listens"

@@ -20,11 +20,11 @@ import torch
 
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
-from lockstep.checkup.finding import Finding, merged
-from lockstep.checkup.folder import existing, folder_facts, locked
+from lockstep.checkup.finding import CheckResult, merge_ranks
+from lockstep.checkup.folder import existing, folder_facts, try_lock
 from lockstep.checkup.host import Around, of_host, of_rank
-from lockstep.checkup.report import Report
-from lockstep.comm.golden import Golden, tried
+from lockstep.checkup.report import CheckupReport
+from lockstep.comm.golden import Golden, run_golden_cases
 from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common import plainfile
@@ -35,7 +35,7 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.member import at_most
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
 _STALL_S: Final = 8.0  # of one check, the slowest of which takes 2 s over a link of 1 Mbit/s
@@ -46,8 +46,8 @@ _FOLDER_S: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the check-up is asked for: the place of run folders, the port where ranks usually meet, and the device."""
+class CheckupRequest:
+    """What to check: where run folders are, the usual rendezvous port, and the device."""
 
     folder: Path
     port: int
@@ -69,35 +69,35 @@ class Measured:
     golden: Mapping[str, Any] = field(default_factory=dict)
 
 
-def part(asked: Asked, rendezvous: Rendezvous) -> Report | None:
+def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
     """Take part in the check-up and return the report, on rank 0 alone. All ranks call it."""
     began = time.monotonic()
     steps = [0]
-    rendezvous.status = lambda: Status("checking", steps[0])
+    rendezvous.status = lambda: RankStatus("checking", steps[0])
 
     def step() -> None:
         steps[0] += 1
 
-    with _watched(rendezvous):
+    with _stall_detector(rendezvous):
         leads = rendezvous.hosts.index(rendezvous.hosts[rendezvous.info.rank]) == rendezvous.info.rank
-        facts = rendezvous.gather(_facts(asked, leads, alone=rendezvous.store is None))
+        facts = rendezvous.gather(_facts(request, leads, alone=rendezvous.store is None))
         step()
-        shared = rendezvous.gather({"shared": _shared_folder(asked.folder, rendezvous, leads)})
+        shared = rendezvous.gather({"shared": _sees_folder(request.folder, rendezvous, leads)})
         step()
-    found, world = _connected(asked, rendezvous, facts)
-    with _watched(rendezvous):
+    found, world = _connect(request, rendezvous, facts)
+    with _stall_detector(rendezvous):
         if world is not None:
-            found |= _exchanged(world, rendezvous.hosts, step)
+            found |= _measure_links(world, rendezvous.hosts, step)
         measured = rendezvous.gather(found)
     if rendezvous.info.rank > 0:
         return None
-    findings, found_links = _judged(rendezvous, facts, shared, measured)
+    findings, found_links = _all_findings(rendezvous, facts, shared, measured)
     seconds = time.monotonic() - began
-    return Report(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
+    return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
 
 
 @contextmanager
-def _watched(rendezvous: Rendezvous) -> Iterator[None]:
+def _stall_detector(rendezvous: Rendezvous) -> Iterator[None]:
     """End all ranks, with the name and the stack of the one that the others wait for, where one hangs."""
 
     def end(report: str) -> None:
@@ -108,10 +108,10 @@ def _watched(rendezvous: Rendezvous) -> Iterator[None]:
         yield
 
 
-def _facts(asked: Asked, leads: bool, alone: bool) -> dict[str, Any]:
+def _facts(request: CheckupRequest, leads: bool, alone: bool) -> dict[str, Any]:
     """Return what this rank finds of its host; `leads`: it does for its host what one rank is enough for.
 
-    The port is tried where this rank is alone: ranks that have met have found theirs.
+    The port is tried where this rank is alone: ranks that have joined have found theirs.
     """
     found: dict[str, Any] = {"timed_out": {}}
 
@@ -125,41 +125,41 @@ def _facts(asked: Asked, leads: bool, alone: bool) -> dict[str, Any]:
     look("host", _HOST_S, host.facts)
     look("network", _NETWORK_S, lambda: {"network": interfaces.network()})
     if leads:
-        look("run folder", _FOLDER_S, lambda: {"folder": folder_facts(asked.folder)})
+        look("run folder", _FOLDER_S, lambda: {"folder": folder_facts(request.folder)})
     if alone:
-        found["ports"] = {str(asked.port): ports.holder(asked.port)}
+        found["ports"] = {str(request.port): ports.holder(request.port)}
     return found
 
 
-def _shared_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[str, bool] | None:
+def _sees_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[str, bool] | None:
     """Return whether this rank's host sees a file that rank 0 has made and locked there; None where nobody asks."""
     if len(set(rendezvous.hosts)) == 1:
         return None
-    with _made(folder) if rendezvous.info.rank == 0 else nullcontext("") as own:
+    with _temporary_lock(folder) if rendezvous.info.rank == 0 else nullcontext("") as own:
         path, found = rendezvous.tell(own), None
         if path and leads:
             seen = Path(path).is_file()
-            with locked(Path(path)) if seen and not own else nullcontext(False) as had:
+            with try_lock(Path(path)) if seen and not own else nullcontext(False) as had:
                 found = {"seen": seen, "locked": not had}
         rendezvous.gather({})  # rank 0 holds the lock until all have looked
     return found
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[str]:
+def _temporary_lock(folder: Path) -> Iterator[str]:
     """Yield the path of a locked file at the place of `folder`, removed afterwards; "" where that cannot be."""
     try:
         own = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=existing(folder)))
     except OSError:  # which the check of the run folder reports
         yield ""
         return
-    with locked(own / "lock"):
+    with try_lock(own / "lock"):
         yield str(own / "lock")
     shutil.rmtree(own, ignore_errors=True)
 
 
-def _connected(
-    asked: Asked, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
+def _connect(
+    request: CheckupRequest, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], World | None]:
     """Connect to the other ranks; return what there is to report of that, and a world where all could.
 
@@ -167,7 +167,7 @@ def _connected(
     """
     found = asdict(Measured())
     try:
-        device = choose_device(asked.device, rendezvous.info)
+        device = choose_device(request.device, rendezvous.info)
     except LockstepError as error:
         device, found["device"] = torch.device("cpu"), str(error)
     if rendezvous.store is None:
@@ -218,31 +218,33 @@ def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
     return list(plainfile.parsed(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
 
 
-def _exchanged(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
+def _measure_links(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
     """Return what this rank measures with the others: links and golden cases; and by which connections."""
     found = {
         "links": [asdict(each) for each in links(world, rounds(hosts), step)],
-        "golden": asdict(tried(world, step)),
+        "golden": asdict(run_golden_cases(world, step)),
         "connections": [list(each) for each in interfaces.connections()],
     }
     world.close()
     return found
 
 
-def _judged(
+def _all_findings(
     rendezvous: Rendezvous,
     facts: list[dict[str, Any]],
     shared: list[dict[str, Any]],
     said: list[dict[str, Any]],
-) -> tuple[list[Finding], tuple[Link, ...]]:
+) -> tuple[list[CheckResult], tuple[Link, ...]]:
     hosts = rendezvous.hosts
     measured = [Measured(**each) for each in said]
     for rank, each in enumerate(measured):
         if each.device and "cards" in facts[rank]:
             facts[rank]["cards"]["problem"] = each.device
     around = [Around(len(hosts), hosts.count(own), len(set(hosts))) for own in hosts]
-    findings = merged({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
-    findings += merged({rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))})
+    findings = merge_ranks({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
+    findings += merge_ranks(
+        {rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
+    )
     found_links = tuple(Link(**link) for each in measured for link in each.links)
     used = network.used_interfaces(facts, [each.connections for each in measured], hosts)
     findings += of_ranks(facts, hosts)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkup.agreement import who
-from lockstep.checkup.finding import ORDER, Finding, Level, worst
+from lockstep.checkup.finding import ORDER, CheckResult, Level, worst
 from lockstep.common.text import printable_line
 
 if TYPE_CHECKING:  # it imports torch, and launchers are looked at without
@@ -23,12 +23,12 @@ _ALIKE: Final = 2  # of ok findings of one check that differ from host to host: 
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckupReport:
     """All of it. `hosts` are by rank; `seconds` is how long it took; `title` is the first thing printed."""
 
     hosts: tuple[str, ...]
     seconds: float
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     links: tuple[Link, ...] = ()
     facts: tuple[dict[str, Any], ...] = ()
     title: str = "check-up"
@@ -43,7 +43,7 @@ class Report:
         return {"level": self.level, **asdict(self)}
 
 
-def tables(report: Report) -> Iterator[RenderableType]:
+def tables(report: CheckupReport) -> Iterator[RenderableType]:
     """Yield what to print, problems first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
@@ -57,12 +57,12 @@ def tables(report: Report) -> Iterator[RenderableType]:
     yield Text(f"\n{', '.join(ended) or 'no problem found'}", _STYLE[report.level])
 
 
-def _findings(report: Report) -> Table:
+def _findings(report: CheckupReport) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for finding in _shown(report.findings):
+    for finding in _select(report.findings):
         ranks = f"  [{who(finding.ranks, report.hosts)}]" if finding.ranks else ""
         text = Text(printable_line(f"{finding.found}{ranks}"))
         if finding.leads_to:
@@ -73,7 +73,7 @@ def _findings(report: Report) -> Table:
     return table
 
 
-def _shown(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _select(findings: Sequence[CheckResult]) -> Iterator[CheckResult]:
     """Yield the findings, the gravest first; of what is ok but differs from host to host a few stand for all."""
     for level in ORDER:
         own = [finding for finding in findings if finding.level == level]
@@ -82,10 +82,10 @@ def _shown(findings: Sequence[Finding]) -> Iterator[Finding]:
             many = level == "ok" and len(alike) > _ALIKE
             yield from alike[:_ALIKE] if many else alike
             if many:
-                yield Finding(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
+                yield CheckResult(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
 
 
-def _matrix(report: Report) -> Table:
+def _matrix(report: CheckupReport) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("rank", no_wrap=True)
     for rank in range(len(report.hosts)):
@@ -104,7 +104,7 @@ def _rate(mb_s: float | None) -> str:
     return "-" if mb_s is None else f"{mb_s:,.0f}" if mb_s >= 10 else f"{mb_s:.2f}"
 
 
-def _slowest(report: Report) -> Table:
+def _slowest(report: CheckupReport) -> Table:
     table = Table("the slowest of", f"{len(report.links):,} links", "MB/s", "us", box=None, pad_edge=False)
     for link in sorted(report.links, key=lambda each: each.mb_s)[:_MATRIX]:
         ends = [printable_line(f"rank {rank} ({report.hosts[rank]})") for rank in (link.source, link.target)]

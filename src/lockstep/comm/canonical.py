@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.carrier import Addressed, Carrier
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import cut
 from lockstep.core.tree import Block, total
@@ -91,7 +91,7 @@ class CanonicalSum:
         if self.alone:
             return total(pieces, leaves, add_)
         held = [each.held(leaves, self._chunks) for each in self._data_ranks]
-        with translated_peer_errors():
+        with translate_peer_errors():
             if _halving_fits(held):
                 (piece,) = pieces.values()
                 return self._halve_and_double(piece)
@@ -113,7 +113,7 @@ class CanonicalSum:
         others = [rank for rank in range(self._size) if rank != self._rank]
         every = own.new_empty(self._size, *own.shape)
         every[self._rank] = own
-        with translated_peer_errors():
+        with translate_peer_errors():
             self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
         return every
 
@@ -206,7 +206,7 @@ class AllToAllRows:
     def __call__(self, vector: Tensor, holders: int) -> list[Tensor]:
         """Return this member's part of the vectors of members 0 to `holders` - 1, in their order: fresh tensors.
 
-        `vector` has one part of one length for each member, in their order; whoever is no holder gives any.
+        `vector` has one part of one length for each member, in their order; a rank that is no holder gives any.
         """
         parts = vector.view(self._members, -1)
         others = [member for member in range(self._members) if member != self._member]
@@ -216,7 +216,7 @@ class AllToAllRows:
         if self._member < holders:
             arriving[self._member] = parts[self._member].clone()
             sent = [(parts[member], member) for member in others]
-        with translated_peer_errors():
+        with translate_peer_errors():
             move(self._carrier, sent, received)
         return [arriving[member] for member in range(holders)]
 

@@ -37,7 +37,7 @@ class Transfer:
         for tensor, host in self._landing:
             tensor.copy_(host, non_blocking=True)
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether all of it is known to be done, so that memory may go."""
         return not self._landing and all(work.is_completed() for work in self._works)
 
@@ -63,7 +63,7 @@ class Direct:
 
     def start(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
         """See Carrier."""
-        return Transfer(_started(self._group, sent, received), [tensor for tensor, _ in sent], [])
+        return Transfer(_start(self._group, sent, received), [tensor for tensor, _ in sent], [])
 
 
 @final
@@ -84,7 +84,7 @@ class Staged:
             torch.cuda.current_stream(device).synchronize()
         arriving = [(_host_like(tensor), peer) for tensor, peer in received]
         landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, arriving, strict=True)]
-        return Transfer(_started(self._group, leaving, arriving), [host for host, _ in leaving], landing)
+        return Transfer(_start(self._group, leaving, arriving), [host for host, _ in leaving], landing)
 
 
 def _host_like(tensor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _host_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
-def _started(group: dist.ProcessGroup, sent: Sequence[Addressed], received: Sequence[Addressed]) -> list[dist.Work]:
+def _start(group: dist.ProcessGroup, sent: Sequence[Addressed], received: Sequence[Addressed]) -> list[dist.Work]:
     operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in received]
     operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sent]
     return dist.batch_isend_irecv(operations) if operations else []

@@ -15,14 +15,14 @@ from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
-from lockstep.comm.peer_errors import lost_peer, translated_peer_errors
+from lockstep.comm.peer_errors import lost_peer, translate_peer_errors
 from lockstep.comm.world import World
 
 _LOGGER: Final = "DeepSpeed"
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an operation that it would compile at the start, for inference alone
 
 
-def imported(device: Literal["cpu", "cuda"]) -> Any:
+def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
     """Return the module `deepspeed`, for such a device; the first import takes seconds."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     with warnings.catch_warnings():
@@ -38,13 +38,13 @@ def library(world: World) -> Any:
 
     The group of a rank that is alone stays until the process ends: DeepSpeed keeps what it made of it.
     """
-    module = imported("cuda" if world.on_gpu else "cpu")
+    module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     if world.size == 1 and not dist.is_initialized():
         backends = f"cpu:gloo,cuda:{world.backend}" if world.on_gpu else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backends, store=store, rank=0, world_size=1)
-    with translated_peer_errors():
+    with translate_peer_errors():
         module.init_distributed(world.backend, auto_mpi_discovery=False, verbose=False)
     return module
 

@@ -18,7 +18,7 @@ _QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # such as get_rank, which w
 
 
 @contextmanager
-def seen(tell: Callable[[str], None]) -> Iterator[None]:
+def intercept(tell: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, call `tell` with the name of each exchange that is another's, before it begins.
 
     It may be called twice for one. What it raises is raised where the exchange was called.
@@ -39,12 +39,12 @@ def seen(tell: Callable[[str], None]) -> Iterator[None]:
 def _asking(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
     asked = getattr(module, name)
 
-    def asked_by(*group: Any) -> Any:
+    def intercepted(*group: Any) -> Any:
         if found := _of_others(sys._getframe(1)):
             tell(found)
         return asked(*group)
 
-    setattr(module, name, asked_by)
+    setattr(module, name, intercepted)
     try:
         yield
     finally:

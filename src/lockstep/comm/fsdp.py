@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lockstep.comm import older_fsdp
 from lockstep.comm.gathers import Gathers
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.common.own_code import refused
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
@@ -78,7 +78,7 @@ class Sharded:
         precision = _policy(narrow)
         older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
         for number, unit in enumerate((*units, model)):
-            places = older_fsdp.named_within(unit, wide) if older else ()
+            places = older_fsdp.find_parameters(unit, wide) if older else ()
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -159,14 +159,14 @@ class Sharded:
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
-        return {name: self._held(tensor, primary) for name, tensor in self._model.state_dict().items()}
+        return {name: self._shard_if_split(tensor, primary) for name, tensor in self._model.state_dict().items()}
 
-    def trained(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
+    def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         return {name: (self._shard(cast(Any, p), primary), cast(Any, p)) for name, p in parameters.items()}
 
-    def gathered(self) -> dict[Tensor, Tensor]:
+    def gathered_tensors(self) -> dict[Tensor, Tensor]:
         """Return by the whole tensors that the model computes with, as far as they were gathered once, their shards."""
         found = {}
         for group in filter(None, map(_group, self._units)):
@@ -251,7 +251,7 @@ class Sharded:
 
     def _ask(self, numbers: Sequence[int]) -> list[list[int]]:
         answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self._mesh.size())]
-        with translated_peer_errors():
+        with translate_peer_errors():
             dist.all_gather(answers, torch.tensor(numbers), group=self._mesh.get_group())
         return [each.tolist() for each in answers]
 
@@ -281,11 +281,11 @@ class Sharded:
         self._units[unit].reshard()
 
     def _prefetch(self) -> None:
-        if (left := self._gathers.left()) and not self._too_far(left[0], left):
+        if (left := self._gathers.remaining()) and not self._too_far(left[0], left):
             group = _group(self._units[left[0]])
             group._prefetch_unshard(group, "backward")
 
-    def _held(self, tensor: Tensor, primary: bool) -> MaybeSharded:
+    def _shard_if_split(self, tensor: Tensor, primary: bool) -> MaybeSharded:
         return self._shard(tensor, primary) if isinstance(tensor, DTensor) else tensor
 
     def _shard(self, tensor: DTensor, primary: bool) -> Shard:
@@ -381,7 +381,7 @@ class _ReduceScatterHook(ReduceScatter):
 
 
 @final
-class _Noted:
+class _ArgumentLayout:
     """What fully_shard's hook would lose of a unit's arguments, where it makes views of tensors that want a gradient.
 
     - That several arguments are one tensor: attention, for one, goes another way where key is query. It gets one.
@@ -399,7 +399,7 @@ class _Noted:
     def once(self, leaves: Sequence[Any]) -> list[Any]:
         return [leaf if self._first[number] == number else None for number, leaf in enumerate(leaves)]
 
-    def restored(self, leaves: Sequence[Any]) -> list[Any]:
+    def restore(self, leaves: Sequence[Any]) -> list[Any]:
         alike = [
             leaf if leaf is None or _stride(leaf) == stride else _Unchanged.apply(leaf, stride)
             for leaf, stride in zip(leaves, self._strides, strict=True)
@@ -413,7 +413,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def _before_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Give a unit its arguments without repeated tensors, and at their end what is to be known of them."""
     leaves, tree = tree_flatten((args, kwargs))
-    noted = _Noted(leaves)
+    noted = _ArgumentLayout(leaves)
     args, kwargs = cast(Arguments, tree_unflatten(noted.once(leaves), tree))
     return (*args, noted), kwargs
 
@@ -422,7 +422,7 @@ def _after_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """Give a unit its arguments as they were."""
     *given, noted = args
     leaves, tree = tree_flatten((tuple(given), kwargs))
-    return cast(Arguments, tree_unflatten(noted.restored(leaves), tree))
+    return cast(Arguments, tree_unflatten(noted.restore(leaves), tree))
 
 
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:

@@ -62,7 +62,7 @@ class Gathers:
         self._schedule = self._known.get(phase, [])
         return self._schedule
 
-    def left(self) -> Sequence[int]:
+    def remaining(self) -> Sequence[int]:
         """Return what all will still gather, one after the other; nothing where that is not known."""
         return self._schedule[self._at :] if self._phase in self._known else ()
 
@@ -74,13 +74,13 @@ class Gathers:
         if self._phase is None:  # outside of all phases members do the same
             return
         if self._phase in self._known:
-            self._check(unit, self.left())
+            self._check(unit, self.remaining())
         while (served := self._next(unit)) != unit:
             self._take_part(served)
 
     def reach(self, unit: int) -> None:
         """Take part in all gathers up to the last one of a unit that this member does not call."""
-        while unit in self.left() if self._phase in self._known else unit not in self._schedule:
+        while unit in self.remaining() if self._phase in self._known else unit not in self._schedule:
             self._take_part(self._next(unit))
 
     def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:

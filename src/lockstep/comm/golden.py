@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
 DTYPES: Final = (
@@ -40,7 +40,7 @@ Received = list[tuple[Tensor, Tensor]]  # what came, and what should have
 
 
 @dataclass(frozen=True)
-class Case:
+class GoldenCase:
     """One call of a collective, as one rank makes it."""
 
     rank: int
@@ -62,7 +62,7 @@ class Case:
         """Return zeros, to receive into."""
         return torch.zeros(self.count if count is None else count, dtype=self.dtype, device=self.device)
 
-    def added(self, to: int = 0) -> Tensor:
+    def sum(self, to: int = 0) -> Tensor:
         """Return the sum of what all ranks send."""
         return torch.stack([self.values(rank, to) for rank in range(self.size)]).sum(0, dtype=self.dtype)
 
@@ -83,7 +83,7 @@ class Golden:
     refused: list[str] = field(default_factory=list)
 
 
-def tried(world: World, step: Callable[[], None] = lambda: None) -> Golden:
+def run_golden_cases(world: World, step: Callable[[], None] = lambda: None) -> Golden:
     """Try all cases; all ranks call it. `step` is called before each."""
     golden = Golden()
     if world.size == 1:
@@ -92,7 +92,7 @@ def tried(world: World, step: Callable[[], None] = lambda: None) -> Golden:
     for name, collective, case in _cases(world):
         step()
         # Torch 2.14 warns of names that 2.11 to 2.15 have.
-        with translated_peer_errors(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        with translate_peer_errors(), warnings.catch_warnings(action="ignore", category=FutureWarning):
             try:
                 received = collective(case)
             except (RuntimeError, ValueError, TypeError) as error:  # before anything was sent: on all ranks alike
@@ -106,72 +106,72 @@ def tried(world: World, step: Callable[[], None] = lambda: None) -> Golden:
     return golden
 
 
-def _cases(world: World) -> Iterator[tuple[str, Callable[[Case], Received], Case]]:
+def _cases(world: World) -> Iterator[tuple[str, Callable[[GoldenCase], Received], GoldenCase]]:
     for device in {torch.device("cpu"), world.device if world.backend == "nccl" else torch.device("cpu")}:
-        yield "all_reduce", _all_reduce, Case(world.rank, world.size, torch.float32, _LARGE, device)
+        yield "all_reduce", _all_reduce, GoldenCase(world.rank, world.size, torch.float32, _LARGE, device)
         for name, collective, rooted in _COLLECTIVES:
             roots = sorted({0, world.size - 1}) if rooted else [0]
             for dtype in DTYPES:
                 for count in _COUNTS:
                     for root in roots:
-                        yield name, collective, Case(world.rank, world.size, dtype, count, device, root)
+                        yield name, collective, GoldenCase(world.rank, world.size, dtype, count, device, root)
 
 
-def _all_reduce(case: Case) -> Received:
+def _all_reduce(case: GoldenCase) -> Received:
     added, greatest = case.values(case.rank), case.values(case.rank)
     dist.all_reduce(added)
     dist.all_reduce(greatest, dist.ReduceOp.MAX)
-    return [(added, case.added()), (greatest, torch.stack(case.every()).amax(0))]
+    return [(added, case.sum()), (greatest, torch.stack(case.every()).amax(0))]
 
 
-def _all_gather(case: Case) -> Received:
+def _all_gather(case: GoldenCase) -> Received:
     listed, whole = [case.empty() for _ in range(case.size)], case.empty(case.size * case.count)
     dist.all_gather(listed, case.values(case.rank))
     dist.all_gather_into_tensor(whole, case.values(case.rank))
     return [*zip(listed, case.every(), strict=True), (whole, torch.cat(case.every()))]
 
 
-def _broadcast(case: Case) -> Received:
+def _broadcast(case: GoldenCase) -> Received:
     tensor = case.values(case.rank)
     dist.broadcast(tensor, case.root)
     return [(tensor, case.values(case.root))]
 
 
-def _reduce(case: Case) -> Received:
+def _reduce(case: GoldenCase) -> Received:
     tensor = case.values(case.rank)
     dist.reduce(tensor, case.root)
-    return [(tensor, case.added())] if case.rank == case.root else []  # elsewhere anything may be in it
+    return [(tensor, case.sum())] if case.rank == case.root else []  # elsewhere anything may be in it
 
 
-def _scatter(case: Case) -> Received:
+def _scatter(case: GoldenCase) -> Received:
     tensor = case.empty()
     sent = [case.values(case.root, rank) for rank in range(case.size)] if case.rank == case.root else None
     dist.scatter(tensor, sent, case.root)
     return [(tensor, case.values(case.root, case.rank))]
 
 
-def _gather(case: Case) -> Received:
+def _gather(case: GoldenCase) -> Received:
     listed = [case.empty() for _ in range(case.size)] if case.rank == case.root else None
     dist.gather(case.values(case.rank), listed, case.root)
     return [] if listed is None else [*zip(listed, case.every(), strict=True)]
 
 
-def _reduce_scatter(case: Case) -> Received:
+def _reduce_scatter(case: GoldenCase) -> Received:
     listed, whole = case.empty(), case.empty()
     sent = [case.values(case.rank, rank) for rank in range(case.size)]
     dist.reduce_scatter(listed, sent)
     dist.reduce_scatter_tensor(whole, torch.cat(sent))
-    return [(listed, case.added(case.rank)), (whole, case.added(case.rank))]
+    return [(listed, case.sum(case.rank)), (whole, case.sum(case.rank))]
 
 
-def _all_to_all(case: Case) -> Received:
+def _all_to_all(case: GoldenCase) -> Received:
     """Exchange lists of equal tensors, which gloo has since torch 2.13."""
     listed = [case.empty() for _ in range(case.size)]
     dist.all_to_all(listed, [case.values(case.rank, rank) for rank in range(case.size)])
     return [*zip(listed, case.every(case.rank), strict=True)]
 
 
-def _all_to_all_single(case: Case) -> Received:
+def _all_to_all_single(case: GoldenCase) -> Received:
     """Exchange parts of one tensor whose sizes differ, some of them empty."""
 
     def part(source: int, target: int) -> Tensor:
@@ -184,7 +184,7 @@ def _all_to_all_single(case: Case) -> Received:
     return [(whole, torch.cat(expected))]
 
 
-def _send_recv(case: Case) -> Received:
+def _send_recv(case: GoldenCase) -> Received:
     """Send to the next rank, and receive from the one before, as many elements more as the sender's number."""
     before, after = (case.rank - 1) % case.size, (case.rank + 1) % case.size
     tensor = case.empty(case.count + before)
@@ -203,14 +203,14 @@ def _barrier(world: World, golden: Golden, step: Callable[[], None]) -> None:
     if world.rank == world.size - 1:
         time.sleep(0.02)
     store.add("came", 1)
-    with translated_peer_errors():
+    with translate_peer_errors():
         dist.barrier()
     came = store.add("came", 0)
     if came < world.size:
         golden.wrong.append(f"barrier: left when {came} of {world.size} ranks had come")
 
 
-_COLLECTIVES: Final[Sequence[tuple[str, Callable[[Case], Received], bool]]] = (
+_COLLECTIVES: Final[Sequence[tuple[str, Callable[[GoldenCase], Received], bool]]] = (
     ("all_reduce", _all_reduce, False),
     ("all_gather", _all_gather, False),
     ("broadcast", _broadcast, True),
@@ -224,7 +224,7 @@ _COLLECTIVES: Final[Sequence[tuple[str, Callable[[Case], Received], bool]]] = (
 )
 
 
-def _words(case: Case) -> str:
+def _words(case: GoldenCase) -> str:
     return f"{case.count:,} {str(case.dtype).removeprefix('torch.')} on {case.device.type}"
 
 

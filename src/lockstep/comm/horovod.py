@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.canonical import Sum, own_sum
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.core.tree import Block
 from lockstep.device import ports
@@ -43,7 +43,7 @@ class Horovod:
             ) from error
         self._server: Any = None
         self._settle(world)
-        with translated_peer_errors():
+        with translate_peer_errors():
             self._horovod.init()
         found = self._horovod.rank(), self._horovod.size()
         if found != (world.rank, world.size):
@@ -57,7 +57,7 @@ class Horovod:
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Give all ranks these tensors as rank 0 has them."""
-        with translated_peer_errors():
+        with translate_peer_errors():
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
     def sum_by(self, compression: Compression) -> Sum:
@@ -68,7 +68,7 @@ class Horovod:
             own = own_sum(pieces, like)
             # Sums follow each other, so vectors of one length may share a name, which Horovod keeps from step to step.
             name = f"gradients {len(like)} {like.dtype}"
-            with translated_peer_errors(), torch.no_grad():
+            with translate_peer_errors(), torch.no_grad():
                 total: Tensor = self._horovod.allreduce(own, name=name, op=self._horovod.Sum, compression=compressor)
             return total
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
 ALONE: Final = 66  # pairs, of 12 ranks
@@ -75,7 +75,7 @@ def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], No
         step()
         world.barrier()
         for one, other in pairs:
-            with translated_peer_errors():
+            with translate_peer_errors():
                 if world.rank == one:
                     found.append(_from_here(world, other, buffer))
                     _to_here(other, buffer)

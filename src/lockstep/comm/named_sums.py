@@ -1,4 +1,4 @@
-"""Sums by name over numbered batches on several ranks: the same bits whoever had which."""
+"""Sums by name over numbered batches on several ranks: the same bits however batches are distributed."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def add_over_ranks(
     """
     first = next(iter(rows.values()), {})
     own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
-    of_whole, of_rows = _agreed(world, own)
-    sums = {name: world.add_(_laid(whole.get(name), shape)) for name, shape in of_whole.items()}
+    of_whole, of_rows = _agree_on_shapes(world, own)
+    sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in of_whole.items()}
     for name, shape in of_rows.items():
         table = torch.zeros(count, *shape, dtype=torch.float64)
         if rows:
             table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()
-        sums[name] = _added_rows(world.add_(table))
+        sums[name] = _sum_rows(world.add_(table))
     return sums
 
 
-def _agreed(world: World, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _agree_on_shapes(world: World, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
     of_all: list[list[dict[str, Any]]] = [plainfile.parsed(text) for text in world.all_tell(json.dumps(own))]
     return next((each for each in of_all if any(each)), own)
 
 
-def _laid(value: Tensor | None, shape: list[int]) -> Tensor:
+def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64) if value is None else value.to("cpu", torch.int64).clone()
 
 
-def _added_rows(table: Tensor) -> Tensor:
+def _sum_rows(table: Tensor) -> Tensor:
     """Add the rows of a table, rounded once: torch's own sum has an order that follows from the shape."""
     columns = table.reshape(len(table), -1).T.tolist()
     return torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(table.shape[1:])

@@ -21,7 +21,7 @@ def is_older() -> bool:
     return "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}
 
 
-def named_within(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
+def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
     """Return where in a unit these parameters are; to be called before fully_shard puts others in their place."""
     return {
         (module, name)

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.carrier import Transfer
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
@@ -89,12 +89,12 @@ class PointToPoint:
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
         """Start sending to rank `peer`. The tensors must not be written to before `finish`."""
-        numbers = [line, len(values), *(number for value in values for number in _described(value))]
+        numbers = [line, len(values), *(number for value in values for number in _description(value))]
         if len(numbers) > _NUMBERS:
             raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
-        while self._sent and self._sent[0].over():
+        while self._sent and self._sent[0].is_done():
             self._sent.popleft()
-        with translated_peer_errors():
+        with translate_peer_errors():
             self._message(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer)
             for value in values:
                 if isinstance(value, Tensor) and value.numel():
@@ -102,7 +102,7 @@ class PointToPoint:
 
     def receive(self, peer: int, line: int) -> Values:
         """Wait for the next parcel of rank `peer` on this line; what wanted a gradient there is a leaf that does."""
-        with translated_peer_errors():
+        with translate_peer_errors():
             while not self._early.get((peer, line)):
                 found, values = self._next(peer)
                 self._early.setdefault((peer, found), deque()).append(values)
@@ -110,7 +110,7 @@ class PointToPoint:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived, as far as who goes on writing here must wait."""
-        with translated_peer_errors():
+        with translate_peer_errors():
             for work, _ in self._messages:
                 work.wait()
             for transfer in self._sent:
@@ -220,7 +220,7 @@ def _instead(arrived: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | No
     return arrived
 
 
-def _described(value: Value) -> list[int]:
+def _description(value: Value) -> list[int]:
     if value is None:
         return [_NOTHING]
     if isinstance(value, int):
@@ -230,7 +230,7 @@ def _described(value: Value) -> list[int]:
 
 
 def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
-    """Read what `_described` wrote."""
+    """Read what `_description` wrote."""
     count, *rest = numbers
     for _ in range(count):
         if rest[0] == _NOTHING:

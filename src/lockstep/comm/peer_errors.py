@@ -21,18 +21,18 @@ class PeerLostError(TrainingError):
 
 
 @contextmanager
-def translated_peer_errors() -> Iterator[None]:
+def translate_peer_errors() -> Iterator[None]:
     """Turn what torch.distributed raises inside the block into PeerLostError."""
     try:
         yield
     except RuntimeError as error:
         if "DataLoader worker" in str(error):  # torch raises that wherever the main thread is
             raise
-        raise _named(error) from error
+        raise _peer_lost(error) from error
 
 
 def lost_peer(error: BaseException) -> PeerLostError | None:
-    """Return the lost peer that an error is about, whoever raised it, or None.
+    """Return the lost peer that an error is about, whatever code raised it, or None.
 
     What follows from the end of an exchange, in a `finally` or as a translation, is about the same. An exchange also
     fails where this process may open no more files.
@@ -44,9 +44,9 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
         if isinstance(each, PeerLostError):
             return each
         if _from_exchange(each):
-            return _named(each)
+            return _peer_lost(each)
         each = each.__cause__ or each.__context__
-    return _named(error) if isinstance(error, dist.DistError) else None  # the store where groups are made is gone
+    return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store where groups are made is gone
 
 
 def _from_exchange(error: BaseException) -> bool:
@@ -55,6 +55,6 @@ def _from_exchange(error: BaseException) -> bool:
     )
 
 
-def _named(error: BaseException) -> PeerLostError:
+def _peer_lost(error: BaseException) -> PeerLostError:
     first, *_ = *str(error).splitlines(), type(error).__name__
     return PeerLostError(f"lost another rank during an exchange ({first})")

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
 from lockstep.comm.carrier import Carrier, Direct, Staged
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
 from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
@@ -39,7 +39,7 @@ from lockstep.errors import UsageError
 # outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
 _MAIN: Final = 0  # of a group's uses: by this thread
-_BESIDE: Final = 1  # and by a side stream, which may exchange at the same time
+_SIDE: Final = 1  # and by a side stream, which may exchange at the same time
 
 
 class Edge(NamedTuple):
@@ -81,11 +81,11 @@ class World:
         self._store = store
         self._stores = 0
 
-    def canonical(self, mesh: Mesh, *axes: Axis, beside: bool = True, chunks: int = 1) -> CanonicalSum:
+    def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
 
-        With `beside` a side stream may use it, else this thread alone. Sequences are cut into so many `chunks`. All
-        ranks call it alike.
+        With `side_stream` a side stream may use it, else this thread alone. Sequences are cut into so many `chunks`.
+        All ranks call it alike.
         """
         lengths = {axis: getattr(mesh, axis) for axis in axes}
         shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; those of other axes have contiguous parts
@@ -97,13 +97,13 @@ class World:
         if axes == ("replicate",) and mesh.expert > 1:  # what a rank adds here is of all ranks in step with it
             count, step = among.size * mesh.expert, mesh.expert
             places = [DataRank(first, count, spans=step) for first in range(0, count, step)]
-        carrier = self.carrier(mesh, *axes, beside=beside) if among.size > 1 else None
+        carrier = self.carrier(mesh, *axes, side_stream=side_stream) if among.size > 1 else None
         own = order.index(ranks.index(self.rank))
         return CanonicalSum(own, [places[number] for number in order], carrier, order, chunks)
 
-    def carrier(self, mesh: Mesh, *axes: Axis, beside: bool = True) -> Carrier:
+    def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""
-        return self._carry(self._group(_BESIDE if beside else _MAIN, mesh.groups(*axes)))
+        return self._carry(self._group(_SIDE if side_stream else _MAIN, mesh.groups(*axes)))
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return the ranks that differ along these axes alone as torch's, for this thread."""
@@ -162,7 +162,7 @@ class World:
         carrier = self._carry(group)
         other = target if self.rank == source else source
         first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
-        with translated_peer_errors():
+        with translate_peer_errors():
             move(carrier, first if self.rank == source else [], first if self.rank == target else [])
         return carrier
 
@@ -200,7 +200,7 @@ class World:
         One of a CUDA device is added there, and this process does not wait for it.
         """
         if self.size > 1:
-            with translated_peer_errors():
+            with translate_peer_errors():
                 dist.all_reduce(tensor, group=self._groups[0])
         return tensor
 
@@ -213,7 +213,7 @@ class World:
             return
         sent = [(tensor, rank) for rank in others for tensor in own]
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
-        with translated_peer_errors():
+        with translate_peer_errors():
             move(self._carry(self._groups[0]), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
@@ -223,7 +223,7 @@ class World:
         """
         if self._stop is None:
             return level
-        with translated_peer_errors():
+        with translate_peer_errors():
             return self._stop.exchange(level)
 
     def note(self, number: int) -> None:
@@ -273,7 +273,7 @@ class World:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
 
-    def beside(self) -> World:
+    def duplicate(self) -> World:
         """Return the same ranks in a group of their own, for another thread. All ranks call it; nobody closes it."""
         return self.among([list(range(self.size))])
 
@@ -314,7 +314,7 @@ class Gathered(Protocol):
 
 
 def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "auto") -> World:
-    """Make a process group of the ranks that have met and return their world. All of them call it."""
+    """Make a process group of the ranks, which have joined, and return their world. All of them call it."""
     info = rendezvous.info
     on_gpu = device.type == "cuda"
     carried_by = resolved_backend(backend, on_gpu)
@@ -327,7 +327,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=rendezvous.timeout_s)
     backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
-    with translated_peer_errors():
+    with translate_peer_errors():
         own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)

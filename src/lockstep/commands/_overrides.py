@@ -1,4 +1,4 @@
-"""Words of a command line that may be files or overrides, told apart."""
+"""Distinguish files and overrides among the words of a command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.config.wording import key_named
 _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
-def apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def split_overrides(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return the overrides, such as `placement.device=cpu`, and the other words, each in their order."""
     overrides = tuple(each for each in words if _OVERRIDE.match(each))
     return overrides, [each for each in words if each not in overrides]

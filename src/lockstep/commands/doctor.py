@@ -25,9 +25,9 @@ from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, 
 from lockstep.launchers.job import PORT
 
 if TYPE_CHECKING:
-    from lockstep.checkup.finding import Finding
-    from lockstep.checkup.rank import Asked
-    from lockstep.checkup.report import Report
+    from lockstep.checkup.finding import CheckResult
+    from lockstep.checkup.rank import CheckupRequest
+    from lockstep.checkup.report import CheckupReport
     from lockstep.ranks.rendezvous import Rendezvous
 
 _WIDTH = 120  # of what is printed where that is no terminal
@@ -67,14 +67,18 @@ def command(
             what = context.invoked_subcommand
             raise UsageError(f"doctor: options of the check-up before {what}; write them after {what}, if it has them")
         return
-    from lockstep.checkup.rank import Asked
+    from lockstep.checkup.rank import CheckupRequest
 
-    asked = Asked(folder, PORT, device)
-    raise SystemExit(_check_up(asked, partial(_show, as_json), processes, rendezvous, timeout))
+    request = CheckupRequest(folder, PORT, device)
+    raise SystemExit(_check_up(request, partial(_show, as_json), processes, rendezvous, timeout))
 
 
 def _check_up(
-    asked: Asked, show: Callable[[Report], None], processes: int | None, rendezvous: str, timeout_s: float
+    request: CheckupRequest,
+    show: Callable[[CheckupReport], None],
+    processes: int | None,
+    rendezvous: str,
+    timeout_s: float,
 ) -> int:
     """Check up and return the exit code: 4 where there is a problem. Rank 0 gives the report to `show`.
 
@@ -82,33 +86,33 @@ def _check_up(
     """
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
-    from lockstep.launchers import launched_rank
+    from lockstep.launchers import detect_rank
     from lockstep.run.start import Work, as_launched, on_ranks
 
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
         raise UsageError(f"--rendezvous: {rendezvous}: expected {RENDEZVOUS_ADDRESSES}")
-    info = launched_rank()
+    info = detect_rank()
     placement = Placement(
-        device=asked.device, rendezvous=rendezvous, timeout_s=timeout_s, lost_after_s=min(LOST_AFTER_S, timeout_s)
+        device=request.device, rendezvous=rendezvous, timeout_s=timeout_s, lost_after_s=min(LOST_AFTER_S, timeout_s)
     )
 
     if info is None:
-        return on_ranks(partial(_work, asked, show), None, placement, processes or 1)
+        return on_ranks(partial(_work, request, show), None, placement, processes or 1)
 
-    def opened() -> tuple[Placement, Work]:
+    def check_and_work() -> tuple[Placement, Work]:
         if processes not in (None, info.size):
             raise UsageError(
                 f"--processes: {processes} asked for, but {info.launcher} started {info.size}; leave it out"
             )
-        return placement, partial(_work, asked, show, None)
+        return placement, partial(_work, request, show, None)
 
-    return as_launched(info, [f"placement.rendezvous={rendezvous}"], opened)
+    return as_launched(info, [f"placement.rendezvous={rendezvous}"], check_and_work)
 
 
-def _work(asked: Asked, show: Callable[[Report], None], _ready: None, rendezvous: Rendezvous) -> int:
+def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _ready: None, rendezvous: Rendezvous) -> int:
     from lockstep.checkup.rank import part
 
-    report = part(asked, rendezvous)
+    report = part(request, rendezvous)
     if report is not None:
         show(report)
     # The same on all ranks: a launcher returns that of whichever it likes.
@@ -116,7 +120,7 @@ def _work(asked: Asked, show: Callable[[Report], None], _ready: None, rendezvous
     return EXIT_PREFLIGHT if rendezvous.tell("problem" if problem else "") else EXIT_DONE
 
 
-def _show(as_json: bool, report: Report) -> None:
+def _show(as_json: bool, report: CheckupReport) -> None:
     from rich.console import Console
 
     from lockstep.checkup.report import tables
@@ -132,12 +136,14 @@ def _show(as_json: bool, report: Report) -> None:
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))  # at once: ranks share the terminal
 
 
-def _show_here(title: str, as_json: bool, began: float, findings: Sequence[Finding], facts: dict[str, Any]) -> Report:
+def _show_here(
+    title: str, as_json: bool, began: float, findings: Sequence[CheckResult], facts: dict[str, Any]
+) -> CheckupReport:
     """Show what was found of this process alone since `began`, and return it."""
-    from lockstep.checkup.report import Report
+    from lockstep.checkup.report import CheckupReport
 
     seconds = time.monotonic() - began
-    report = Report((socket.gethostname(),), seconds, tuple(findings), facts=(facts,), title=title)
+    report = CheckupReport((socket.gethostname(),), seconds, tuple(findings), facts=(facts,), title=title)
     _show(as_json, report)
     return report
 

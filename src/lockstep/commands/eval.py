@@ -9,7 +9,7 @@ import click
 
 from lockstep.commands import _completion
 from lockstep.common.text import printable_line
-from lockstep.launchers import launched_rank
+from lockstep.launchers import detect_rank
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -29,7 +29,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     Overrides are dotted: placement.processes=4 recipe.data.root=/data. Code that a checkpoint's recipe names, such as
     recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
-    info = launched_rank()  # before the imports below, which take seconds
+    info = detect_rank()  # before the imports below, which take seconds
 
     from lockstep.run.evaluation import (
         EvaluationRequest,
@@ -43,7 +43,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     if not words and cfg is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'.")
     if cfg is not None or _is_recipe(words[0]):
-        loaded = _loaded(words, cfg, None if info is None else info.size)
+        loaded = _load(words, cfg, None if info is None else info.size)
         if info is None:
             raise SystemExit(evaluate_weights(loaded, _tell))
         raise SystemExit(as_launched(info, words, lambda: weights_as_rank(loaded, _tell)))
@@ -59,7 +59,7 @@ def _is_recipe(word: str) -> bool:
     return word.endswith((".yaml", ".yml")) or (word in shipped() and not Path(word).exists())
 
 
-def _loaded(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:
+def _load(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:
     from lockstep.config.load import load
     from lockstep.run.recipe_import import import_recipe
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from lockstep.jobs.launch import named_hosts, number_of_hosts, start, starters
+from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
 from lockstep.launchers.job import PORT, Job, Resources
 
 RESTARTS: Final = 10
@@ -82,7 +82,7 @@ def command(
 
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
-    named = named_hosts(hosts) if hosts else ()
+    named = read_hosts(hosts) if hosts else ()
     fewest, count = number_of_hosts(nodes) if nodes else (None, len(named) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(

@@ -61,7 +61,7 @@ def command(
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvaluationRequest
 
-    overrides, files = _overrides.apart(inputs)
+    overrides, files = _overrides.split_overrides(inputs)
     saved = open_saved(EvaluationRequest(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
     for line in saved.remarks:
         click.echo(printable(line), err=True)

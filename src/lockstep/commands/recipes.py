@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _NARROW: Final = 110  # columns of a terminal, below which a table would fold the descriptions
 
 
-class Row(NamedTuple):
+class RecipeRow(NamedTuple):
     """One recipe, as the list shows it."""
 
     name: str
@@ -33,24 +33,24 @@ def command() -> None:
     if sys.stdout.isatty():
         draw(rows)
     else:
-        click.echo("\n".join(_plain([Row("name", "model", "data", "batch", "length", "description"), *rows])))
+        click.echo("\n".join(_plain([RecipeRow("name", "model", "data", "batch", "length", "description"), *rows])))
 
 
-def row(shipped: Shipped) -> Row:
+def row(shipped: Shipped) -> RecipeRow:
     from lockstep.config.load import load
     from lockstep.core.epochs import in_words
 
     recipe = load(shipped.name).config.recipe
     length = in_words(recipe.epochs) if recipe.epochs else f"{recipe.steps} steps"
-    return Row(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
+    return RecipeRow(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
 
 
-def _plain(rows: list[Row]) -> list[str]:
+def _plain(rows: list[RecipeRow]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def draw(rows: list[Row]) -> None:
+def draw(rows: list[RecipeRow]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Column, Table
@@ -62,7 +62,7 @@ def draw(rows: list[Row]) -> None:
             facts = f"{row.model}, {row.data}, batch {row.batch}, {row.length}"
             console.print(Padding(f"{row.description}\n{facts}", (0, 0, 0, 2)), highlight=False)
         return
-    columns = [Column(name, no_wrap=name != "description") for name in Row._fields]
+    columns = [Column(name, no_wrap=name != "description") for name in RecipeRow._fields]
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*row)

@@ -49,7 +49,7 @@ def command(
     from lockstep.reporting.png import check_png, write_png
     from lockstep.reporting.run_page import sections
 
-    overrides, places = _overrides.apart(folders)
+    overrides, places = _overrides.split_overrides(folders)
     if not examples and (samples or best or trust or overrides):
         raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")
     if not out.parent.is_dir():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import click
 
 
-class Row(NamedTuple):
+class StrategyRow(NamedTuple):
     """A strategy, as text."""
 
     name: str
@@ -34,25 +34,25 @@ def command() -> None:
         click.echo("\n\n".join(_plain(each) for each in rows))
 
 
-def row(name: str) -> Row:
+def row(name: str) -> StrategyRow:
     """Return what a strategy says of itself."""
     from importlib import import_module
 
     traits = import_module(f"lockstep.strategies.{name}").Strategy().traits
-    return Row(name, traits.cuts, traits.exactness, traits.needs, traits.communication)
+    return StrategyRow(name, traits.cuts, traits.exactness, traits.needs, traits.communication)
 
 
-def _plain(row: Row) -> str:
+def _plain(row: StrategyRow) -> str:
     lines = [f"  {label + ':':<14} {text}" for label, text in zip(row._fields[1:], row[1:], strict=True)]
     return "\n".join([row.name, *lines])
 
 
-def draw(rows: list[Row]) -> None:
+def draw(rows: list[StrategyRow]) -> None:
     """Draw a table on the terminal."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    columns = [Column(name, no_wrap=name in ("name", "exactness")) for name in Row._fields]
+    columns = [Column(name, no_wrap=name in ("name", "exactness")) for name in StrategyRow._fields]
     table = Table(*columns, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*row)

@@ -14,7 +14,7 @@ import click
 from lockstep.commands import _completion
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
-from lockstep.launchers import launched_rank
+from lockstep.launchers import detect_rank
 from lockstep.ranks.rank_log import outliving_terminal
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
     """
     if gpus is not None and cfg is None:
         raise click.UsageError("--gpus goes with --cfg; a recipe has the batch of all")
-    info = launched_rank()  # before the imports below, which take seconds
+    info = detect_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
-    read = partial(_loaded, words) if cfg is None else partial(_imported, cfg, words, gpus, size)
+    read = partial(_load, words) if cfg is None else partial(_import, cfg, words, gpus, size)
     with outliving_terminal():
         raise SystemExit(_alone(read) if info is None else _there(info, words, read))
 
@@ -46,7 +46,7 @@ def _alone(read: Callable[[], Loaded]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
     from lockstep.run.completed import completion_notice
 
-    loaded = _continued(read())
+    loaded = _migrate(read())
     if done := completion_notice(loaded):
         click.echo(printable(done))
         return EXIT_DONE
@@ -59,22 +59,22 @@ def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -
     from lockstep.run.start import as_launched
     from lockstep.run.training import training_as_rank
 
-    return as_launched(info, words, lambda: training_as_rank(_continued(read(), say=info.rank == 0), info))
+    return as_launched(info, words, lambda: training_as_rank(_migrate(read(), say=info.rank == 0), info))
 
 
-def _loaded(words: tuple[str, ...]) -> Loaded:
+def _load(words: tuple[str, ...]) -> Loaded:
     from lockstep.config.load import load, split
 
     return load(*split(words))
 
 
-def _imported(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
+def _import(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
     from lockstep.run.recipe_import import import_recipe
 
     return import_recipe(file, words, gpus, world_size).loaded()
 
 
-def _continued(loaded: Loaded, say: bool = True) -> Loaded:
+def _migrate(loaded: Loaded, say: bool = True) -> Loaded:
     from lockstep.run.migrate import keep_old_defaults
 
     loaded = keep_old_defaults(loaded)

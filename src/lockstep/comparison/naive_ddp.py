@@ -42,7 +42,7 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
@@ -116,7 +116,7 @@ def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, 
     with stall_detector(rendezvous, placement, device):
         world = open_world(rendezvous, device, placement.backend)
         script = NaiveDDP(ready, world, resolved.run.log_every)
-        rendezvous.status = lambda: Status("training", script.step)
+        rendezvous.status = lambda: RankStatus("training", script.step)
         log = JsonLines(folder / run_folder.EVENTS) if info.rank == 0 else None
         for event in script.events():
             for sink in (log, also) if log else ():

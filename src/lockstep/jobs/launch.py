@@ -20,8 +20,8 @@ from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.job import Job, checked
-from lockstep.ranks.secret import drawn, job_secret
+from lockstep.launchers.job import Job, check_job
+from lockstep.ranks.secret import job_secret, new_secret
 
 
 def starters() -> dict[str, Launcher]:
@@ -35,7 +35,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     `port` and `node_rank` are None where they were left out.
     """
     launcher = starters()[name]
-    job = _with_id(launcher, _checked(launcher, job, port))
+    job = _with_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
     _check_restarts(job)
     if name != "local" or dry_run:  # the ranks here would see it at once
@@ -57,7 +57,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     return EXIT_DONE
 
 
-def named_hosts(file: Path) -> tuple[str, ...]:
+def read_hosts(file: Path) -> tuple[str, ...]:
     """Return the names in a file: one on each line, # begins a remark, and what follows the name is not for us."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -79,9 +79,9 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
     return (int(numbers[0]) if len(numbers) == 2 else None), int(numbers[-1])
 
 
-def _checked(launcher: Launcher, job: Job, port: int | None) -> Job:
+def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     """Return the job, or raise UsageError where it asks for what this launcher does not do."""
-    on, asked = f"not with --on {launcher.name}", ", ".join(checked(job).resources.named)
+    on, asked = f"not with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
         able = " and ".join(each.name for each in starters().values() if each.elastic)
         raise UsageError(f"{', '.join(job.elastic)}: {on}; the agents of --on {able} do that")
@@ -100,7 +100,7 @@ def _secret(launcher: Launcher, job: Job) -> str:
     Hosts that join later, or that another command starts, would not have a new one.
     """
     own = os.fsdecode(job_secret(os.environ))
-    return own or (drawn() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
+    return own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
 
 
 def _with_id(launcher: Launcher, job: Job) -> Job:

@@ -12,7 +12,7 @@ from typing import Final, final
 from lockstep.common.text import printable_line
 from lockstep.config.recorded import Recorded, recorded_configuration
 from lockstep.errors import UsageError
-from lockstep.launchers.batch import queued
+from lockstep.launchers.batch import queue_states
 from lockstep.reporting import jsonl
 from lockstep.reporting.notices import Notice, notice
 from lockstep.reporting.run_log import History, RunLog
@@ -134,7 +134,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
     for reader in readers:
         reader.refresh()
     readers.sort(key=lambda reader: reader.time, reverse=True)
-    queue, warning = queued({reader.job for reader in readers if reader.job})
+    queue, warning = queue_states({reader.job for reader in readers if reader.job})
     warnings = [*(reader.problem for reader in readers), warning]
     return [reader.view(queue) for reader in readers], [each for each in warnings if each]
 
@@ -207,7 +207,7 @@ class Watch:
     def _ask(self, jobs: set[int]) -> None:
         now = time.monotonic()
         if jobs and now - self._asked >= _ASK_S:
-            self._queue, self.warning = queued(jobs)
+            self._queue, self.warning = queue_states(jobs)
             self._asked = now
 
 

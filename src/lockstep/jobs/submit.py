@@ -25,7 +25,7 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     `name` is the job's, left out the recipe's; `limit` and `warn_before_s` are the `time` and `warn_before_s` of a
     batch.
     """
-    loaded = _checked(job)
+    loaded = _check_training(job)
     from lockstep.run import folder as run_folder
 
     run = Path(loaded.config.run.dir) if loaded.config.run.dir else run_folder.fresh(loaded)
@@ -35,7 +35,7 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     again = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
     whole = replace(job, words=(*job.words, *folder, *fixed))
     asked = batch.Batch(whole, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before_s, again)
-    return run, batch.script(batch.checked(asked))
+    return run, batch.script(batch.check_batch(asked))
 
 
 def submit(run: Path, script: str) -> int:
@@ -64,7 +64,7 @@ def submit(run: Path, script: str) -> int:
     return job
 
 
-def _checked(job: Job) -> Loaded:
+def _check_training(job: Job) -> Loaded:
     """Return the configuration, if `lockstep train` with so many processes would refuse nothing but the data."""
     if not job.words or job.words[0] != "train":
         raise UsageError(

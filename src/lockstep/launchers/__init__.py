@@ -15,7 +15,7 @@ from lockstep.launchers.base import Launcher
 
 
 @dataclass(frozen=True)
-class Look:
+class Detection:
     """What one launcher made of an environment: a rank, a problem, or neither where it is not the launcher."""
 
     launcher: Launcher
@@ -51,27 +51,27 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return None
 
 
-def launched_rank() -> RankInfo | None:
+def detect_rank() -> RankInfo | None:
     """Return this process's rank where a launcher started it, and tie its life to that launcher's."""
     info = detect(os.environ)
     if info is None:
         return None
     die_with_launcher(info.launcher)
-    return located(info, os.environ)
+    return resolve_master(info, os.environ)
 
 
-def located(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
+def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
     """Return the rank with another address of rank 0's host, if its launcher has one for a name that nobody knows."""
-    return slurm.located(info, env)
+    return slurm.resolve_master(info, env)
 
 
-def look(env: Mapping[str, str]) -> tuple[Look, ...]:
+def detect_all(env: Mapping[str, str]) -> tuple[Detection, ...]:
     """Return what each launcher makes of the environment, in order: the first that is not neither decides."""
     looks = []
     for launcher in ORDER:
         if launcher.detect:
             try:
-                looks.append(Look(launcher, launcher.detect(env), None))
+                looks.append(Detection(launcher, launcher.detect(env), None))
             except UsageError as error:
-                looks.append(Look(launcher, None, str(error)))
+                looks.append(Detection(launcher, None, str(error)))
     return tuple(looks)

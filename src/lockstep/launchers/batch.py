@@ -45,7 +45,7 @@ class Batch:
         return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
 
 
-def checked(batch: Batch) -> Batch:
+def check_batch(batch: Batch) -> Batch:
     """Return the batch, or raise UsageError where Slurm could not do what it says."""
     limit = _seconds(batch.time) if batch.time else None
     problems = []
@@ -70,7 +70,7 @@ def checked(batch: Batch) -> Batch:
 
 
 def script(batch: Batch) -> str:
-    """Return the batch script, for bash; its comments are for whoever reads it in the run folder."""
+    """Return the batch script, for bash; its comments are for its readers in the run folder."""
     job = batch.job
     call = shlex.join(command(replace(job, options=(), resources=Resources())))  # a step has what the job has
     run = shlex.quote(batch.run)
@@ -112,7 +112,7 @@ def submit(file: Path) -> int:
     return int(number)
 
 
-def queued(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
+def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
     """Return the state and the reason of those of the jobs that Slurm knows, and a warning, or "".
 
     Without jobs and without squeue the first is None; where squeue fails too, and the warning has the cause.

@@ -93,7 +93,7 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
 
 def _give(process: subprocess.Popen[bytes], secret: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # ended already, which is told
+    with suppress(BrokenPipeError):  # ended already, which is reported
         process.stdin.write(os.fsencode(f"{secret}\n"))
         process.stdin.flush()
 

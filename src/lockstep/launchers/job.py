@@ -16,7 +16,7 @@ _PROCESSES: Final = "placement.processes"
 
 @dataclass(frozen=True)
 class Resources:
-    """What Slurm is asked for beside hosts and processes; what is empty or 0 is left to the site."""
+    """What Slurm is asked for besides hosts and processes; what is empty or 0 is left to the site."""
 
     partition: str = ""
     account: str = ""
@@ -122,7 +122,7 @@ class Job:
         return [self.python, *self.module]
 
 
-def checked(job: Job) -> Job:
+def check_job(job: Job) -> Job:
     """Return the job, or raise UsageError where it says two things at once."""
     problems = []
     if not job.words or job.words == ("python",):

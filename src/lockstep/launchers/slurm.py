@@ -48,8 +48,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     size = variables.number("SLURM_STEP_NUM_TASKS")
     local_rank = variables.number("SLURM_LOCALID")
     node = variables.number("SLURM_NODEID")
-    on_nodes = variables.parsed("SLURM_STEP_TASKS_PER_NODE", counts)
-    nodes = variables.parsed("SLURM_STEP_NODELIST", hosts)
+    on_nodes = variables.parse("SLURM_STEP_TASKS_PER_NODE", counts)
+    nodes = variables.parse("SLURM_STEP_NODELIST", hosts)
     port = variables.port(port_of(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
     if not variables.wrong:
         _check(variables, rank, size, local_rank, node, on_nodes, len(nodes))
@@ -63,7 +63,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return RankInfo(rank, size, local_rank, on_nodes[node], "slurm", master, port)
 
 
-def located(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
+def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
     """Return the rank with an address of rank 0's host that Slurm has, where its name stands for none on this host.
 
     Where Slurm has none either the name stays, and who looks for it says so.

@@ -36,7 +36,7 @@ class Variables:
         )
         return 0
 
-    def parsed(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
+    def parse(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
         """Return what `parse` makes of a variable; its ValueError is a problem, and the list then empty."""
         text = self._env.get(name)
         if text is None:

@@ -105,7 +105,7 @@ class DataParallelEngine:
         self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
-            self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", beside=False))
+            self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
             synchronise(self._model, self._together, self._step_sums)
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)

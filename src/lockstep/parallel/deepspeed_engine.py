@@ -93,7 +93,7 @@ class DeepSpeedEngine:
         self._scaler = numerics.loss_scaler(world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._canonical = world.canonical(mesh, "replicate", "shard", beside=False)
+        self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
         self._none = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed, self._weight, self._step = self._none[0], self._none[1:], 0, 0
 

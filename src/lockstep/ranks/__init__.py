@@ -1,1 +1,1 @@
-"""How the ranks of a run start, meet, beat, fail and are reported."""
+"""How the ranks of a run start, rendezvous, send heartbeats, fail and are reported."""

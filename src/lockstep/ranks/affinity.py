@@ -30,7 +30,7 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
     if not world.on_gpu:
         return []
     seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
-    seats = [_read(text) for text in world.all_tell(_written(seat))]
+    seats = [_read(text) for text in world.all_tell(_to_json(seat))]
     binding = bound(world.rank, seats, siblings(seat.usable, sysfs), threads)
     if binding.cores != seat.usable:
         _bind_threads(binding.cores)
@@ -71,7 +71,7 @@ def _text(file: Path) -> str:
     return ""
 
 
-def _written(seat: Seat) -> str:
+def _to_json(seat: Seat) -> str:
     return json.dumps([seat.host, listed(seat.near), listed(seat.usable), seat.limited])
 
 

@@ -14,7 +14,7 @@ from lockstep.common.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.member import at_most, end_process, joined
+from lockstep.ranks.member import at_most, end_process, member
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
 from lockstep.ranks.timing import TIMING, Timing
@@ -43,7 +43,7 @@ def membership(
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
-    with joined(rendezvous, address):
+    with member(rendezvous, address):
         with heartbeat:
             try:
                 yield rendezvous
@@ -57,7 +57,7 @@ def membership(
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank for a mistake that it found before it met the others, and let them know if they come soon.
+    """End this rank for an error found before it joined the others, and report it to them if they join soon.
 
     Where all ranks found the same mistake it is said once.
     """
@@ -75,7 +75,7 @@ def alone() -> Rendezvous:
     return Rendezvous(ALONE, 0.0, _end)
 
 
-def met(info: RankInfo, address: str, timeout_s: float, timing: Timing = TIMING) -> Rendezvous:
+def join_ranks(info: RankInfo, address: str, timeout_s: float, timing: Timing = TIMING) -> Rendezvous:
     """Return the rendezvous of this rank with the others, which it has joined."""
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     rendezvous.join(address)

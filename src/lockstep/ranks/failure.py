@@ -17,7 +17,7 @@ from lockstep.common.text import printable, printable_line
 from lockstep.device.limits import over_files
 from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
 from lockstep.ranks.job_store import fields, whole
-from lockstep.ranks.rank_log import RankLog, tagged
+from lockstep.ranks.rank_log import RankLog, with_rank
 
 _LONGEST: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
 
@@ -51,14 +51,14 @@ class Failure:
     def words(self) -> str:
         """The message for the user: which rank, what happened, and where to read on."""
         log = f"\n  its log: {self.log}" if self.log else ""
-        return tagged(self.rank, self.size, self.host, f"{self.text}{log}")
+        return with_rank(self.rank, self.size, self.host, f"{self.text}{log}")
 
     @property
     def line(self) -> str:
         """The same in one line, where the rest is printed elsewhere: of a traceback the last one."""
         lines = self.text.splitlines() or [""]
         line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        return tagged(self.rank, self.size, self.host, line)
+        return with_rank(self.rank, self.size, self.host, line)
 
     def to_json(self) -> str:
         """Return it as text."""
@@ -67,10 +67,10 @@ class Failure:
 
 def from_json(text: str | bytes) -> Failure:
     """Return the failure that `to_json` wrote; raise ValueError for any other text."""
-    return parsed(plainfile.parsed(text))
+    return parse_failure(plainfile.parsed(text))
 
 
-def parsed(value: Any) -> Failure:
+def parse_failure(value: Any) -> Failure:
     """Return a failure from JSON; ValueError for anything else."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
     failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float}))
@@ -91,10 +91,10 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
-    return Failure(info.rank, info.size, rank_log.host, _described(error), code, secondary, log, time.time())
+    return Failure(info.rank, info.size, rank_log.host, _error_text(error), code, secondary, log, time.time())
 
 
-def _described(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the message of an error: the text of ours, the traceback of any other."""
     if isinstance(error, LockstepError):
         return error.told

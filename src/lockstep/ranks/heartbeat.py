@@ -40,7 +40,7 @@ class Beat:
     left: bool = False
 
 
-def parsed(value: Any) -> Beat:
+def parse_beat(value: Any) -> Beat:
     """Return a beat from JSON; ValueError for anything else."""
     kinds = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
     beat = Beat(**fields(value, kinds))
@@ -91,7 +91,7 @@ class Heartbeat:
         looks, until = self._looks, time.monotonic() + (self._missed + more) * self._beat_s
         while self._failed is None and time.monotonic() < until:
             time.sleep(self._beat_s / 5)
-            if lost := self._lost(self._missed):
+            if lost := self._lost_ranks(self._missed):
                 return self._failure_of(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
@@ -107,14 +107,14 @@ class Heartbeat:
                 store.set(_key(self._rendezvous.info.rank), asdict(self._own(process)))
                 heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
-                beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parsed), strict=True))
+                beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parse_beat), strict=True))
                 for rank in self._watched:
                     self._note(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
                     self._over.set()  # done, all of them; nobody listens any more
                 if self._failed is None and all(missed < self._missed for missed in self._silent.values()):
                     self._killed.look()
-                self._failed = self._failed or self._rendezvous.failed(store)
+                self._failed = self._failed or self._rendezvous.first_failure(store)
                 self._looks += 1
                 self._over.wait(self._beat_s)
 
@@ -141,10 +141,10 @@ class Heartbeat:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck >= self._lost_looks:
                 self._rendezvous.end(self._alone(stuck))
-            elif lost := self._lost(self._lost_looks):
+            elif lost := self._lost_ranks(self._lost_looks):
                 self._rendezvous.end(self._failure_of(lost))
 
-    def _lost(self, looks: int) -> list[int]:
+    def _lost_ranks(self, looks: int) -> list[int]:
         """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
         seen = {rank: liveness.state(self._last(rank).process) for rank in silent}
@@ -164,16 +164,16 @@ class Heartbeat:
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         status = f", last {last.status}" if last.status else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
-        return self._gone(lost, f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}", why)
+        return self._loss_failure(lost, f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}", why)
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""
         where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
-        return self._gone(
+        return self._loss_failure(
             [0], f"{where} has not answered for {looks * self._beat_s:.0f} s", "killed, stopped or cut off"
         )
 
-    def _gone(self, ranks: list[int], what: str, why: str) -> Failure:
+    def _loss_failure(self, ranks: list[int], what: str, why: str) -> Failure:
         hosts = self._rendezvous.hosts
         others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {what}: {why}{others}"

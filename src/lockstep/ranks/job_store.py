@@ -1,4 +1,4 @@
-"""What the ranks of a job write at the store where they meet, and how much of what is read there they believe.
+"""The rendezvous store of a job: what its ranks write there, and which of it they trust.
 
 A store that listens on a network takes values from anybody who can connect to it. So each value is signed with a secret
 of the job, if it has one, together with its key, which holds the name of the start: a value cannot be forged, moved to
@@ -74,7 +74,7 @@ class JobStore:
         return JobStore(part, self._secret, f"{self._path}{name}/")
 
     def clone(self) -> JobStore:
-        """Return another connection to it, for a thread: whoever waits in one keeps the others from it."""
+        """Return another connection to it, for a thread: a wait in one blocks all other users of it."""
         return JobStore(self.unsigned.clone(), self._secret, self._path)
 
     def has(self, key: str) -> bool:
@@ -87,14 +87,14 @@ class JobStore:
 
     def set(self, key: str, value: Any, longest: int = LONGEST) -> None:
         """Set a key to a value that is ready for JSON."""
-        self.unsigned.set(key, self._sealed(key, value, longest))
+        self.unsigned.set(key, self._sign(key, value, longest))
 
     def read(self, key: str, parse: Callable[[Any], T], longest: int = LONGEST) -> T:
         """Return what `parse` makes of a key's value; UntrustedError where that is not ours, or `parse` refuses it.
 
         `parse` raises ValueError for a value that the code does not write. Waits for a key that is not set.
         """
-        return self._opened(key, self.unsigned.get(key), parse, longest)
+        return self._verify(key, self.unsigned.get(key), parse, longest)
 
     def read_all(
         self, keys: Sequence[str], parse: Callable[[Any], T], longest: int = LONGEST
@@ -103,28 +103,28 @@ class JobStore:
         found: list[T | UntrustedError] = []
         for key, sealed in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
             try:
-                found.append(self._opened(key, sealed, parse, longest))
+                found.append(self._verify(key, sealed, parse, longest))
             except UntrustedError as error:
                 found.append(error)
         return found
 
     def settle(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
         """Set a key, unless another rank has, and return what it is set to; what is not ours counts as nothing."""
-        sealed = self._sealed(key, value, LONGEST)
+        sealed = self._sign(key, value, LONGEST)
         there = self.unsigned.compare_set(key, "", sealed)
         try:
-            return self._opened(key, there, parse, LONGEST)
+            return self._verify(key, there, parse, LONGEST)
         except UntrustedError:
             self.unsigned.set(key, sealed)
             return parse(value)
 
-    def _sealed(self, key: str, value: Any, longest: int) -> str:
+    def _sign(self, key: str, value: Any, longest: int) -> str:
         text = json.dumps(value, sort_keys=True)
         if len(text) > longest:
             raise ValueError(f"{key}: {len(text):,} bytes are more than the {longest:,} that ranks may write")
         return f"{self._signature(key, text.encode())} {text}"
 
-    def _opened(self, key: str, sealed: bytes, parse: Callable[[Any], T], longest: int) -> T:
+    def _verify(self, key: str, sealed: bytes, parse: Callable[[Any], T], longest: int) -> T:
         signature, _, text = sealed.partition(b" ")
         if len(text) > longest:
             raise UntrustedError(key, f"is {len(text):,} bytes long")

@@ -1,6 +1,6 @@
 """Starts the processes of a run on this machine, ends all when one fails, and reports the failure that came first.
 
-Nothing listens on the network for it, and no folder is needed: the workers meet in a file that has no name, which the
+Nothing listens on the network for it, and no folder is needed: the workers meet in an unnamed file, which the
 agent holds open, and gloo listens at the loopback interface (comm/world.py). Through a pipe each worker says why it
 ends.
 """
@@ -31,7 +31,7 @@ from lockstep.device.limits import over_files, refused
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, from_json
-from lockstep.ranks.member import end_process, joined
+from lockstep.ranks.member import end_process, member
 from lockstep.ranks.rank_log import log_name, outliving_terminal
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
@@ -72,7 +72,7 @@ def run_workers(
     failed: Callable[[str], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Run `worker` in so many processes, each with all others met, and return the exit code of the run.
+    """Run `worker` in so many processes, once all have joined, and return the exit code of the run.
 
     `logs` has the logs of the ranks, if they keep any, for the message of one that was killed. `failed` is called with
     one line about the failure that ended the run.
@@ -83,7 +83,7 @@ def run_workers(
     check_loopback(timing)
     started = _Started(timing)
     with ExitStack() as held:
-        received = held.enter_context(_relayed_signals(started))
+        received = held.enter_context(_relay_signals(started))
         address = held.enter_context(_nameless_file())
         held.callback(started.end)  # while the file is there: who looks for one that is gone waits for it
         for rank in range(processes):
@@ -93,7 +93,7 @@ def run_workers(
         if first is None:
             return max(end.result or 0 for end in ends)
         if -first.code in received:
-            return _ended_by(-first.code)
+            return _report_signal(-first.code)
         failure = first.failure or _silent(first, processes, started.memory(first.rank), logs)
     # All workers are gone by now: none prints after this.
     print(failure.words, file=sys.stderr)
@@ -254,7 +254,7 @@ def _begin(
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, words), timing=timing)
     # The terminal's streams are those of a spawned process: a forked one has its parent's.
-    with joined(rendezvous, address), outliving_terminal():
+    with member(rendezvous, address), outliving_terminal():
         code = worker(rendezvous)
     os.write(words.fileno(), _DONE + str(code).encode())
 
@@ -280,7 +280,7 @@ def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
     return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log)
 
 
-def _ended_by(number: int) -> int:
+def _report_signal(number: int) -> int:
     """Say which signal ended a run that had not begun to train, and return the exit code, as shells count."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
@@ -304,7 +304,7 @@ def _nameless_file() -> Iterator[str]:
 
 
 @contextmanager
-def _relayed_signals(started: _Started) -> Iterator[list[int]]:
+def _relay_signals(started: _Started) -> Iterator[list[int]]:
     """Pass the signals that stop a run on to the workers while the block runs; yield those that came so far."""
     received: list[int] = []
     agent = os.getpid()
@@ -316,7 +316,7 @@ def _relayed_signals(started: _Started) -> Iterator[list[int]]:
         received.append(number)
         at_once = received.count(signal.SIGINT) > 1
         if not started.signal(signal.SIGKILL if at_once else number):
-            raise SystemExit(_ended_by(number))
+            raise SystemExit(_report_signal(number))
         if at_once:
             os._exit(EXIT_INTERRUPTED)
 

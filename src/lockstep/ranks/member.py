@@ -1,4 +1,4 @@
-"""One rank of a start, whoever started its process: it joins the others, and any error ends the process at once.
+"""One rank of a run, started by any launcher: it joins the others, and any error ends the process at once.
 
 Where the end is reported differs. A rank that Lockstep started writes it to a pipe (ranks/local_launcher.py): the store
 of such ranks is a file, and one that is killed or stopped while it writes there leaves it damaged or locked. A rank of
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def joined(rendezvous: Rendezvous, address: str) -> Iterator[None]:
+def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
     """Join the other ranks before the block; an error there or in the block ends this process by `rendezvous.end`."""
     try:
         rendezvous.join(address)

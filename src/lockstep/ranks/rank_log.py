@@ -31,7 +31,7 @@ class RankLog:
 
     def line(self, text: str) -> None:
         """Write `text` to the terminal, with this rank's name before it, and into its log."""
-        self.notice(tagged(self._info.rank, self._info.size, self.host, text))
+        self.notice(with_rank(self._info.rank, self._info.size, self.host, text))
 
     def notice(self, text: str) -> None:
         """Write `text` to the terminal and into this rank's log."""
@@ -48,7 +48,7 @@ class RankLog:
                 log.write(text)
 
     @contextmanager
-    def logged(self, path: Path) -> Iterator[TextIO]:
+    def capture(self, path: Path) -> Iterator[TextIO]:
         """While the block runs, let what this process prints go to the file: of rank 0 a copy, of others all of it.
 
         What native libraries print goes there too, but that of rank 0, and so does the stack of a process that crashes
@@ -61,7 +61,7 @@ class RankLog:
         with suppress(OSError):  # the log says so; later it is not made again: a refused start removes its run folder
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
-            redirected = _copied_to(log) if self._info.rank == 0 else _moved_to(log)
+            redirected = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
             with redirected:
                 yield log
         if log.trouble:
@@ -184,13 +184,13 @@ def log_name(rank: int) -> str:
     return f"rank-{rank}.log"
 
 
-def tagged(rank: int, size: int, host: str, text: str) -> str:
+def with_rank(rank: int, size: int, host: str, text: str) -> str:
     """Return `text` with the name of the rank that it is about; the only process of a run needs none."""
     return f"[rank {rank} of {size}, {host}] {text}" if size > 1 else text
 
 
 @contextmanager
-def _copied_to(log: _Log) -> Iterator[None]:
+def _copy_output(log: _Log) -> Iterator[None]:
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Both(before[0], log), _Both(before[1], log)
     try:
@@ -200,7 +200,7 @@ def _copied_to(log: _Log) -> Iterator[None]:
 
 
 @contextmanager
-def _moved_to(log: _Log) -> Iterator[None]:
+def _redirect_output(log: _Log) -> Iterator[None]:
     """Let the streams be the log, and point the descriptors behind them to it, for native code."""
     streams = sys.stdout, sys.stderr
     before = [(number, os.dup(number)) for number in (1, 2)]

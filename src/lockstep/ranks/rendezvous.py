@@ -32,10 +32,10 @@ from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TrainingError, UsageError
-from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parsed
+from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
 from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import TIMING, Timing
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
     `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
-    `status` returns, on any thread, what this rank does; whoever works with the ranks replaces it. With the `secret` of
-    the job the ranks sign what they write.
+    `status` returns, on any thread, what this rank does; its user replaces it. With the `secret` of the job the ranks sign
+    what they write.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Rendezvous:
         self.timeout_s = timeout_s
         self.store: JobStore | None = None
         self.hosts: tuple[str, ...] = (rank_log.host,)
-        self.status: Callable[[], Status] = Status
+        self.status: Callable[[], RankStatus] = RankStatus
         self.serves = False  # this process has the store
         self._exchanges = 0
         self._warned = False
@@ -92,13 +92,13 @@ class Rendezvous:
                 self.store.set(f"{key} all", True)
             if self.info.rank == 0:  # for all: else each would read what each has said
                 self._wait(f"{key} all", key)
-                self.store.set(f"{key} verdict", "\n".join(self._compared(key)), LONGEST_FACTS)
+                self.store.set(f"{key} verdict", "\n".join(self._compare_facts(key)), LONGEST_FACTS)
             self._wait(f"{key} verdict", key)
             verdict = self.store.read(f"{key} verdict", text, LONGEST_FACTS)
         if verdict:
             raise RanksDifferError(printable(verdict))
 
-    def _compared(self, key: str) -> list[str]:
+    def _compare_facts(self, key: str) -> list[str]:
         """Return the differences between the facts of all ranks."""
         assert self.store is not None
         keys = [f"{key} {rank}" for rank in range(self.info.size)]
@@ -144,7 +144,7 @@ class Rendezvous:
             self._wait(f"{key} 0", key)
             return self.store.read(f"{key} 0", text)
 
-    def failed(self, store: JobStore | None = None) -> Failure | None:
+    def first_failure(self, store: JobStore | None = None) -> Failure | None:
         """Return the first failure of a rank that had a cause of its own, if there is one.
 
         `store` is another connection to the same store, for another thread.
@@ -153,7 +153,7 @@ class Rendezvous:
         if store is None or not store.has(_FAILURE):
             return None
         try:
-            return store.read(_FAILURE, parsed)
+            return store.read(_FAILURE, parse_failure)
         except UntrustedError as error:  # a stranger's: no reason to end
             if not self._warned:
                 self._warned = True
@@ -169,8 +169,8 @@ class Rendezvous:
             return None
         with suppress(RuntimeError):
             if not failure.secondary:
-                return self.store.settle(_FAILURE, asdict(failure), parsed)
-            return self.failed() or failure
+                return self.store.settle(_FAILURE, asdict(failure), parse_failure)
+            return self.first_failure() or failure
         return None
 
     def end(self, failure: Failure) -> NoReturn:
@@ -238,7 +238,7 @@ class Rendezvous:
                         raise
             if found not in {name, *old}:
                 part = base.part(found)
-                over = part.has(_BEGIN) or self.failed(part) is not None  # without this rank
+                over = part.has(_BEGIN) or self.first_failure(part) is not None  # without this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s:
                         raise UsageError(f"where the ranks meet another process has come as this rank; {_ANOTHER_RUN}")
@@ -250,7 +250,7 @@ class Rendezvous:
             if self.store is None or time.monotonic() < doubted_until:
                 continue
             if self._come(_BEGIN):
-                hosts = self.store.read(_BEGIN, _begun, LONGEST_FACTS)
+                hosts = self.store.read(_BEGIN, _parse_hosts, LONGEST_FACTS)
                 if over:
                     self.store = None  # a run that goes on without this rank has nothing to hear of it
                 self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
@@ -281,7 +281,7 @@ class Rendezvous:
     def _come(self, key: str) -> bool:
         """Return whether `key` is there; raise PeerFailedError if another rank failed without it."""
         assert self.store is not None
-        failure = self.failed()  # read first: a rank that sets `key` and then fails has set it
+        failure = self.first_failure()  # read first: a rank that sets `key` and then fails has set it
         come = self.store.has(key)
         if failure is not None and not come:
             raise PeerFailedError(failure)
@@ -367,7 +367,7 @@ def _here(value: Any) -> dict[str, Any]:
     return {"size": whole(said["size"], least=1), "host": printable_line(said["host"])}
 
 
-def _begun(value: Any) -> tuple[str, ...]:
+def _parse_hosts(value: Any) -> tuple[str, ...]:
     """Return the hosts of all ranks, from what rank 0 wrote to begin; ValueError for anything else."""
     said = fields(value, {"size": int, "hosts": list})
     if not 1 <= said["size"] == len(said["hosts"]):
@@ -425,28 +425,28 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host, number = host.strip("[]"), int(port)
 
-    def opened(listener: int | None = None) -> Store:
+    def open_store(listener: int | None = None) -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host, number, None, rendezvous.serves, timeout, wait_for_workers=False, master_listen_fd=listener
         )
 
     if not rendezvous.serves:
-        return _connected(rendezvous, host, number, opened)
+        return _wait_for_connection(rendezvous, host, number, open_store)
     # Left to itself torch listens on all interfaces, whatever the address.
-    return opened(ports.listener(host, number, near=info.local_size == info.size).detach())
+    return open_store(ports.listener(host, number, near=info.local_size == info.size).detach())
 
 
-def _connected(rendezvous: Rendezvous, host: str, port: int, opened: Callable[[], Store]) -> Store:
-    """Return the connection that `opened` returns once somebody listens and answers.
+def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:
+    """Return the connection that `open_store` returns once somebody listens and answers.
 
-    torch waits too, without a word; and for ever for who listens and does not answer.
+    torch waits too, without a word; and for ever for a listener that does not answer.
     """
     info, timing, reason = rendezvous.info, rendezvous.timing, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
 
     def connect() -> None:
         try:
-            answers.put(opened())
+            answers.put(open_store())
         except RuntimeError as error:
             answers.put(error)
 

@@ -18,7 +18,7 @@ _LONGEST: Final = 4096
 _ADVICE: Final = f"make one by: (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
 
 
-def drawn() -> str:
+def new_secret() -> str:
     """Return a new secret."""
     return secrets.token_hex(32)
 
@@ -29,7 +29,7 @@ def job_secret(env: Mapping[str, str]) -> bytes:
     UsageError for one that is short, and for a file that others than its owner, who is this user, can read or write.
     """
     if SECRET in env:
-        return _checked(SECRET, os.fsencode(env[SECRET]))
+        return _check_length(SECRET, os.fsencode(env[SECRET]))
     if _FILE not in env:
         return b""
     path = Path(env[_FILE])
@@ -38,12 +38,12 @@ def job_secret(env: Mapping[str, str]) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
                 raise UsageError(f"{_FILE} {path}: must be a file that you alone can read; {_ADVICE}")
-            return _checked(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
+            return _check_length(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
     except OSError as error:
         raise UsageError(f"{_FILE} {path}: {error.strerror}; {_ADVICE}") from error
 
 
-def _checked(name: str, secret: bytes) -> bytes:
+def _check_length(name: str, secret: bytes) -> bytes:
     if b"\n" in secret or b"\0" in secret:
         raise UsageError(f"{name}: a secret is one line; {_ADVICE}")
     if not _SHORTEST <= len(secret) <= _LONGEST:

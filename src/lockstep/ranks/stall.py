@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, final, get_args
 from lockstep.common.text import printable_line
 from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.status import Phase, Status
+from lockstep.ranks.status import Phase, RankStatus
 
 _LINES: Final = 8  # of a late rank's stack
 _SENT_LINES: Final = 100  # of a stack, which may be deep
@@ -61,7 +61,7 @@ class ThreadState:
     `waits`: for other ranks; None where that cannot be seen.
     """
 
-    status: Status
+    status: RankStatus
     stack: tuple[str, ...]
     waits: bool | None
     record: str = ""  # where this rank wrote torch's record of its exchanges
@@ -76,7 +76,7 @@ class ThreadState:
 
 @final
 class StallDetector:
-    """Enter to watch the thread that enters; all ranks that have met do, once.
+    """Enter to watch the thread that enters; all ranks that have joined do, once.
 
     The rank that asks gives the report to `tell`, on a thread of its own, and asks again for as long as nothing moves.
     `record` writes torch's record of the exchanges of this rank and returns where; "" where there is none. `hidden`: a
@@ -126,17 +126,17 @@ class StallDetector:
                 asking.start()
                 asking.join(2 * self._timing.answer_s)
                 if asking.is_alive() and not self._over.is_set():
-                    self._tell(_unanswered(self._rank, place, now - since))
+                    self._tell(_no_answer_report(self._rank, place, now - since))
                 since = time.monotonic()
 
     def _ask(self, place: ThreadState, seconds: float) -> None:
         """Ask all ranks where they are and report the answers, unless another rank has asked."""
         question = self._question
         with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
-            store = self._connected()
+            store = self._connect()
             if store.add(f"stall {question} first", 1) > 1:
                 return
-            store.set(_asked_key(question), question)
+            store.set(_question_key(question), question)
             until = time.monotonic() + self._timing.answer_s
             found: dict[int, tuple[str, ThreadState]] = {}
             while (
@@ -145,16 +145,16 @@ class StallDetector:
                 for rank in range(self._size):
                     if rank not in found and store.has(_answer_key(question, rank)):
                         with suppress(UntrustedError):
-                            found[rank] = store.read(_answer_key(question, rank), parsed)
+                            found[rank] = store.read(_answer_key(question, rank), parse_answer)
             if not self._over.is_set():
-                self._tell(told(found, self._size, _first_line(self._rank, place, seconds)))
+                self._tell(stall_report(found, self._size, _first_line(self._rank, place, seconds)))
 
     def _answer(self) -> None:
         """Answer each question, with where the main thread is then."""
         with suppress(RuntimeError):
-            store = self._connected()
+            store = self._connect()
             while not self._over.wait(self._pause_s):
-                if store.has(_asked_key(self._question)) and self._is_asked(store):
+                if store.has(_question_key(self._question)) and self._is_asked(store):
                     place = self._place()  # first: what comes next takes a while
                     said = {"host": self._rendezvous.rank_log.host, **asdict(place), "record": self._record()}
                     said["stack"] = place.stack[-_SENT_LINES:]
@@ -164,15 +164,15 @@ class StallDetector:
     def _is_asked(self, store: JobStore) -> bool:
         """Return whether it is a rank that asks."""
         with suppress(UntrustedError):
-            return store.read(_asked_key(self._question), whole) == self._question
+            return store.read(_question_key(self._question), whole) == self._question
         return False
 
     @property
     def _pause_s(self) -> float:
         return min(self._timing.sample_s, self._timeout_s / 4)
 
-    def _connected(self) -> JobStore:
-        """Return a connection of its own for a thread: whoever waits in one keeps the others from it."""
+    def _connect(self) -> JobStore:
+        """Return a connection of its own for a thread: a wait in one blocks all other users of it."""
         assert self._rendezvous.store is not None
         return self._rendezvous.store.clone()
 
@@ -188,7 +188,7 @@ class StallDetector:
         return ThreadState(status, stack, None if self._hidden and status.phase != "setting up" else False)
 
 
-def told(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
+def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
     """Return the report: who is late and where, what the others wait in, and who does not answer."""
     most = max((place.status.step for _, place in answers.values()), default=0)
     sharded_as: dict[tuple[_Role, str], list[str]] = {}
@@ -225,14 +225,14 @@ def _first_line(rank: int, place: ThreadState, seconds: float) -> str:
     return f"stalled: rank {rank} {what}"
 
 
-def _unanswered(rank: int, place: ThreadState, seconds: float) -> str:
+def _no_answer_report(rank: int, place: ThreadState, seconds: float) -> str:
     return (
         f"{_first_line(rank, place, seconds)}: {place.words}\n"
         f"  where the ranks met does not answer: rank 0 or the launcher's agent is stopped, or its host cut off"
     )
 
 
-def _asked_key(question: int) -> str:
+def _question_key(question: int) -> str:
     return f"stall {question} asked"
 
 
@@ -240,12 +240,12 @@ def _answer_key(question: int, rank: int) -> str:
     return f"stall {question} answer {rank}"
 
 
-def parsed(value: Any) -> tuple[str, ThreadState]:
+def parse_answer(value: Any) -> tuple[str, ThreadState]:
     """Return the host and the place from an answer in JSON; ValueError for anything else."""
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
     said = fields(value, kinds)
-    status = Status(**fields(said["status"], {"phase": str, "step": int}))
+    status = RankStatus(**fields(said["status"], {"phase": str, "step": int}))
     whole(status.step)
     stack = tuple(printable_line(text(line)) for line in said["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):

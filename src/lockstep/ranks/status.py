@@ -9,7 +9,7 @@ Phase = Literal["setting up", "training", "evaluating", "saving", "ending", "che
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RankStatus:
     """The phase that a rank is in, after so many steps; of `checking`, after so many checks."""
 
     phase: Phase = "setting up"

@@ -26,7 +26,7 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.parallel.layouts.base import gathered
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 from lockstep.run import first_weights
 from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.checkpoints import engine_state
@@ -274,7 +274,7 @@ def _evaluate(
         # An optimizer is not needed; what the engine has of it is as good as what was saved.
         engine.load(replace(engine_state(snapshot), optimizer={}, scalars=engine.state().scalars))
     sha256 = store.weights_sha256(gathered(world, engine.state().model) if snapshot is None else snapshot.model)
-    rendezvous.status = lambda: Status("evaluating", progress.step)
+    rendezvous.status = lambda: RankStatus("evaluating", progress.step)
     event = evaluation_event(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
     engine.close()
     world.close()

@@ -22,7 +22,7 @@ from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
 from lockstep.ranks.signals import StopRequest
-from lockstep.ranks.status import Status
+from lockstep.ranks.status import RankStatus
 from lockstep.run import own_sums
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.events import loop_start_event
@@ -67,7 +67,7 @@ class Run:
         self._ended = False
         self._module_checked = False
         member.rendezvous.status = self._status  # whose threads keep the run, until it is closed
-        member.held.enter_context(exchanges.seen(self._gate.exchange))
+        member.held.enter_context(exchanges.intercept(self._gate.exchange))
 
     @property
     def rank(self) -> int:
@@ -319,8 +319,8 @@ class Run:
             "data": {},
         }
 
-    def _status(self) -> Status:
-        return Status(self._rank.phase, self.step)
+    def _status(self) -> RankStatus:
+        return RankStatus(self._rank.phase, self.step)
 
     def _finish(self, placed: Placed) -> None:
         kept, at = self._checkpoints, self._rank.progress

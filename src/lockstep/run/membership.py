@@ -21,7 +21,7 @@ from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
-from lockstep.launchers import launched_rank
+from lockstep.launchers import detect_rank
 from lockstep.ranks.external import alone, membership, refuse
 from lockstep.ranks.failure import failure_of
 from lockstep.ranks.rank_log import log_name
@@ -63,7 +63,7 @@ class Member:
     def join(read: Callable[[], Settings]) -> Member:
         """Join the other ranks and set up; an error ends this process, or is raised where it is the only one."""
         context, held = current_context(), ExitStack()
-        info = launched_rank() if context is None else None
+        info = detect_rank() if context is None else None
         if context is None and not _interactive():
             sys.excepthook = _report  # `register` replaces it, once there is a run
         settings = _read(read, info)
@@ -102,7 +102,7 @@ class Member:
             streams = [sys.stdout]
             if where is not None and not _interactive():
                 log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
-                streams.append(held.enter_context(rendezvous.rank_log.logged(log)))
+                streams.append(held.enter_context(rendezvous.rank_log.capture(log)))
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             rank = Rank(rendezvous, world, where, machine.numerics(device), source)

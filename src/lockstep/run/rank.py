@@ -18,7 +18,7 @@ from lockstep.device.clock import Clock
 from lockstep.errors import EXIT_DONE, TrainingError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
-from lockstep.ranks.status import Phase, Status
+from lockstep.ranks.status import Phase, RankStatus
 from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
@@ -52,7 +52,7 @@ class Rank:
         self.phase: Phase = "setting up"
         self._clock = clock
         self._began = time.perf_counter()
-        rendezvous.status = lambda: Status(self.phase, self.progress.step)
+        rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 
     @property
     def seconds(self) -> float:

@@ -29,14 +29,14 @@ _SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
-def as_launched(info: RankInfo, words: Sequence[str], opened: Callable[[], tuple[Placement, Work]]) -> int:
-    """Meet the ranks that the launcher started and do the work that `opened` returns; return its exit code.
+def as_launched(info: RankInfo, words: Sequence[str], check: Callable[[], tuple[Placement, Work]]) -> int:
+    """Meet the ranks that the launcher started and do the work that `check` returns; return its exit code.
 
-    `opened` checks what can be checked before the ranks join. What it finds ends this rank, and is reported once: to
+    `check` checks what can be checked before the ranks join. What it finds ends this rank, and is reported once: to
     the others too, if they come soon to the rendezvous place that `words`, dotted overrides, name.
     """
     try:
-        placement, work = opened()
+        placement, work = check()
     except LockstepError as error:
         refuse(info, rendezvous_in(words), error)
     return as_rank(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s, work)

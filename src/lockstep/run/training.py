@@ -117,7 +117,7 @@ def run_rank(
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
             return EXIT_DONE
-        log = held.enter_context(rendezvous.rank_log.logged(agreed.folder / run_folder.LOGS / log_name(info.rank)))
+        log = held.enter_context(rendezvous.rank_log.capture(agreed.folder / run_folder.LOGS / log_name(info.rank)))
         log.write(place)
         if ready is None:
             with with_places(loaded):

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch.optim import Optimizer
 
-from lockstep.comm.deepspeed import imported
+from lockstep.comm.deepspeed import import_deepspeed
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
@@ -100,7 +100,7 @@ class Strategy:
 
     def preload(self) -> None:
         """See Foreign."""
-        imported("cpu")
+        import_deepspeed("cpu")
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
         """See Foreign."""

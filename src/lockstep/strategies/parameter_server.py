@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from lockstep.comm.calls import Calls
+from lockstep.comm.rpc import RemoteCalls
 from lockstep.core.work import check_work
 from lockstep.parallel.asynchronous import AsynchronousEngine
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -61,6 +61,6 @@ class Strategy:
         if world.size == 1:
             return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         server = Server(world.size, world.timeout_s)
-        calls = Calls(world, server.push, server.pull)
+        calls = RemoteCalls(world, server.push, server.pull)
         make_layout = served(world, server, calls, int(self.bucket_mib * 2**20))
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout, calls.close)

@@ -104,7 +104,7 @@ def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mes
     if chunks == 1:
         return WholeMicroBatches(task)
     rank, ranks = mesh.coordinate(world.rank).context, mesh.context
-    carrier = world.carrier(mesh, "context", beside=False) if ranks > 1 else None
+    carrier = world.carrier(mesh, "context", side_stream=False) if ranks > 1 else None
     exchange = Exchange(chunks, rank, ranks, carrier)
     return SequenceChunks(sequence_task(task), argument_names(model), part(chunks, ranks, rank), exchange, together)
 

@@ -63,7 +63,7 @@ def own_experts(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.
     for layer in layers.values():
         experts = layer.module.forward
         assert isinstance(experts, Experts)
-        experts.make = Dispatch(experts, rank, mesh.expert, world.carrier(mesh, "expert", beside=False))
+        experts.make = Dispatch(experts, rank, mesh.expert, world.carrier(mesh, "expert", side_stream=False))
     return model
 
 
@@ -79,7 +79,7 @@ def dispatched(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
         [in_step] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
         data_ranks = [mesh.data_rank(each) for each in in_step]
         place = Slice(cut, rank, primary=not mesh.coordinate(world.rank).replicate)
-        across = world.canonical(mesh, "replicate", beside=False)
+        across = world.canonical(mesh, "replicate", side_stream=False)
         experts = [_sums_of(layer, across) for layer in layers.values()]
         return SlicedLayout(world, place, weights), _ExpertGradients(sums, experts, data_ranks)
 

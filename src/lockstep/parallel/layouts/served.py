@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep.comm.calls import Calls
 from lockstep.comm.canonical import add_
 from lockstep.comm.peer_errors import PeerLostError
+from lockstep.comm.rpc import RemoteCalls
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, sharded_as
@@ -37,7 +37,7 @@ from lockstep.parallel.weights import Weights
 Pieces = Mapping[Block, Tensor]
 
 
-def served(world: World, server: Server, calls: Calls, bucket_bytes: int) -> MakeLayout:
+def served(world: World, server: Server, calls: RemoteCalls, bucket_bytes: int) -> MakeLayout:
     """Return what puts a model on each of several ranks, which push gradients to `server`, that of rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -99,7 +99,7 @@ class Server:
 class PushedSum:
     """The sum over the ranks, on the server; workers get memory of which nothing is read."""
 
-    def __init__(self, serves: bool, server: Server, calls: Calls) -> None:
+    def __init__(self, serves: bool, server: Server, calls: RemoteCalls) -> None:
         self._serves = serves
         self._server = server
         self._calls = calls
@@ -121,7 +121,9 @@ class PushedSum:
 class ServedLayout:
     """Every rank has the whole model, and rank 0 all rows of each parameter to update."""
 
-    def __init__(self, model: nn.Module, world: World, server: Server, calls: Calls, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, server: Server, calls: RemoteCalls, dtype: torch.dtype | None
+    ) -> None:
         self._world = world
         self._server = server
         self._calls = calls

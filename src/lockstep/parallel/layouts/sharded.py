@@ -102,7 +102,7 @@ class ShardedLayout:
             offload,
             narrow,
         )
-        parts = self._sharded.trained(self._primary)
+        parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
         device = torch.device("cpu") if offload else world.device
@@ -133,7 +133,7 @@ class ShardedLayout:
 
     def gathered(self) -> dict[Tensor, Tensor]:
         """See GathersWeights."""
-        return self._sharded.gathered()
+        return self._sharded.gathered_tensors()
 
 
 @final

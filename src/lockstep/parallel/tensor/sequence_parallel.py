@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.comm.canonical import CanonicalSum, add_, move
 from lockstep.comm.carrier import Carrier
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
@@ -67,12 +67,12 @@ def sequence_parallel_leaves(
     The model's regions are told of it. All ranks call it alike.
     """
     at = slices.coordinate(world.rank)
-    carrier = world.carrier(slices, "context", beside=False) if slices.context > 1 else None
+    carrier = world.carrier(slices, "context", side_stream=False) if slices.context > 1 else None
     local = part(chunks, slices.context, at.context)
     exchange = Exchange(chunks, at.context, slices.context, carrier)
     sequences = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
-    across = world.canonical(slices, "tensor", beside=False)
-    along = world.carrier(slices, "tensor", beside=False)
+    across = world.canonical(slices, "tensor", side_stream=False)
+    along = world.carrier(slices, "tensor", side_stream=False)
     spread = Spread(len(local), at.tensor, slices.tensor, across, along, together, world.generators())
     for layer in cut_layers(model).values():
         layer.chunks.visited = spread
@@ -233,7 +233,7 @@ class Spread:
             held = len(blocks(part(chunks, self._ranks, rank)))
             arriving[rank] = theirs[0].new_empty(len(self.own), held, *theirs[0].shape)
         if self._carrier is not None:
-            with translated_peer_errors():
+            with translate_peer_errors():
                 move(self._carrier, sent, [(each, rank) for rank, each in arriving.items()])
         return [self._total(pieces[number], arriving, at, chunks) for at, number in enumerate(self.own)]
 

@@ -90,7 +90,7 @@ def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "te
 def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
     """Drop, in place, the chunks of the other ranks of the mesh's tensor axis; return the model. All ranks call it."""
     rank = mesh.coordinate(world.rank).tensor
-    across = world.canonical(mesh, "tensor", beside=False)
+    across = world.canonical(mesh, "tensor", side_stream=False)
     layers = cut_layers(model)
     check_shared(layers, mesh.tensor)
     keep_part(layers.values(), rank, mesh.tensor)

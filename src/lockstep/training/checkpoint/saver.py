@@ -42,7 +42,7 @@ class Saver:
         buffers: frozenset[str] = frozenset(),
         key: bytes | None = None,
     ) -> None:
-        self._world = world.beside() if beside else world
+        self._world = world.duplicate() if beside else world
         self._folder = folder
         self._keep = keep
         self._buffers = buffers

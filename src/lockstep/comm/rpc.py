@@ -1,6 +1,6 @@
 """Calls to rank 0 by torch's RPC: what a parameter server is made of.
 
-RPC unpickles what arrives at its ports, so whoever can connect to them can run code with this user's rights. Nothing
+RPC unpickles what arrives at its ports, so anyone who can connect to them can run code with this user's rights. Nothing
 else that ranks exchange can do that (docs/security.md). So there are calls only under a strategy that asks for them,
 and they listen at the interface that gloo does.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.futures import Future
 
-from lockstep.comm.peer_errors import translated_peer_errors
+from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
@@ -25,7 +25,7 @@ _offered: Final[dict[str, Callable[..., Any]]] = {}
 
 
 @final
-class Calls:
+class RemoteCalls:
     """This rank's connection to rank 0. All ranks make one together, and close it together."""
 
     def __init__(self, world: World, *offered: Callable[..., Any]) -> None:
@@ -38,20 +38,20 @@ class Calls:
         # gloo's variable says where to listen; TensorPipe has one of its own.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-        # The ranks have met already: torch gets the store from where it would look for one.
+        # The ranks have joined already: torch gets the store from where it would look for one.
         store, scheme = world.own_store("calls"), f"lockstep-{os.urandom(8).hex()}"
 
-        def found(_: object) -> Iterator[tuple[Any, int, int]]:
+        def own_store(_: object) -> Iterator[tuple[Any, int, int]]:
             yield store, world.rank, world.size
 
-        dist.register_rendezvous_handler(scheme, found)  # type: ignore[attr-defined, no-untyped-call]
+        dist.register_rendezvous_handler(scheme, own_store)  # type: ignore[attr-defined, no-untyped-call]
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"{scheme}://",
             rpc_timeout=world.timeout_s,
             _transports=["uv"],  # the others open a port for each of their lanes
             _channels=["basic"],
         )
-        with warnings.catch_warnings(), translated_peer_errors():
+        with warnings.catch_warnings(), translate_peer_errors():
             # torch's own code, in torch 2.15, calls an exchange of its own in a way that it warns of.
             warnings.filterwarnings("ignore", message="You are using a Backend")
             rpc.init_rpc(  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Calls:
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Return what the function of this name returns on rank 0, once it does; tensors have to be on the CPU."""
-        return rpc.rpc_sync("rank0", _answered, (name, *arguments))
+        return rpc.rpc_sync("rank0", _answer, (name, *arguments))
 
     def close(self) -> None:
         """Wait until no rank has calls any more, and take none."""
@@ -69,10 +69,10 @@ class Calls:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _answered(name: str, *arguments: Any) -> Future[Any]:
+def _answer(name: str, *arguments: Any) -> Future[Any]:
     result = _offered[name](*arguments)
     if isinstance(result, Future):
-        return result  # whoever waits for it keeps no thread
+        return result  # waiting for it keeps no thread
     done: Future[Any] = Future()
     done.set_result(result)
     return done
