@@ -23,7 +23,7 @@ from lockstep.comm.world import World
 from lockstep.device.memory import keep_freed_memory
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
-from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
 PROCESSES: Final = 2
@@ -53,7 +53,7 @@ class Mixture(Work):
         build = partial(build_model, name="mixtral", source="transformers", options=options, facts=facts)
         model = initialise(build, 0)
         if self.chunks > 1:
-            plan = {name: kind for name, kind in known_plan(model).items() if kind == "experts"}
+            plan = {name: kind for name, kind in built_in_plan(model).items() if kind == "experts"}
             cut_into_chunks(model, plan, self.chunks)
         return model
 

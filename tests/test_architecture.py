@@ -363,7 +363,7 @@ def test_options_have_names() -> None:
     functions = [node for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)]
     taken = [node.name for node in functions if node.args.kwarg is not None]
     # The names of the user's figures, and those of the forward of a model or a block.
-    assert sorted(taken) == ["_call", "_recomputed", "log"]
+    assert sorted(taken) == ["_call", "_recompute", "log"]
 
 
 def test_no_two_tests_have_one_file_name() -> None:

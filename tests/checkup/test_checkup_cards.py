@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.checkup import cards
 from lockstep.checkup.cards import of_gpus
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.device.cards import Card, Device, Driver, Evidence
 
 FILES = {"/dev/nvidia0": True, "/dev/nvidia-uvm": True, "/dev/nvidiactl": True}
@@ -44,7 +44,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def found(evidence: Evidence, level: str) -> list[CheckResult]:
+def found(evidence: Evidence, level: str) -> list[Finding]:
     return [each for each in of_gpus(evidence, "fp32", None) if each.level == level]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.checkup.host import Around, of_host, of_rank
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ def good(**odd: Any) -> dict[str, Any]:
     return facts
 
 
-def judged(facts: dict[str, Any], around: Around) -> list[CheckResult]:
+def judged(facts: dict[str, Any], around: Around) -> list[Finding]:
     return [*of_rank(facts, around), *of_host(facts, around)]
 
 

@@ -5,7 +5,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.checkup.report import CheckupReport, tables
 from lockstep.comm.links import Link
 
@@ -21,8 +21,8 @@ def printed(report: CheckupReport) -> list[str]:
 
 
 def test_the_gravest_come_first_with_what_to_do() -> None:
-    bad = CheckResult("run folder", "problem", "no room", "a run ends", "free some", (1,))
-    lines = printed(CheckupReport(("h0", "h1"), 12.4, (CheckResult("cores", "ok", "8 of 8"), bad), LINKS))
+    bad = Finding("run folder", "problem", "no room", "a run ends", "free some", (1,))
+    lines = printed(CheckupReport(("h0", "h1"), 12.4, (Finding("cores", "ok", "8 of 8"), bad), LINKS))
     assert lines[:5] == [
         "check-up of 2 ranks on 2 hosts, 12 s",
         "problem  run folder  no room  [rank 1 (h1)]",
@@ -39,12 +39,12 @@ def test_the_gravest_come_first_with_what_to_do() -> None:
 
 
 def test_one_rank_that_is_well() -> None:
-    assert printed(CheckupReport(("h0",), 1.0, (CheckResult("cores", "ok", "8"),)))[-1] == "no problem found"
+    assert printed(CheckupReport(("h0",), 1.0, (Finding("cores", "ok", "8"),)))[-1] == "no problem found"
 
 
 def test_many_hosts_are_counted_and_their_slowest_links_listed() -> None:
     hosts = tuple(f"h{rank}" for rank in range(20))
-    fine = tuple(CheckResult("host name", "ok", host) for host in hosts)
+    fine = tuple(Finding("host name", "ok", host) for host in hosts)
     links = tuple(Link(rank, rank + 1, 1e-4, 100.0 + rank) for rank in range(19))
     lines = printed(CheckupReport(hosts, 1.0, fine, links))
     assert [line.split(maxsplit=3)[3] for line in lines if "host name" in line] == [
@@ -56,12 +56,12 @@ def test_many_hosts_are_counted_and_their_slowest_links_listed() -> None:
 
 
 def test_what_others_wrote_moves_no_cursor() -> None:
-    lines = printed(CheckupReport(("h0",), 1.0, (CheckResult("variables", "ok", "OMP_PLACES=\x1b[2J[red]"),)))
+    lines = printed(CheckupReport(("h0",), 1.0, (Finding("variables", "ok", "OMP_PLACES=\x1b[2J[red]"),)))
     assert lines[1].endswith("OMP_PLACES=\\x1b[2J[red]")
 
 
 def test_json_has_all_of_it() -> None:
-    report = CheckupReport(("h0", "h1"), 1.0, (CheckResult("cores", "warning", "1"),), LINKS)
+    report = CheckupReport(("h0", "h1"), 1.0, (Finding("cores", "warning", "1"),), LINKS)
     said = json.loads(json.dumps(report.as_json()))
     assert said["level"] == "warning"
     assert said["links"][1] == {"source": 1, "target": 0, "latency_s": 7e-5, "mb_s": 0.125}

@@ -1,10 +1,10 @@
 """Findings of several ranks become one list."""
 
-from lockstep.checkup.finding import CheckResult, merge_ranks, worst
+from lockstep.checkup.finding import Finding, merge_ranks, worst
 
-FINE = CheckResult("cores", "ok", "2")
-BAD = CheckResult("memory", "problem", "0 MiB", "killed", "buy some")
-DOUBTFUL = CheckResult("clock", "warning", "late")
+FINE = Finding("cores", "ok", "2")
+BAD = Finding("memory", "problem", "0 MiB", "killed", "buy some")
+DOUBTFUL = Finding("clock", "warning", "late")
 
 
 def test_what_all_have_is_said_once_without_ranks() -> None:

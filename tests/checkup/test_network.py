@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.checkup.network import (
     of_connecting,
     of_golden,
@@ -28,7 +28,7 @@ def full(rate: Callable[[int, int], float], late: Callable[[int, int], float] = 
     ]
 
 
-def words(found: list[CheckResult]) -> list[tuple[str, str]]:
+def words(found: list[Finding]) -> list[tuple[str, str]]:
     return [(each.level, each.found) for each in found]
 
 

@@ -10,7 +10,7 @@ import worlds
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.comm.rpc import RemoteCalls
+from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 
 
@@ -36,7 +36,7 @@ waiting: dict[str, Future[Tensor]] = {}
 
 def asked(world: World) -> tuple[float, float, str]:
     waiting["later"] = Future()
-    calls = RemoteCalls(world, double, later, give, wrong)
+    calls = Rpc(world, double, later, give, wrong)
     found = float(calls.ask("double", torch.tensor(world.rank + 1.0)))
     if world.rank == 1:
         calls.ask("give", torch.tensor(7.0))
@@ -61,7 +61,7 @@ def test_rank_0_answers(again: bool) -> None:
 
 def listening(world: World) -> tuple[set[str], bool]:
     before = listeners()
-    calls = RemoteCalls(world)
+    calls = Rpc(world)
     opened = listeners() - before
     calls.close()
     return {address for address, _ in opened}, listeners() <= before

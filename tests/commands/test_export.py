@@ -17,7 +17,7 @@ from lockstep.exports import to_safetensors, to_torch
 from lockstep.exports.check import compared
 from lockstep.exports.export import export
 from lockstep.inference.saved import Saved, open_saved
-from lockstep.run.evaluation import EvaluationRequest
+from lockstep.run.evaluation import EvalRequest
 
 VIT = (
     "{name: vit, source: transformers, options: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
@@ -49,7 +49,7 @@ def trained(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def saved(trained: Path) -> Saved:
-    return open_saved(EvaluationRequest("run", (TRUST, "placement.device=cpu")))
+    return open_saved(EvalRequest("run", (TRUST, "placement.device=cpu")))
 
 
 def left(run: Path) -> list[str]:

@@ -20,7 +20,7 @@ from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.context.sequence_chunks import argument_names, with_positions
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.tasks.base import MicroBatch, Problem
@@ -75,7 +75,7 @@ def build(case: Case) -> nn.Module:
 
 
 def _cut(model: nn.Module, case: Case) -> dict[str, Chunked]:
-    plan = {**dict.fromkeys(case.vocabulary, "vocab"), **known_plan(model)}
+    plan = {**dict.fromkeys(case.vocabulary, "vocab"), **built_in_plan(model)}
     return cut_into_chunks(model, plan, case.features) if case.features > 1 else {}
 
 

@@ -216,7 +216,7 @@ def test_a_tensor_comes_back_as_it_lay(name: str) -> None:
     tensor = LAYINGS[name]
     moved = packing().pack(tensor)
     assert isinstance(moved, Moved)
-    back = activations._unpacked(moved)
+    back = activations._unpack(moved)
     assert torch.equal(back, tensor)
     assert (back.dtype, back.stride()) == (tensor.dtype, tensor.stride())
     assert back.data_ptr() != tensor.data_ptr()
@@ -234,12 +234,12 @@ def test_views_of_one_storage_travel_once_and_share_it_again() -> None:
     parts = BASE.clone().unbind(1)[:3]
     moved = [one.pack(part) for part in [*parts, parts[0]]]
     assert len({id(each.elements) for each in moved if isinstance(each, Moved)}) == 1
-    back = [activations._unpacked(each) for each in moved]
+    back = [activations._unpack(each) for each in moved]
     assert len({each.untyped_storage().data_ptr() for each in back}) == 1
     for part, again in zip([*parts, parts[0]], back, strict=True):
         assert torch.equal(part, again)
     del back, again
-    assert torch.equal(activations._unpacked(moved[1]), parts[1])  # and once more, when all of them are gone
+    assert torch.equal(activations._unpack(moved[1]), parts[1])  # and once more, when all of them are gone
 
 
 def test_what_was_written_to_travels_again() -> None:
@@ -248,7 +248,7 @@ def test_what_was_written_to_travels_again() -> None:
     before = one.pack(tensor)
     tensor += 1
     after = one.pack(tensor)
-    assert torch.equal(activations._unpacked(after), BASE + 1)
+    assert torch.equal(activations._unpack(after), BASE + 1)
     assert isinstance(before, Moved)
     assert torch.equal(before.elements.back(BASE.size(), BASE.stride(), 0), BASE)
 
@@ -257,7 +257,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_it_was() -> None:
     one = packing()
     numbers = [float(number) for number in range(200)]
     moved = [one.pack(torch.full((1000,), number)) for number in numbers]
-    assert [activations._unpacked(each)[999].item() for each in moved] == numbers
+    assert [activations._unpack(each)[999].item() for each in moved] == numbers
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(16383), torch.ones(70000, dtype=torch.complex64).conj(), torch.empty(0)])

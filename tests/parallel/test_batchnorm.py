@@ -24,7 +24,7 @@ def _step(model: nn.Module, running: RunningStatistics, microbatches: Sequence[T
     for inputs in microbatches:
         running.before_forward()
         model(inputs)
-        total += running.observed(len(inputs))
+        total += running.observations(len(inputs))
     running.move(total / sum(map(len, microbatches)))
 
 

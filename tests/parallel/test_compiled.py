@@ -14,7 +14,7 @@ from toys import Case, Trace
 
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
-from lockstep.parallel.compiled import compile_blocks, compiled_units
+from lockstep.parallel.compiled import compile_blocks, units_to_compile
 from lockstep.parallel.engine import State
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
@@ -87,9 +87,9 @@ def compiled_states(world: World, case: Case, first: int, state: State | None) -
 
 def test_a_model_without_blocks_is_compiled_as_one() -> None:
     whole = toys.Plain()
-    assert compiled_units(whole) == [whole]
+    assert units_to_compile(whole) == [whole]
     parts = Blocks()
-    assert compiled_units(parts) == [*parts.blocks]
+    assert units_to_compile(parts) == [*parts.blocks]
 
 
 @needs_a_compiler

@@ -16,7 +16,7 @@ from toys import Case, Trace
 from lockstep.comm.world import World
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
-from lockstep.parallel.layouts.base import gathered
+from lockstep.parallel.layouts.base import gather_whole
 
 LIMIT_S: Final = 150.0  # of some 10 on two free cores: each process imports DeepSpeed for some 4 s
 
@@ -179,6 +179,6 @@ def _first_gradients(world: World, case: Case) -> dict[str, Tensor]:
     assert not engine.update(0.1, 1.0).applied
     assert toys.fingerprint(toys.as_from_disk(toys.whole_state(world, engine))) == before
     engine.forward_backward(own, step)
-    gradients = {name: tensor.clone() for name, tensor in gathered(world, engine.gradients()).items()}
+    gradients = {name: tensor.clone() for name, tensor in gather_whole(world, engine.gradients()).items()}
     engine.close()
     return gradients

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import TrainingError
-from lockstep.parallel.ema import Ema
+from lockstep.parallel.ema import WeightAverage
 
 
 def _model() -> nn.Module:
@@ -28,7 +28,7 @@ def test_formula_over_two_updates() -> None:
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-        ema = Ema(model.state_dict(), decay=0.75)
+        ema = WeightAverage(model.state_dict(), decay=0.75)
         for weight in (5.0, 9.0):
             model.weight.fill_(weight)
             ema.update()
@@ -39,7 +39,7 @@ def test_formula_over_two_updates() -> None:
 def test_buffers_are_averaged_and_counters_copied() -> None:
     model = _model()
     before = _copied(model)
-    ema = Ema(model.state_dict(), decay=0.5)
+    ema = WeightAverage(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     ema.update()
     now, average = model.state_dict(), ema.state()
@@ -54,7 +54,7 @@ def test_the_average_of_low_precision_is_kept_in_float32() -> None:
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
-        ema = Ema(model.state_dict(), decay=0.999)
+        ema = WeightAverage(model.state_dict(), decay=0.999)
         model.weight.fill_(2.0)
         ema.update()
     assert ema.state()["weight"].dtype == torch.float32
@@ -63,11 +63,11 @@ def test_the_average_of_low_precision_is_kept_in_float32() -> None:
 
 def test_swapped_and_back_in_the_same_tensors() -> None:
     model = _model()
-    ema = Ema(model.state_dict(), decay=0.5)
+    ema = WeightAverage(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     ema.update()
     own, places = _copied(model), [parameter.data_ptr() for parameter in model.parameters()]
-    with ema.swapped(lambda: None):
+    with ema.swap(lambda: None):
         inside = _copied(model)
         assert all(torch.equal(inside[name], average) for name, average in ema.state().items())
         assert not torch.equal(inside["0.weight"], own["0.weight"])
@@ -77,20 +77,20 @@ def test_swapped_and_back_in_the_same_tensors() -> None:
 
 def test_back_after_an_error() -> None:
     model = _model()
-    ema = Ema(model.state_dict(), decay=0.5)
+    ema = WeightAverage(model.state_dict(), decay=0.5)
     _move(model, 1.0)
     own = _copied(model)
-    with pytest.raises(ValueError, match="inside"), ema.swapped(lambda: None):
+    with pytest.raises(ValueError, match="inside"), ema.swap(lambda: None):
         raise ValueError("inside")
     assert torch.equal(model.state_dict()["0.weight"], own["0.weight"])
 
 
 def test_a_state_goes_into_another_average() -> None:
     model = _model()
-    ema = Ema(model.state_dict(), decay=0.5)
+    ema = WeightAverage(model.state_dict(), decay=0.5)
     saved = {name: tensor.clone() for name, tensor in ema.state().items()}
     _move(model, 1.0)
-    other = Ema(model.state_dict(), decay=0.5)
+    other = WeightAverage(model.state_dict(), decay=0.5)
     other.load(saved)
     ema.update()
     other.update()
@@ -99,13 +99,15 @@ def test_a_state_goes_into_another_average() -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"another model; differing: 0\.bias"):
-        Ema(nn.Linear(2, 3).state_dict(), decay=0.5).load(Ema(_model().state_dict(), decay=0.5).state())
+        WeightAverage(nn.Linear(2, 3).state_dict(), decay=0.5).load(
+            WeightAverage(_model().state_dict(), decay=0.5).state()
+        )
 
 
 def test_shared_weights_have_all_their_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    ema = Ema(model.state_dict(), decay=0.5)
+    ema = WeightAverage(model.state_dict(), decay=0.5)
     moved = model[0].weight.detach().add_(1.0)
     ema.update()
     assert ema.state().keys() == model.state_dict().keys()
@@ -116,6 +118,6 @@ def test_shared_weights_have_all_their_names() -> None:
 def test_masks_that_are_not_saved_stay_out() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)
-    ema = Ema(model.state_dict(), decay=0.5)
+    ema = WeightAverage(model.state_dict(), decay=0.5)
     ema.update()
     assert set(ema.state()) == {"weight", "bias"}

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from lockstep.errors import UsageError
-from lockstep.parallel.groups import ParameterGroup, distinct, settings
+from lockstep.parallel.groups import GroupSettings, distinct, settings
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_step import keep_ratios
 
@@ -28,7 +28,7 @@ def made(special: dict[str, dict[str, Any]], **changes: Any) -> list[tuple[list[
 
 
 def test_the_first_group_that_matches_counts_and_scales_multiply() -> None:
-    groups = [ParameterGroup(["head.*"], 3.0), ParameterGroup(["*.weight"], 2.0, {"weight_decay": 0.0})]
+    groups = [GroupSettings(["head.*"], 3.0), GroupSettings(["*.weight"], 2.0, {"weight_decay": 0.0})]
     found = settings(NAMES, groups, {"stem.weight": 0.25, "stem.bias": 0.25, "block.weight": 0.5})
     assert found == {
         "stem.weight": {"weight_decay": 0.0, "lr_scale": 0.5},
@@ -42,14 +42,14 @@ def test_the_first_group_that_matches_counts_and_scales_multiply() -> None:
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        ([ParameterGroup(["heed.*"])], r"recipe.optimizer.groups\[0\].match: 'heed.\*' matches no trained parameter"),
+        ([GroupSettings(["heed.*"])], r"recipe.optimizer.groups\[0\].match: 'heed.\*' matches no trained parameter"),
         (
-            [ParameterGroup(["*"]), ParameterGroup(["head.*"])],
+            [GroupSettings(["*"]), GroupSettings(["head.*"])],
             r"groups\[1\].match: an earlier group has all that head.\* matches",
         ),
     ],
 )
-def test_groups_that_select_nothing_are_refused(groups: list[ParameterGroup], text: str) -> None:
+def test_groups_that_select_nothing_are_refused(groups: list[GroupSettings], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         settings(NAMES, groups, {})
 

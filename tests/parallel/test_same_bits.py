@@ -11,7 +11,7 @@ from pairs import pairs
 from same_bits import Placed, assert_resumed_bits, assert_same_bits
 from toys import Case
 
-from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.groups import GroupSettings
 
 STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
     "zero1": {2: (), 3: (), 4: ()},
@@ -23,7 +23,7 @@ STRATEGIES: dict[str, dict[int, tuple[tuple[str, int], ...]]] = {
 
 OFFLOADED = [("zero1", 3, (("offload", 1),)), ("zero2", 2, (("offload", 1),)), ("zero3", 3, (("offload", 1),))]
 
-GROUPS = (ParameterGroup(("head.*",), 2.0, {"weight_decay": 0.0}), ParameterGroup(("*.bias", "sometimes.*"), 0.25))
+GROUPS = (GroupSettings(("head.*",), 2.0, {"weight_decay": 0.0}), GroupSettings(("*.bias", "sometimes.*"), 0.25))
 
 CASES = {
     "sgd": Case(),

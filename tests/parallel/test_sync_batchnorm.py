@@ -17,8 +17,8 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.order import part
 from lockstep.errors import UsageError
-from lockstep.parallel.apart import Apart
 from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
 
 CHANNELS = 6
@@ -59,8 +59,8 @@ def _synced(
     synchronise(layer, together, sums)
     sums.begin(leaves, own)
     given = [each.clone().requires_grad_() for each in inputs]
-    apart = Apart(layer, len(given))
-    with apart.entered():
+    apart = IsolatedGradients(layer, len(given))
+    with apart.restore_after():
         outputs = together.run([partial(layer, each) for each in given], apart.use)
     torch.autograd.backward(outputs, [*gradients])
     sums.check()

@@ -20,9 +20,9 @@ from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.models.freezing import freeze
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.groups import ParameterGroup, settings
+from lockstep.parallel.groups import GroupSettings, settings
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layouts.base import gathered, trained_parameters
+from lockstep.parallel.layouts.base import gather_whole, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
@@ -110,7 +110,7 @@ class Case:
     model: Callable[[], nn.Module] = Toy
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
-    groups: tuple[ParameterGroup, ...] = ()
+    groups: tuple[GroupSettings, ...] = ()
     sync_batchnorm: bool = False
     guarded: bool = True
     chunks: int = 1  # into which what `plan` names is cut
@@ -167,7 +167,7 @@ def strategy(world: World, case: Case) -> Any:
 
 def engine(world: World, case: Case) -> Engine:
     options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {}) | case.by_hand
-    names = [name for name, _ in trained_parameters(build(case))]
+    names = [name for name, _ in trainable_parameters(build(case))]
     special = settings(names, case.groups, {}) if case.groups else {}
     optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
@@ -268,9 +268,9 @@ def train(
 def whole_state(world: World, training: Engine) -> State:
     """Return the state with every tensor whole."""
     state = training.state()
-    ema = None if state.ema is None else gathered(world, state.ema)
-    feedback = None if state.feedback is None else gathered(world, state.feedback)
-    return State(gathered(world, state.model), gathered(world, state.optimizer), ema, state.scalars, feedback)
+    ema = None if state.ema is None else gather_whole(world, state.ema)
+    feedback = None if state.feedback is None else gather_whole(world, state.feedback)
+    return State(gather_whole(world, state.model), gather_whole(world, state.optimizer), ema, state.scalars, feedback)
 
 
 def fingerprint(state: State) -> Trace:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.core.order import Step
-from lockstep.parallel.layouts.base import gathered
+from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.tasks.base import MicroBatch, Problem
@@ -30,6 +30,6 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
         own = [MicroBatch(index, data(number, index), SAMPLES, SAMPLES, dummy) for index, dummy in indices]
         engine.forward_backward(own, step)
         engine.update(recipe.lr, recipe.max_norm)
-    weights = {name: tensor.detach().clone() for name, tensor in gathered(world, engine.state().model).items()}
+    weights = {name: tensor.detach().clone() for name, tensor in gather_whole(world, engine.state().model).items()}
     engine.close()
     return weights

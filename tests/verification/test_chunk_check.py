@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.tasks.language import Language
 from lockstep.verification.chunk_check import feature_departure, sequence_departure
@@ -22,7 +22,7 @@ def _gpt(plan: dict[str, str]) -> tuple[nn.Module, nn.Module]:
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.3)
     in_chunks = copy.deepcopy(whole)
-    cut_into_chunks(in_chunks, plan | known_plan(whole) | plan, 2)
+    cut_into_chunks(in_chunks, plan | built_in_plan(whole) | plan, 2)
     return whole, in_chunks
 
 
@@ -113,7 +113,7 @@ def test_ours_agrees(positions: str) -> None:
 @pytest.mark.parametrize(("parts", "what"), [(3, None), (1, "the loss")])
 def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, what: str | None) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32).eval()
-    plan = {**known_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
+    plan = {**built_in_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
     found = sequence_departure(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
     assert (found and found[0]) == what
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.checkup.finding import CheckResult, Level
+from lockstep.checkup.finding import Finding, Level
 from lockstep.common.rank import ranks_in_words
 
 _SHOWN: Final = 8  # ranks of a group
@@ -20,7 +20,7 @@ _REFUSES: Final = "lockstep train refuses ranks that differ in it"
 _MAY: Final = "the ranks may compute or exchange in other ways, or wait for each other for ever"
 
 
-def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[CheckResult]:
+def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
     """Return what is not the same on all ranks, or one finding that all is."""
     found = [
         *_unlike(facts, hosts, "versions", _level_of_version),
@@ -30,31 +30,27 @@ def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[C
     ]
     if found or len(facts) == 1:
         return found
-    return [
-        CheckResult("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")
-    ]
+    return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
 
 
 def _level_of_version(package: str) -> Level:
     return "problem" if package in _NEEDED else "warning"
 
 
-def _unlike(
-    facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any
-) -> Iterator[CheckResult]:
+def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any) -> Iterator[Finding]:
     sections = [each.get(section, {}) for each in facts]
     for name in dict.fromkeys(name for each in sections for name in each if name not in _OWN):
         words = values([each.get(name) for each in sections], hosts)
         if words:
             level: Level = level_of(name)
             leads_to = _REFUSES if level == "problem" else _MAY
-            yield CheckResult("ranks alike", level, f"{name}: {words}", leads_to, "make it the same on all hosts")
+            yield Finding("ranks alike", level, f"{name}: {words}", leads_to, "make it the same on all hosts")
 
 
-def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[CheckResult]:
+def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     kinds = [", ".join(sorted(set(each.get("cards", {}).get("devices", [])))) or "the CPU" for each in facts]
     if words := values(kinds, hosts):
-        yield CheckResult(
+        yield Finding(
             "ranks alike",
             "problem",
             f"devices: {words}",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.device.cards import Card, Driver, Evidence, ask_driver, look
 from lockstep.device.precision import fix_workspace
 from lockstep.device.switches import check_switches
@@ -26,25 +26,25 @@ def look_at_cards() -> Evidence:
     return look(at_most(_ANSWER_S, ask_driver) or Driver(problem=_HANGS))
 
 
-def of_gpus(found: Evidence, precision: str, refused: Sequence[str] | None) -> list[CheckResult]:
+def of_gpus(found: Evidence, precision: str, refused: Sequence[str] | None) -> list[Finding]:
     """Return all findings. `refused` is what of a recipe has no exact kernel, None where no recipe was named."""
     findings = [*_software(found), *_usable(found)]
     for number, card in enumerate(found.driver.cards):
         findings += [_card_facts(number, card), *_faults(number, card)]
     findings += [*_card_kinds(found.driver.cards), *_devices(found), *_variables(precision)]
-    findings += [CheckResult("recipe", "problem", text, "lockstep train refuses it on CUDA") for text in refused or ()]
+    findings += [Finding("recipe", "problem", text, "lockstep train refuses it on CUDA") for text in refused or ()]
     if refused == []:
-        findings.append(CheckResult("recipe", "ok", "its model and loss have exact kernels on CUDA"))
+        findings.append(Finding("recipe", "ok", "its model and loss have exact kernels on CUDA"))
     return findings
 
 
-def _software(found: Evidence) -> Iterator[CheckResult]:
+def _software(found: Evidence) -> Iterator[Finding]:
     newest = f", knows CUDA up to {found.driver.cuda}" if found.driver.cuda else ""
-    yield CheckResult("driver", "ok", f"{found.driver.version or found.kernel or 'none'}{newest}")
-    yield CheckResult("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.libraries.items()))
+    yield Finding("driver", "ok", f"{found.driver.version or found.kernel or 'none'}{newest}")
+    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.libraries.items()))
 
 
-def _usable(found: Evidence) -> Iterator[CheckResult]:
+def _usable(found: Evidence) -> Iterator[Finding]:
     """Name why no card can be used, each reason with what to do, and what was looked at."""
     if found.devices and not found.raised:
         return
@@ -52,7 +52,7 @@ def _usable(found: Evidence) -> Iterator[CheckResult]:
     if not reasons:
         unknown = "torch finds no card, and nothing of what was looked at says why"
         reasons = [(f"CUDA does not start: {found.raised}" if found.raised else unknown, "look into dmesg")]
-    yield from (CheckResult("cards", "problem", text, _UNUSED, remedy) for text, remedy in reasons)
+    yield from (Finding("cards", "problem", text, _UNUSED, remedy) for text, remedy in reasons)
     files = ", ".join(f"{name}{'' if opens else ' (closed)'}" for name, opens in found.files.items())
     looked = {
         "/proc/driver/nvidia/version": found.kernel or "not there",
@@ -62,7 +62,7 @@ def _usable(found: Evidence) -> Iterator[CheckResult]:
         "CUDA_VISIBLE_DEVICES": "not set" if found.visible is None else repr(found.visible),
         "torch.cuda.init()": found.raised or "starts",
     }
-    yield from (CheckResult(name, "ok", text) for name, text in looked.items())
+    yield from (Finding(name, "ok", text) for name, text in looked.items())
 
 
 Reason = tuple[str, str]  # what is so, and what to do
@@ -120,20 +120,20 @@ def _of_choice(found: Evidence) -> Iterator[Reason]:
         yield "all cards are in compute mode Prohibited", _DEFAULT_MODE
 
 
-def _card_facts(number: int, card: Card) -> CheckResult:
+def _card_facts(number: int, card: Card) -> Finding:
     unknown = _STATE[None]
     memory = unknown if card.memory_mib is None else f"{card.memory_mib:,} MiB"
     state = f"memory {memory}, ECC {_STATE[card.ecc]}, persistence {_STATE[card.persistence]}"
     text = f"{card.name}, {card.bus}, {card.uuid}, {state}, mode {card.mode or unknown}"
-    return CheckResult(f"card {number}", "ok", text)
+    return Finding(f"card {number}", "ok", text)
 
 
-def _faults(number: int, card: Card) -> Iterator[CheckResult]:
+def _faults(number: int, card: Card) -> Iterator[Finding]:
     """Name what is wrong with a card or costs time, the gravest first."""
     wrong, slow = "numbers in it were wrong", "it costs time, and no bit"
 
-    def warn(text: str, leads_to: str, remedy: str) -> CheckResult:
-        return CheckResult(f"card {number}", "warning", text, leads_to, remedy)
+    def warn(text: str, leads_to: str, remedy: str) -> Finding:
+        return Finding(f"card {number}", "warning", text, leads_to, remedy)
 
     if card.uncorrected:
         text = f"{card.uncorrected} uncorrected errors of its memory"
@@ -168,10 +168,10 @@ def _faults(number: int, card: Card) -> Iterator[CheckResult]:
         yield warn("persistence mode is off", leads_to, "nvidia-smi -pm 1")
 
 
-def _card_kinds(cards: Sequence[Card]) -> Iterator[CheckResult]:
+def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
     kinds = Counter(card.name for card in cards)
     if len(kinds) > 1:
-        yield CheckResult(
+        yield Finding(
             "cards",
             "warning",
             f"of several kinds: {', '.join(f'{count} {name}' for name, count in kinds.items())}",
@@ -180,7 +180,7 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[CheckResult]:
         )
 
 
-def _devices(found: Evidence) -> Iterator[CheckResult]:
+def _devices(found: Evidence) -> Iterator[Finding]:
     """List the devices as torch numbers them, which may be another order and fewer, with their cards."""
     for number, device in enumerate(found.devices):
         own = [at for at, card in enumerate(found.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid]
@@ -188,14 +188,14 @@ def _devices(found: Evidence) -> Iterator[CheckResult]:
         text += f", card {own[0]}" if own else ""
         if len(found.devices) > 1:
             text += f"; reads the memory of {', '.join(f'cuda:{other}' for other in device.reads) or 'no other'}"
-        yield CheckResult(f"cuda:{number}", "ok", text)
+        yield Finding(f"cuda:{number}", "ok", text)
 
 
-def _variables(precision: str) -> Iterator[CheckResult]:
+def _variables(precision: str) -> Iterator[Finding]:
     """Name the variables with which a run of this precision would differ from its recipe."""
     checks: tuple[Callable[[], None], ...] = (fix_workspace, partial(check_switches, precision))
     for check in checks:
         try:
             check()
         except UsageError as error:
-            yield CheckResult("variables", "warning", str(error), "lockstep train refuses to start")
+            yield Finding("variables", "warning", str(error), "lockstep train refuses to start")

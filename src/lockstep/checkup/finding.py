@@ -11,7 +11,7 @@ ORDER: Final[tuple[Level, ...]] = ("problem", "warning", "ok")
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class Finding:
     """What one check found. `leads_to` and `remedy` are empty where it is ok; `ranks` are empty where all have it."""
 
     check: str
@@ -22,15 +22,15 @@ class CheckResult:
     ranks: tuple[int, ...] = ()
 
 
-def merge_ranks(by_rank: Mapping[int, Sequence[CheckResult]]) -> list[CheckResult]:
+def merge_ranks(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
     """Return the findings of all ranks, those that are alike as one with their ranks."""
-    ranks: dict[CheckResult, list[int]] = {}
+    ranks: dict[Finding, list[int]] = {}
     for rank, findings in by_rank.items():
         for finding in findings:
             ranks.setdefault(finding, []).append(rank)
     return [replace(finding, ranks=() if len(who) == len(by_rank) else tuple(who)) for finding, who in ranks.items()]
 
 
-def worst(findings: Sequence[CheckResult]) -> Level:
+def worst(findings: Sequence[Finding]) -> Level:
     """Return the gravest level of all; ok where there are none."""
     return min((finding.level for finding in findings), key=ORDER.index, default="ok")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.checkup.variables import of_variables
 from lockstep.device.interfaces import is_loopback
 
@@ -24,27 +24,27 @@ class Around:
 
 
 Facts = Mapping[str, Any]
-Check = Callable[[Facts, Around], Iterator[CheckResult]]
+Check = Callable[[Facts, Around], Iterator[Finding]]
 
 
-def of_rank(facts: Facts, around: Around) -> list[CheckResult]:
+def of_rank(facts: Facts, around: Around) -> list[Finding]:
     """Return the findings of what each rank has for itself."""
     return _run_checks(_OF_RANK, facts, around)
 
 
-def of_host(facts: Facts, around: Around) -> list[CheckResult]:
+def of_host(facts: Facts, around: Around) -> list[Finding]:
     """Return the findings of what all ranks of a host share, and one of them has looked at."""
     return _run_checks(_OF_HOST, facts, around)
 
 
-def _run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, around: Around) -> list[CheckResult]:
+def _run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, around: Around) -> list[Finding]:
     return [finding for section, check in checks if section in facts for finding in check(facts, around)]
 
 
-def timeouts(facts: Facts, _: Around) -> Iterator[CheckResult]:
+def timeouts(facts: Facts, _: Around) -> Iterator[Finding]:
     """Name what did not answer in time; the other checks leave it out."""
     for name, seconds in facts["timed_out"].items():
-        yield CheckResult(
+        yield Finding(
             name,
             "problem",
             f"no answer within {seconds:g} s",
@@ -53,34 +53,30 @@ def timeouts(facts: Facts, _: Around) -> Iterator[CheckResult]:
         )
 
 
-def versions(facts: Facts, _: Around) -> Iterator[CheckResult]:
+def versions(facts: Facts, _: Around) -> Iterator[Finding]:
     """List the versions of what is installed."""
     found = facts["versions"]
     names = ("python", "torch", "lockstep", "lockstep's source")
     extras = [f"{name} {version}" for name, version in found.items() if version and name not in names]
     first = ", ".join(f"{name} {found[name]}" for name in names)
-    yield CheckResult("versions", "ok", f"{first}; {', '.join(extras)}")
+    yield Finding("versions", "ok", f"{first}; {', '.join(extras)}")
 
 
-def cards(facts: Facts, _: Around) -> Iterator[CheckResult]:
+def cards(facts: Facts, _: Around) -> Iterator[Finding]:
     """List the devices; a driver without one is a fault."""
     found = facts["cards"]
     if problem := found.get("problem"):
-        yield CheckResult(
-            "devices", "problem", problem, "lockstep train refuses to start", "lockstep doctor gpu says more"
-        )
+        yield Finding("devices", "problem", problem, "lockstep train refuses to start", "lockstep doctor gpu says more")
     elif found["devices"]:
-        yield CheckResult("devices", "ok", f"CUDA: {_counts(found['devices'])}; lockstep doctor gpu looks closer")
+        yield Finding("devices", "ok", f"CUDA: {_counts(found['devices'])}; lockstep doctor gpu looks closer")
     elif found["driver"]:
         leads_to = "a run computes on the CPU"
-        yield CheckResult(
-            "devices", "warning", "a GPU's driver, but torch finds no GPU", leads_to, "lockstep doctor gpu"
-        )
+        yield Finding("devices", "warning", "a GPU's driver, but torch finds no GPU", leads_to, "lockstep doctor gpu")
     else:
-        yield CheckResult("devices", "ok", "the CPU: there is no driver of a GPU")
+        yield Finding("devices", "ok", "the CPU: there is no driver of a GPU")
 
 
-def cores(facts: Facts, around: Around) -> Iterator[CheckResult]:
+def cores(facts: Facts, around: Around) -> Iterator[Finding]:
     """Hold the cores that may be used against the ranks of the host."""
     found = facts["cores"]
     usable, quota = found["usable"], found["quota"]
@@ -89,17 +85,17 @@ def cores(facts: Facts, around: Around) -> Iterator[CheckResult]:
     text = f"{', '.join(limits)}; {around.here} rank{'s' if around.here > 1 else ''} here; load {found['load']:.1f}"
     if min(usable, quota or usable) < around.here:
         leads_to = "ranks wait for each other's cores: each step takes a multiple of its time, and the bits stay"
-        yield CheckResult("cores", "warning", text, leads_to, "start fewer ranks on this host, or give them more cores")
+        yield Finding("cores", "warning", text, leads_to, "start fewer ranks on this host, or give them more cores")
     elif quota and quota < usable:
         leads_to = "more threads than that are held up for up to 0.1 s at a time"
-        yield CheckResult(
+        yield Finding(
             "cores", "warning", text, leads_to, f"at most {int(quota) or 1} threads and loader workers in all"
         )
     else:
-        yield CheckResult("cores", "ok", text)
+        yield Finding("cores", "ok", text)
 
 
-def memory(facts: Facts, around: Around) -> Iterator[CheckResult]:
+def memory(facts: Facts, around: Around) -> Iterator[Finding]:
     """Hold the memory that is free, or that a container allows, against the ranks of the host."""
     found = facts["memory"]
     free = min(found["free"], found["limit"] or found["free"])
@@ -108,7 +104,7 @@ def memory(facts: Facts, around: Around) -> Iterator[CheckResult]:
     each = free / around.here
     if each < _GIB:
         level: Any = "problem" if each < _GIB / 4 else "warning"
-        yield CheckResult(
+        yield Finding(
             "memory",
             level,
             f"{text}: {_size(int(each))} for each rank",
@@ -116,12 +112,12 @@ def memory(facts: Facts, around: Around) -> Iterator[CheckResult]:
             "end other programs, start fewer ranks here, or raise the container's limit",
         )
     elif found["swapped"] > _GIB:
-        yield CheckResult("memory", "warning", text, "what was swapped out is read back slowly", "end other programs")
+        yield Finding("memory", "warning", text, "what was swapped out is read back slowly", "end other programs")
     else:
-        yield CheckResult("memory", "ok", text)
+        yield Finding("memory", "ok", text)
 
 
-def shared_memory(facts: Facts, _: Around) -> Iterator[CheckResult]:
+def shared_memory(facts: Facts, _: Around) -> Iterator[Finding]:
     """Find a /dev/shm that is too small for the workers of a loader, as containers have it."""
     found = facts["memory"]
     if found["shared"] is None:
@@ -129,49 +125,47 @@ def shared_memory(facts: Facts, _: Around) -> Iterator[CheckResult]:
     text = f"/dev/shm: {_size(found['shared_free'])} free of {_size(found['shared'])}"
     if found["shared_free"] < _GIB:
         leads_to = "workers of the loader, which hand over batches there, end with a bus error"
-        yield CheckResult(
-            "shared memory", "warning", text, leads_to, "docker run --shm-size=8g, or placement.workers=0"
-        )
+        yield Finding("shared memory", "warning", text, leads_to, "docker run --shm-size=8g, or placement.workers=0")
     else:
-        yield CheckResult("shared memory", "ok", text)
+        yield Finding("shared memory", "ok", text)
 
 
-def limits(facts: Facts, around: Around) -> Iterator[CheckResult]:
+def limits(facts: Facts, around: Around) -> Iterator[Finding]:
     """Hold the limits of this process against the connections and threads of so many ranks."""
     found, needed = facts["limits"], 256 + 8 * around.size  # Python, torch and the data; sockets of four groups
     files, processes, locked = found["files"], found["processes"], found["locked_bytes"]
     if files is not None and files < max(needed, 1024):
         level: Any = "problem" if files < needed else "warning"
         leads_to = "a run ends with `Too many open files`: each rank holds connections to all others"
-        yield CheckResult("open files", level, f"at most {files:,}", leads_to, f"ulimit -n {max(4 * needed, 4096)}")
+        yield Finding("open files", level, f"at most {files:,}", leads_to, f"ulimit -n {max(4 * needed, 4096)}")
     else:
-        yield CheckResult("open files", "ok", _at_most(files))
+        yield Finding("open files", "ok", _at_most(files))
     if processes is not None and processes < 1024:
         leads_to = "threads and workers cannot be started; all of this user's count"
-        yield CheckResult("processes", "warning", f"at most {processes:,}", leads_to, "ulimit -u 65536")
+        yield Finding("processes", "warning", f"at most {processes:,}", leads_to, "ulimit -u 65536")
     else:
-        yield CheckResult("processes", "ok", _at_most(processes))
+        yield Finding("processes", "ok", _at_most(processes))
     if locked is not None and found["fabric"]:
         leads_to = "InfiniBand cannot pin its memory: NCCL fails, or takes the slow network"
-        yield CheckResult("locked memory", "warning", f"at most {_size(locked)}", leads_to, "ulimit -l unlimited")
+        yield Finding("locked memory", "warning", f"at most {_size(locked)}", leads_to, "ulimit -l unlimited")
     else:
-        yield CheckResult("locked memory", "ok", "unlimited" if locked is None else f"at most {_size(locked)}")
+        yield Finding("locked memory", "ok", "unlimited" if locked is None else f"at most {_size(locked)}")
 
 
-def name(facts: Facts, around: Around) -> Iterator[CheckResult]:
+def name(facts: Facts, around: Around) -> Iterator[Finding]:
     """Judge what the host's own name stands for: gloo listens there."""
     network, host = facts["network"], facts["host"]
     known, chosen = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
     text = f"{host} stands for {', '.join(known)}" if known else f"{host} stands for no address"
     if chosen or (known and not all(map(is_loopback, known))):
-        yield CheckResult("host name", "ok", text)
+        yield Finding("host name", "ok", text)
     elif around.hosts == 1:
-        yield CheckResult("host name", "ok", f"{text}: enough for one host; with several set GLOO_SOCKET_IFNAME")
+        yield Finding("host name", "ok", f"{text}: enough for one host; with several set GLOO_SOCKET_IFNAME")
     else:
         others = [
             each for each, found in network["interfaces"].items() if not all(map(is_loopback, found["addresses"]))
         ]
-        yield CheckResult(
+        yield Finding(
             "host name",
             "problem",
             f"{text}, which no other host can reach",
@@ -181,7 +175,7 @@ def name(facts: Facts, around: Around) -> Iterator[CheckResult]:
         )
 
 
-def interface(facts: Facts, around: Around) -> Iterator[CheckResult]:
+def interface(facts: Facts, around: Around) -> Iterator[Finding]:
     """List the interfaces, and find one that a variable names and that is not there."""
     network, variables = facts["network"], facts["variables"]
     names = list(network["interfaces"])
@@ -192,45 +186,43 @@ def interface(facts: Facts, around: Around) -> Iterator[CheckResult]:
         if wanted and not any(each.startswith(tuple(wanted)) for each in names):
             leads_to = "the ranks cannot connect: no process group can be made"
             remedy = f"unset {variable}, or name one of {', '.join(names)}"
-            yield CheckResult("interfaces", "problem", f"{variable}={asked}: no such interface is up", leads_to, remedy)
+            yield Finding("interfaces", "problem", f"{variable}={asked}: no such interface is up", leads_to, remedy)
     listed = [
         f"{each} {found['addresses'][0]}{_speed(found['mbit_s'])}" for each, found in network["interfaces"].items()
     ]
     would = f"; gloo takes {network['gloo']} between hosts" if network["gloo"] else ""
-    yield CheckResult("interfaces", "ok", f"{', '.join(listed)}{would}")
+    yield Finding("interfaces", "ok", f"{', '.join(listed)}{would}")
 
 
-def port(facts: Facts, _: Around) -> Iterator[CheckResult]:
+def port(facts: Facts, _: Around) -> Iterator[Finding]:
     """Find the port at which launchers let rank 0 listen in use."""
     for number, holder in facts["ports"].items():
         if holder:
             leads_to = "lockstep launch cannot meet there"
-            yield CheckResult(
-                "port", "warning", f"{number} is held by {holder}", leads_to, "lockstep launch --port NUMBER"
-            )
+            yield Finding("port", "warning", f"{number} is held by {holder}", leads_to, "lockstep launch --port NUMBER")
         else:
-            yield CheckResult("port", "ok", f"{number} is free")
+            yield Finding("port", "ok", f"{number} is free")
 
 
-def folder(facts: Facts, around: Around) -> Iterator[CheckResult]:
+def folder(facts: Facts, around: Around) -> Iterator[Finding]:
     """Judge the place of run folders: whether it can be written, room, and locks."""
     found = facts["folder"]
     place, text = found["folder"], f"{found['folder']}: {_size(found['free'])} free"
     another = "choose another run.dir"
     if found["problem"]:
         leads_to = "a run there cannot keep its log and checkpoints"
-        yield CheckResult("run folder", "problem", f"{place}: {found['problem']}", leads_to, another)
+        yield Finding("run folder", "problem", f"{place}: {found['problem']}", leads_to, another)
     elif not found["locks"]:
         leads_to = "two runs can write to one folder"
-        yield CheckResult("run folder", "problem", f"{place}: files cannot be locked", leads_to, another)
+        yield Finding("run folder", "problem", f"{place}: files cannot be locked", leads_to, another)
     elif found["free"] < _GIB:
         leads_to = "a run ends when its checkpoint finds no room; older ones stay"
-        yield CheckResult("run folder", "problem", text, leads_to, f"free some, or {another}")
+        yield Finding("run folder", "problem", text, leads_to, f"free some, or {another}")
     else:
-        yield CheckResult("run folder", "ok", text)
+        yield Finding("run folder", "ok", text)
 
 
-def variables(facts: Facts, _: Around) -> Iterator[CheckResult]:
+def variables(facts: Facts, _: Around) -> Iterator[Finding]:
     """Judge the variables of the environment."""
     yield from of_variables(facts["variables"])
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.launchers import Detection, detect_all, environment, resolve_master
 
 
-def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[CheckResult], dict[str, Any]]:
+def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
     """Return what each launcher makes of the environment, in the order in which they are asked, and what follows.
 
     Beside the findings, ready for JSON: the launcher that decides and the rank, None where there is none.
@@ -28,26 +28,24 @@ def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[lis
     return [*findings, *_check_rank(decides, env, rendezvous, device)], facts
 
 
-def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> CheckResult:
+def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> Finding:
     shown = " ".join(f"{name}={env[name]}" for name in each.launcher.variables if name in env)
     text = shown or "none of its variables is set"
-    return CheckResult(each.launcher.name, "ok", f"decides: {text}" if decides else text)
+    return Finding(each.launcher.name, "ok", f"decides: {text}" if decides else text)
 
 
-def _check_rank(
-    decides: Detection | None, env: Mapping[str, str], rendezvous: str, device: str
-) -> Iterator[CheckResult]:
+def _check_rank(decides: Detection | None, env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
     """Yield the rank, where it meets the others and its device, or what is wrong."""
     try:
         info = _rank_info(decides, env)
     except UsageError as error:
         yield from _problems("launcher", error)
         return
-    yield CheckResult("rank", "ok", _place(info))
+    yield Finding("rank", "ok", _place(info))
     looked = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
     for check, found in looked.items():
         try:
-            yield CheckResult(check, "ok", found(info or ALONE))
+            yield Finding(check, "ok", found(info or ALONE))
         except UsageError as error:
             yield from _problems(check, error)
 
@@ -62,9 +60,9 @@ def _rank_info(decides: Detection | None, env: Mapping[str, str]) -> RankInfo | 
     return decides.info
 
 
-def _problems(check: str, error: UsageError) -> Iterator[CheckResult]:
+def _problems(check: str, error: UsageError) -> Iterator[Finding]:
     for line in str(error).splitlines():
-        yield CheckResult(check, "problem", line, "lockstep train ends with exit code 2")
+        yield Finding(check, "problem", line, "lockstep train ends with exit code 2")
 
 
 def _place(info: RankInfo | None) -> str:

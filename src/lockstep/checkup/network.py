@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.checkup.agreement import who
-from lockstep.checkup.finding import CheckResult
+from lockstep.checkup.finding import Finding
 from lockstep.comm.golden import Golden
 from lockstep.comm.links import Link
 from lockstep.device.interfaces import is_loopback, owner
@@ -22,7 +22,7 @@ _FEWEST: Final = 3  # links of a kind that can be compared
 _SHOWN: Final = 6
 
 
-def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[CheckResult]:
+def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each host whose links are all slow, for each other slow link, and one for each good kind."""
     for kind, across in (("links within a host", False), ("links between hosts", True)):
         own = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
@@ -34,7 +34,7 @@ def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[CheckResul
         if not slow:
             least = min(link.mb_s for link in own)
             text = f"{len(own)}: {soon * 1e6:,.0f} us, {usual:,.0f} MB/s; the slowest {least:,.0f} MB/s"
-            yield CheckResult(kind, "ok", text)
+            yield Finding(kind, "ok", text)
 
 
 def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
@@ -48,9 +48,7 @@ def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> st
     return ""
 
 
-def _name_slow(
-    kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]
-) -> Iterator[CheckResult]:
+def _name_slow(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
     """Name the hosts whose links to all others are slow where they are the odd ones, and else the links."""
     leads_to = "every step waits for its slowest exchange"
     to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
@@ -59,14 +57,14 @@ def _name_slow(
         worst = min(mine, key=lambda link: link.mb_s)
         text = f"all {len(mine)} links of {host} are slow, the slowest {_way(worst, hosts)}: {slow[worst]}"
         remedy = f"look at the network card, cable and switch port of {host}"
-        yield CheckResult(kind, "warning", text, leads_to, remedy)
+        yield Finding(kind, "warning", text, leads_to, remedy)
     rest = [link for link in slow if not {hosts[link.source], hosts[link.target]} & to_blame]
     rest.sort(key=lambda link: link.mb_s)
     remedy = "look at what lies between them" if kind == "links between hosts" else "look at what else runs there"
     for link in rest[:_SHOWN]:
-        yield CheckResult(kind, "warning", f"{_way(link, hosts)}: {slow[link]}", leads_to, remedy)
+        yield Finding(kind, "warning", f"{_way(link, hosts)}: {slow[link]}", leads_to, remedy)
     if len(rest) > _SHOWN:
-        yield CheckResult(kind, "warning", f"{len(rest) - _SHOWN:,} more are slow; see --json", leads_to, remedy)
+        yield Finding(kind, "warning", f"{len(rest) - _SHOWN:,} more are slow; see --json", leads_to, remedy)
 
 
 def _hosts_to_blame(slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:
@@ -107,7 +105,7 @@ def used_interfaces(
 
 def of_interfaces(
     facts: Sequence[Mapping[str, Any]], used: Sequence[Mapping[str, str]], hosts: Sequence[str]
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Name the ranks whose traffic between hosts takes another than the fastest interface of their host."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     taken: dict[str, list[int]] = {}
@@ -122,13 +120,13 @@ def of_interfaces(
                 default=own,
             )
             if own in found and all(map(is_loopback, found[own]["addresses"])):
-                yield CheckResult(
+                yield Finding(
                     "interface", "problem", f"{own} between hosts, of rank {rank}", "no other host is reached"
                 )
             elif 0 < speed < found.get(best, {}).get("mbit_s", 0):
                 slower.setdefault((own, best, speed, found[best]["mbit_s"]), []).append(rank)
     for (own, best, speed, better), ranks in slower.items():
-        yield CheckResult(
+        yield Finding(
             "interface",
             "warning",
             f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, though {best} has {better / 1e3:g}",
@@ -137,10 +135,10 @@ def of_interfaces(
         )
     if taken and not slower:
         text = "; ".join(f"{own} of {who(ranks, hosts)}" for own, ranks in taken.items())
-        yield CheckResult("interface", "ok", f"between hosts the ranks exchange by {text}")
+        yield Finding("interface", "ok", f"between hosts the ranks exchange by {text}")
 
 
-def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[CheckResult]:
+def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding]:
     """Name the ranks on which a collective gave a wrong result."""
     wrong: dict[str, list[int]] = {}
     for rank, golden in enumerate(found):
@@ -149,7 +147,7 @@ def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[CheckRe
     for collective, ranks in wrong.items():
         texts = [text for text in found[ranks[0]].wrong if text.partition(" ")[0].rstrip(":") == collective]
         who_has = sorted(set(ranks))
-        yield CheckResult(
+        yield Finding(
             "collectives",
             "problem",
             f"{collective} is wrong on {who(who_has, hosts)}: {texts[0]}",
@@ -157,10 +155,10 @@ def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[CheckRe
             "lockstep doctor on fewer hosts finds which one it is: a bad card, memory or library",
         )
     for text in sorted({text for golden in found for text in golden.refused}):
-        yield CheckResult("collectives", "ok", f"refused by the backend, and not tried: {text}")
+        yield Finding("collectives", "ok", f"refused by the backend, and not tried: {text}")
     if found and found[0].tried and not wrong:
         tried = ", ".join(f"{name} {count}" for name, count in found[0].tried.items())
-        yield CheckResult("collectives", "ok", f"all {sum(found[0].tried.values())} cases are right: {tried}")
+        yield Finding("collectives", "ok", f"all {sum(found[0].tried.values())} cases are right: {tried}")
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
@@ -169,29 +167,27 @@ def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> lis
     return loops if len(set(hosts)) > 1 else []
 
 
-def of_connecting(
-    failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]
-) -> Iterator[CheckResult]:
+def of_connecting(failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     """Name the ranks that could not connect to the others, or that nobody could connect to."""
     ranks = [rank for rank, reason in enumerate(failed) if reason]
     loops = unreachable(facts, hosts)
     leads_to = "no run of these ranks can start; nothing was measured between them"
     if loops:
         text = f"gloo would listen at loopback on {who(loops, hosts)}: not tried"
-        yield CheckResult("connections", "problem", text, leads_to, "see `host name` and `interfaces`")
+        yield Finding("connections", "problem", text, leads_to, "see `host name` and `interfaces`")
     elif ranks:
         text = f"{who(ranks, hosts)} could not connect: {failed[ranks[0]]}"
         remedy = "let the hosts reach each other at all ports, or name the network they share in GLOO_SOCKET_IFNAME"
-        yield CheckResult("connections", "problem", text, leads_to, remedy)
+        yield Finding("connections", "problem", text, leads_to, remedy)
 
 
-def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -> Iterator[CheckResult]:
+def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -> Iterator[Finding]:
     """Judge whether all hosts see one run folder, and whether a lock of rank 0 there holds on the others."""
     others = {rank: each for rank, each in enumerate(seen) if each is not None and hosts[rank] != hosts[0]}
     apart = [rank for rank, each in others.items() if not each["seen"]]
     unlocked = [rank for rank, each in others.items() if each["seen"] and not each["locked"]]
     if apart:
-        yield CheckResult(
+        yield Finding(
             "shared folder",
             "warning",
             f"{who(apart, hosts)}: the run folder's place is not that of rank 0",
@@ -199,7 +195,7 @@ def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -
             "name a folder on a file system of all hosts in run.dir",
         )
     if unlocked:
-        yield CheckResult(
+        yield Finding(
             "shared folder",
             "warning",
             f"{who(unlocked, hosts)}: a lock that rank 0 holds does not hold there",
@@ -207,4 +203,4 @@ def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -
             "mount it with locks (NFS: without nolock), or start runs on one host",
         )
     if others and not apart and not unlocked:
-        yield CheckResult("shared folder", "ok", "all hosts see the same folder, and locks hold between them")
+        yield Finding("shared folder", "ok", "all hosts see the same folder, and locks hold between them")

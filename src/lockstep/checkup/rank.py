@@ -20,7 +20,7 @@ import torch
 
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
-from lockstep.checkup.finding import CheckResult, merge_ranks
+from lockstep.checkup.finding import Finding, merge_ranks
 from lockstep.checkup.folder import existing, folder_facts, try_lock
 from lockstep.checkup.host import Around, of_host, of_rank
 from lockstep.checkup.report import CheckupReport
@@ -234,7 +234,7 @@ def _all_findings(
     facts: list[dict[str, Any]],
     shared: list[dict[str, Any]],
     said: list[dict[str, Any]],
-) -> tuple[list[CheckResult], tuple[Link, ...]]:
+) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
     measured = [Measured(**each) for each in said]
     for rank, each in enumerate(measured):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkup.agreement import who
-from lockstep.checkup.finding import ORDER, CheckResult, Level, worst
+from lockstep.checkup.finding import ORDER, Finding, Level, worst
 from lockstep.common.text import printable_line
 
 if TYPE_CHECKING:  # it imports torch, and launchers are looked at without
@@ -28,7 +28,7 @@ class CheckupReport:
 
     hosts: tuple[str, ...]
     seconds: float
-    findings: tuple[CheckResult, ...]
+    findings: tuple[Finding, ...]
     links: tuple[Link, ...] = ()
     facts: tuple[dict[str, Any], ...] = ()
     title: str = "check-up"
@@ -73,7 +73,7 @@ def _findings(report: CheckupReport) -> Table:
     return table
 
 
-def _select(findings: Sequence[CheckResult]) -> Iterator[CheckResult]:
+def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the findings, the gravest first; of what is ok but differs from host to host a few stand for all."""
     for level in ORDER:
         own = [finding for finding in findings if finding.level == level]
@@ -82,7 +82,7 @@ def _select(findings: Sequence[CheckResult]) -> Iterator[CheckResult]:
             many = level == "ok" and len(alike) > _ALIKE
             yield from alike[:_ALIKE] if many else alike
             if many:
-                yield CheckResult(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
+                yield Finding(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
 
 
 def _matrix(report: CheckupReport) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.checkup.finding import CheckResult, Level
+from lockstep.checkup.finding import Finding, Level
 
 _REFUSED: Final = "numbers of float32 on CUDA are not those of the recipe: lockstep train refuses it"
 _KERNELS: Final = "kernels are chosen by it: the bits are those of other hosts only where they have the same"
@@ -24,14 +24,14 @@ class Rule:
     remedy: str = ""
 
 
-def of_variables(found: Mapping[str, str]) -> Iterator[CheckResult]:
+def of_variables(found: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each variable that harms, and one that lists the others."""
     harms = [rule for rule in RULES if rule.name in found and rule.harmful(found[rule.name])]
     for rule in harms:
         text = f"{rule.name}={found[rule.name]}"
-        yield CheckResult("variables", rule.level, text, rule.leads_to, rule.remedy or f"unset {rule.name}")
+        yield Finding("variables", rule.level, text, rule.leads_to, rule.remedy or f"unset {rule.name}")
     rest = [f"{name}={value}" for name, value in found.items() if name not in {rule.name for rule in harms}]
-    yield CheckResult("variables", "ok", " ".join(rest) or "none is set that changes numbers, or how ranks exchange")
+    yield Finding("variables", "ok", " ".join(rest) or "none is set that changes numbers, or how ranks exchange")
 
 
 def _any(_: str) -> bool:

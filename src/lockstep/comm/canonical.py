@@ -171,7 +171,7 @@ class CanonicalSum:
 
 
 @final
-class NarrowSum:
+class HalfPrecisionSum:
     """Adds flat vectors over ranks as CanonicalSum does, but for the rounding of what they send to `dtype`.
 
     16 bits are half the bytes of fp32, and no longer the bits of one process. torch's hooks of this kind

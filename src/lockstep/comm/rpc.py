@@ -25,7 +25,7 @@ _offered: Final[dict[str, Callable[..., Any]]] = {}
 
 
 @final
-class RemoteCalls:
+class Rpc:
     """This rank's connection to rank 0. All ranks make one together, and close it together."""
 
     def __init__(self, world: World, *offered: Callable[..., Any]) -> None:

@@ -25,7 +25,7 @@ from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, 
 from lockstep.launchers.job import PORT
 
 if TYPE_CHECKING:
-    from lockstep.checkup.finding import CheckResult
+    from lockstep.checkup.finding import Finding
     from lockstep.checkup.rank import CheckupRequest
     from lockstep.checkup.report import CheckupReport
     from lockstep.ranks.rendezvous import Rendezvous
@@ -137,7 +137,7 @@ def _show(as_json: bool, report: CheckupReport) -> None:
 
 
 def _show_here(
-    title: str, as_json: bool, began: float, findings: Sequence[CheckResult], facts: dict[str, Any]
+    title: str, as_json: bool, began: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
     """Show what was found of this process alone since `began`, and return it."""
     from lockstep.checkup.report import CheckupReport

@@ -13,7 +13,7 @@ from lockstep.launchers import detect_rank
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
-    from lockstep.run.evaluation import EvaluationResult
+    from lockstep.run.evaluation import EvalResult
 
 
 @click.command("eval")
@@ -32,7 +32,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     info = detect_rank()  # before the imports below, which take seconds
 
     from lockstep.run.evaluation import (
-        EvaluationRequest,
+        EvalRequest,
         evaluate_here,
         evaluate_weights,
         evaluation_as_rank,
@@ -47,7 +47,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
         if info is None:
             raise SystemExit(evaluate_weights(loaded, _tell))
         raise SystemExit(as_launched(info, words, lambda: weights_as_rank(loaded, _tell)))
-    asked = EvaluationRequest(words[0], words[1:], trust)
+    asked = EvalRequest(words[0], words[1:], trust)
     if info is None:
         raise SystemExit(evaluate_here(asked, _tell))
     raise SystemExit(as_launched(info, words[1:], lambda: evaluation_as_rank(asked, info, _tell)))
@@ -66,7 +66,7 @@ def _load(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Lo
     return load(words[0], words[1:]) if cfg is None else import_recipe(cfg, words, None, world_size).loaded()
 
 
-def _tell(found: EvaluationResult) -> None:
+def _tell(found: EvalResult) -> None:
     from lockstep.reporting import wording
 
     after = f", after step {found.event.step}" if found.event.step else ""

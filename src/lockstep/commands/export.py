@@ -41,9 +41,9 @@ def command(
     """
     from lockstep.exports.export import export
     from lockstep.inference.saved import open_saved
-    from lockstep.run.evaluation import EvaluationRequest
+    from lockstep.run.evaluation import EvalRequest
 
-    saved = open_saved(EvaluationRequest(run, overrides, trust, "best" if best else "newest", "export"), weights)  # type: ignore[arg-type]
+    saved = open_saved(EvalRequest(run, overrides, trust, "best" if best else "newest", "export"), weights)  # type: ignore[arg-type]
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     click.echo(printable_line(saved.words))

@@ -59,10 +59,10 @@ def command(
 
     from lockstep.inference.predict import Options, predict, table_of
     from lockstep.inference.saved import open_saved
-    from lockstep.run.evaluation import EvaluationRequest
+    from lockstep.run.evaluation import EvalRequest
 
     overrides, files = _overrides.split_overrides(inputs)
-    saved = open_saved(EvaluationRequest(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
+    saved = open_saved(EvalRequest(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)

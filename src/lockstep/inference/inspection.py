@@ -22,7 +22,7 @@ from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import History
 from lockstep.reporting.run_view import RunView
-from lockstep.run.evaluation import EvaluationRequest
+from lockstep.run.evaluation import EvalRequest
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
 from lockstep.tasks.regression import Regression
@@ -101,7 +101,7 @@ def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Cal
 
 
 def _inspect(folder: str, history: History, options: InspectionOptions, tell: Callable[[str], None]) -> _One:
-    saved = open_saved(EvaluationRequest(folder, options.overrides, options.trust, options.prefer, "report --examples"))
+    saved = open_saved(EvalRequest(folder, options.overrides, options.trust, options.prefer, "report --examples"))
     for line in saved.remarks:
         tell(line)
     validation = open_validation(saved, options.samples)

@@ -31,7 +31,7 @@ from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.adapters import tuning_of
 from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model
 from lockstep.run.computing import computing_device
-from lockstep.run.evaluation import EvaluationRequest, open_checkpoint
+from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -172,11 +172,11 @@ class Computing:
         """Return what the model gives for inputs, which are brought to its device."""
         placed = mapped(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, OwnCode(self._name):
-            outputs = call(self._model, self._numerics.laid_out(placed))
-        return self._numerics.given_out(outputs)
+            outputs = call(self._model, self._numerics.prepare_inputs(placed))
+        return self._numerics.prepare_outputs(outputs)
 
 
-def open_saved(asked: EvaluationRequest, weights: Weights | None = None) -> Saved:
+def open_saved(asked: EvalRequest, weights: Weights | None = None) -> Saved:
     """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
 
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has

@@ -56,7 +56,7 @@ class Offload:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             packing = Packing(self._model, self._device, self._least_bytes)
-            stack.enter_context(saved_tensors_hooks(packing.pack, _unpacked))
+            stack.enter_context(saved_tensors_hooks(packing.pack, _unpack))
             stack.enter_context(self._inner)
             self._entered = stack.pop_all()
 
@@ -150,7 +150,7 @@ class Elements:
         return tensor.set_(storage, offset, size, stride)
 
 
-def _unpacked(packed: Kept | Moved) -> Tensor:
+def _unpack(packed: Kept | Moved) -> Tensor:
     match packed:
         case Kept(tensor, version):
             _check(tensor, version, tensor.size())

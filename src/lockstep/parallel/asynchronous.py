@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.named_sums import add_over_ranks
-from lockstep.comm.rpc import RemoteCalls
+from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.core.mesh import Mesh
@@ -54,7 +54,7 @@ class AsynchronousEngine:
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> None:
         self._world = world
         self._server: _Server | None = None
-        self._calls: RemoteCalls | None = None
+        self._calls: Rpc | None = None
 
         def pushing(trained: Sequence[Named], _: Norms) -> Optimizer:
             self._server = None if world.rank else _Server(trained, make_optimizer)
@@ -73,7 +73,7 @@ class AsynchronousEngine:
         self._worked = True
         self._skips = numerics.skip_nonfinite
         if world.size > 1:
-            self._calls = RemoteCalls(world, *([self._server.exchange, self._snapshot] if self._server else []))
+            self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """Compute this rank's gradient. The loss is that of its own micro-batches, but for a step that is observed."""

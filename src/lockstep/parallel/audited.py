@@ -64,10 +64,11 @@ class AuditedEngine:
         if not self._rota.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         repeated, *own = microbatches
-        findings = self._held(self._engine.state()) if self._world.size > 1 else []  # else nobody holds the same
-        sums, computed = self._computed(step, repeated, own, observe)
+        # With one rank nobody else holds the same.
+        findings = self._state_findings(self._engine.state()) if self._world.size > 1 else []
+        sums, computed = self._compute(step, repeated, own, observe)
         findings += computed
-        disputed = self._disputed(findings)
+        disputed = self._find_disputes(findings)
         if disputed:
             raise TrainingError(self._verdict(step, repeated, own, findings, disputed))
         self.audited += 1
@@ -97,12 +98,12 @@ class AuditedEngine:
         """See Engine."""
         self._engine.close()
 
-    def _computed(
+    def _compute(
         self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], observe: bool = False
     ) -> tuple[Sums, Findings]:
         """Do a step, and note what other ranks have results for, causes first."""
-        findings = [self._repeated(step, repeated)]
-        watched, seen = self._rota.watched(self._world.rank, step), self._noted()
+        findings = [self._repeat(step, repeated)]
+        watched, seen = self._rota.watched(self._world.rank, step), self._new_notes()
         sums = self._engine.forward_backward(
             [replace(each, note=seen.note) if each.index == watched else each for each in own], step, observe
         )
@@ -113,23 +114,23 @@ class AuditedEngine:
             findings += self._parts("the loss of the step", {"loss": sums.total})
         return sums, findings
 
-    def _repeated(self, step: Step, microbatch: MicroBatch) -> tuple[Subject, dict[str, str]]:
-        seen = self._noted()
+    def _repeat(self, step: Step, microbatch: MicroBatch) -> tuple[Subject, dict[str, str]]:
+        seen = self._new_notes()
         self._engine.repeat(replace(microbatch, note=seen.note), step)
         return _microbatch(microbatch.index), seen.values()
 
-    def _held(self, state: State) -> Findings:
+    def _state_findings(self, state: State) -> Findings:
         """Note what the ranks should hold alike between steps."""
         return [
             *self._parts("the weights", state.model),
             *self._parts("the optimizer's state", state.optimizer),
-            (Subject("the counters"), {name: _combined(value) for name, value in state.scalars.items()}),
+            (Subject("the counters"), {name: _hash(value) for name, value in state.scalars.items()}),
             *self._parts("the averaged weights", state.ema or {}),
         ]
 
     def _parts(self, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
         """Note what is whole on each rank, and this rank's rows of what is cut."""
-        whole, rows = self._noted(), self._noted()
+        whole, rows = self._new_notes(), self._new_notes()
         for name, held in tensors.items():
             (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
         cut = [
@@ -137,12 +138,12 @@ class AuditedEngine:
             for name, held in tensors.items()
             if isinstance(held, Shard)
         ]
-        found = [(Subject(kind), whole.values()), (Subject(kind, _combined(cut)), rows.values())]
+        found = [(Subject(kind), whole.values()), (Subject(kind, _hash(cut)), rows.values())]
         return [(subject, digests) for subject, digests in found if digests]
 
-    def _disputed(self, findings: Findings) -> Opinions:
+    def _find_disputes(self, findings: Findings) -> Opinions:
         """Return what the ranks do not agree on. All ranks call it."""
-        own = [[*subject, _combined(digests)] for subject, digests in findings]
+        own = [[*subject, _hash(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, text in enumerate(self._world.all_tell(json.dumps(own))):
             for kind, rows, found in plainfile.parsed(text):
@@ -153,11 +154,11 @@ class AuditedEngine:
         self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], findings: Findings, disputed: Opinions
     ) -> str:
         """Get further opinions, and return who is wrong about what. All ranks call it, and get the same."""
-        findings += self._computed(step, repeated, own)[1]
+        findings += self._compute(step, repeated, own)[1]
         for index in range(self._rota.microbatches):
             if _microbatch(index) in disputed:
-                findings.append(self._repeated(step, self._fetch(step, index)))
-        disputed = self._disputed(findings)
+                findings.append(self._repeat(step, self._fetch(step, index)))
+        disputed = self._find_disputes(findings)
         named = {subject: odd_ones(each) or sorted({rank for rank, _ in each}) for subject, each in disputed.items()}
         decided = [subject for subject, opinions in disputed.items() if odd_ones(opinions)]
         # What the fewest ranks have wrong is nearest to the fault: rows of a weight, not what a replica makes of them.
@@ -166,12 +167,12 @@ class AuditedEngine:
         ranks = [plainfile.parsed(text) for text in self._world.all_tell(json.dumps(told))]
         return _verdict(step, subject, disputed[subject], ranks)
 
-    def _noted(self) -> _Noted:
-        return _Noted(self._digests)
+    def _new_notes(self) -> _DigestNotes:
+        return _DigestNotes(self._digests)
 
 
 @final
-class _Noted:
+class _DigestNotes:
     """What a `note` (tasks/base.py) has seen, as digests."""
 
     def __init__(self, digests: Digests) -> None:
@@ -190,7 +191,7 @@ def _microbatch(index: int) -> Subject:
     return Subject(f"micro-batch {index}")
 
 
-def _combined(value: Any) -> str:
+def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -30,7 +30,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks(m)]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
-        self._scratch = torch.cat([_padded(buffer) for buffer in buffers]) if buffers else torch.empty(0)
+        self._scratch = torch.cat([_pad(buffer) for buffer in buffers]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
         counted = torch.tensor([[int(_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
         self._counted = counted[:, 0] if self._layers else counted
@@ -54,14 +54,14 @@ class RunningStatistics:
         if self.size:
             self._scratch.copy_(self._running)
 
-    def observed(self, samples: int) -> Tensor:
+    def observations(self, samples: int) -> Tensor:
         """Return what the last forward observed, times its number of samples: float64 of shape [size]."""
         return self._scratch.double().mul_(samples)
 
     def with_loss(self, loss: Tensor, samples: int) -> Tensor:
         """Return a micro-batch's loss and what its forward observed, for the tree: float64 of shape [1 + size]."""
         value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
-        return torch.cat([value, self.observed(samples)]) if self.size else value
+        return torch.cat([value, self.observations(samples)]) if self.size else value
 
     def move(self, mean: Tensor) -> None:
         """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample."""
@@ -118,7 +118,7 @@ def _room(width: int) -> int:
     return -(-width // 4) * 4
 
 
-def _padded(buffer: Tensor) -> Tensor:
+def _pad(buffer: Tensor) -> Tensor:
     return nn.functional.pad(buffer.flatten().float(), (0, _room(buffer.numel()) - buffer.numel()))
 
 

@@ -33,13 +33,13 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     """
     prepare(numerics(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
-    for block in compiled_units(model):
+    for block in units_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"
         forward = torch.compile(block.forward, dynamic=False, options=dict(OPTIONS))
         block.forward = _naming(name, unwrap(type(block).forward).__code__)(forward)
 
 
-def compiled_units(model: nn.Module) -> list[nn.Module]:
+def units_to_compile(model: nn.Module) -> list[nn.Module]:
     """Return what is compiled as one."""
     return find_units(model) or [model]
 

@@ -12,9 +12,9 @@ A step, phase by phase, for each of this rank's micro-batches:
 
 `forward_backward` does all of it with a task; who has a loop of its own calls what it is made of. Where BatchNorm is
 over the whole step, the forwards of this rank's micro-batches are under way together, and one backward goes through all
-of them; the gradients of each still go into the tree one after the other (parallel/cooperative.py, parallel/apart.py).
-Where sequences are cut into chunks, each of these has a forward in place of its micro-batch, and those of one
-micro-batch are under way together (parallel/context/sequence_chunks.py).
+of them; the gradients of each still go into the tree one after the other (parallel/cooperative.py,
+parallel/isolated_grads.py). Where sequences are cut into chunks, each of these has a forward in place of its
+micro-batch, and those of one micro-batch are under way together (parallel/context/sequence_chunks.py).
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
-from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import Ema, evaluating
+from lockstep.parallel.ema import WeightAverage, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.layouts.base import GathersWeights, MakeLayout, Slots, check_names, take_over
-from lockstep.parallel.leaves import MakeLeaves
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.still import Still
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
+from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -85,7 +85,7 @@ class DataParallelEngine:
         mesh: Mesh,
         make_layout: MakeLayout,
         on_close: Callable[[], None] | None = None,
-        make_leaves: MakeLeaves = leaves_of,
+        make_leaves: MakeWorkUnits = leaves_of,
     ) -> None:
         self._task = problem.task
         self._world = world
@@ -110,10 +110,10 @@ class DataParallelEngine:
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
-        self._still = Still(self._model, self._running.buffers) if numerics.guarded else None
-        self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._buffer_guard = BufferGuard(self._model, self._running.buffers) if numerics.guarded else None
+        self._ema = self._make_ema(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
-        self._slots = Slots(self._layout.trained, self._layout.held)
+        self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.precision, world.device)
         self._training = self._around_forward()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
@@ -162,12 +162,12 @@ class DataParallelEngine:
         for generator in self._generators:
             generator.manual_seed(seed)
         alone = self._step_sums is None and self._leaves.count == 1
-        if self._still is not None:
-            self._still.note()
+        if self._buffer_guard is not None:
+            self._buffer_guard.note()
         with self._training if alone else self._around_forward():
             yield
-        if self._still is not None:
-            self._still.check()
+        if self._buffer_guard is not None:
+            self._buffer_guard.check()
 
     def backward(self, microbatch: MicroBatch, loss: Tensor) -> None:
         """Compute the gradient of a micro-batch's summed loss, and add what it gives to the step's sums."""
@@ -206,7 +206,7 @@ class DataParallelEngine:
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
-        return {name: self._layout.held(name, gradient(tensor)) for name, tensor in self._layout.trained}
+        return {name: self._layout.as_shard(name, gradient(tensor)) for name, tensor in self._layout.trained}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -233,9 +233,9 @@ class DataParallelEngine:
         """The buffers that are kept alike on all ranks: BatchNorm's."""
         return self._running.buffers
 
-    def gathered(self) -> dict[Tensor, Tensor]:
+    def gathered_shards(self) -> dict[Tensor, Tensor]:
         """Return what the model computes with in the place of its parameters, and of which of them it is gathered."""
-        return self._layout.gathered() if isinstance(self._layout, GathersWeights) else {}
+        return self._layout.gathered_shards() if isinstance(self._layout, GathersWeights) else {}
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
@@ -257,7 +257,7 @@ class DataParallelEngine:
         ema = self._ema.state() if self._ema is not None else None
         return State(
             model=model,
-            optimizer={name: self._slots.held(name, tensor) for name, tensor in tensors.items()},
+            optimizer={name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()},
             ema={name: sharded_as(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
             feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
@@ -285,14 +285,14 @@ class DataParallelEngine:
         if self._on_close is not None:
             self._on_close()
 
-    def _averaged(self, decay: float) -> Ema:
-        return Ema({name: local_tensor(held) for name, held in self._layout.state().items()}, decay)
+    def _make_ema(self, decay: float) -> WeightAverage:
+        return WeightAverage({name: local_tensor(held) for name, held in self._layout.state().items()}, decay)
 
     def _loss_of(self, microbatch: MicroBatch, observed: NamedSums | None = None) -> Tensor:
-        inputs = self._numerics.laid_out(self._leaves.inputs(microbatch))
+        inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
-        given = self._numerics.given_out(outputs)
+        given = self._numerics.prepare_outputs(outputs)
         loss = self._task.loss(given, microbatch.batch)
         if observed is not None and self._first and not microbatch.dummy:
             with torch.no_grad():
@@ -305,7 +305,7 @@ class DataParallelEngine:
     def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
         if microbatch.note is not None:
             microbatch.note("loss", loss)
-            microbatch.note("BatchNorm statistics", self._running.observed(microbatch.samples))
+            microbatch.note("BatchNorm statistics", self._running.observations(microbatch.samples))
 
     def _count(self, microbatch: MicroBatch, loss: Tensor | None) -> None:
         """Add what a forward gave to the step's sums, and send them after the last one of this rank."""
@@ -328,8 +328,8 @@ class DataParallelEngine:
 
     def _at_once(self, microbatches: Sequence[MicroBatch], step: Step, observed: NamedSums | None) -> None:
         """Do the forwards of all these micro-batches together, and one backward through all of them."""
-        apart = Apart(self._model, len(microbatches))
-        with apart.entered():
+        apart = IsolatedGradients(self._model, len(microbatches))
+        with apart.restore_after():
             losses = self._together.run(
                 [partial(self._forward_together, each, step, observed) for each in microbatches], apart.use
             )
@@ -350,7 +350,7 @@ class DataParallelEngine:
         return loss
 
     def _backward(self, losses: Sequence[Tensor], step: Step) -> None:
-        seeds = tuple(self._updates.scaled(self._share(step.weight, loss.dtype)) for loss in losses)
+        seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype)) for loss in losses)
         with self._model_code:
             # What autograd.backward ends with; before it that looks for 9 us into seeds which fit.
             how = {"allow_unreachable": True, "accumulate_grad": True}
@@ -368,5 +368,5 @@ class DataParallelEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:
-            outputs = call(self._model, self._numerics.laid_out(self._leaves.evaluated(inputs)))
-        return self._numerics.given_out(outputs)
+            outputs = call(self._model, self._numerics.prepare_inputs(self._leaves.evaluation_inputs(inputs)))
+        return self._numerics.prepare_outputs(outputs)

@@ -33,17 +33,17 @@ from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.deepspeed_places import Place, places
-from lockstep.parallel.ema import Ema, evaluating
+from lockstep.parallel.buffer_guard import BufferGuard
+from lockstep.parallel.deepspeed_pieces import FlatPiece, flat_pieces
+from lockstep.parallel.ema import WeightAverage, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import check_names, take_over, trained_parameters
+from lockstep.parallel.layouts.base import check_names, take_over, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.still import Still
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -75,9 +75,9 @@ class DeepSpeedEngine:
             model.forward = inner(model.forward)
         self._model = model
         self._running = RunningStatistics(model.train())
-        self._still = Still(model, self._running.buffers) if numerics.guarded else None
+        self._buffer_guard = BufferGuard(model, self._running.buffers) if numerics.guarded else None
         self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        self._trained = trained_parameters(model)
+        self._trained = trainable_parameters(model)
         optimizer = make_optimizer(self._trained, whole_norms)
         keep_ratios(optimizer)
         stage: int = configuration["zero_optimization"]["stage"]
@@ -88,8 +88,8 @@ class DeepSpeedEngine:
             )
         self._optimizer: Any = self._engine.optimizer
         self._cut_weights = stage == 3
-        self._places = places(self._optimizer, world.rank, stage)
-        self._ema = self._averaged(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._pieces = flat_pieces(self._optimizer, world.rank, stage)
+        self._ema = self._make_ema(numerics.ema_decay) if numerics.ema_decay is not None else None
         self._scaler = numerics.loss_scaler(world.device)
         self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
@@ -122,7 +122,7 @@ class DeepSpeedEngine:
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine. Each is whole, on every rank, times the loss scale."""
         if not self._weight:
-            return {name: torch.zeros(self._places[each].shape) for name, each in self._trained}
+            return {name: torch.zeros(self._pieces[each].shape) for name, each in self._trained}
         whole_of = self._library.utils.safe_get_full_grad
         with its_exchanges():
             whole = {name: whole_of(parameter) for name, parameter in self._trained}
@@ -165,7 +165,7 @@ class DeepSpeedEngine:
 
     def state(self) -> State:
         """See Engine. What DeepSpeed cuts is a shard that any other strategy can read."""
-        model = self._held()
+        model = self._model_state()
         ema = None if self._ema is None else self._ema.state()
         tensors, slots = self._optimizer_state()
         scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        model = self._held()
+        model = self._model_state()
         check_names(state.model, model)
         take_over(state.model, model)
         self._running.reload()
@@ -201,18 +201,18 @@ class DeepSpeedEngine:
 
     def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor:
         self._running.before_forward()
-        if self._still is not None:
-            self._still.note()
+        if self._buffer_guard is not None:
+            self._buffer_guard.note()
         seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
-        inputs = self._numerics.laid_out(self._task.inputs(microbatch.batch))
+        inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
         with self._autocast:
             with self._model_code, its_exchanges():
                 outputs = call(self._engine, inputs)
             loss = self._task.loss(outputs, microbatch.batch)
-        if self._still is not None:
-            self._still.check()
+        if self._buffer_guard is not None:
+            self._buffer_guard.check()
         if observed is not None and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
@@ -237,18 +237,18 @@ class DeepSpeedEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code, its_exchanges():
-            return call(self._engine, self._numerics.laid_out(inputs))
+            return call(self._engine, self._numerics.prepare_inputs(inputs))
 
-    def _averaged(self, decay: float) -> Ema:
-        return Ema({name: local_tensor(held) for name, held in self._held().items()}, decay)
+    def _make_ema(self, decay: float) -> WeightAverage:
+        return WeightAverage({name: local_tensor(held) for name, held in self._model_state().items()}, decay)
 
-    def _held(self) -> dict[str, MaybeSharded]:
+    def _model_state(self) -> dict[str, MaybeSharded]:
         """Return the model's state: what is trained as DeepSpeed's optimizer has it, in fp32."""
-        return {name: self._as_held(tensor) for name, tensor in self._named.items()}
+        return {name: self._as_shard(tensor) for name, tensor in self._named.items()}
 
-    def _as_held(self, tensor: Tensor) -> MaybeSharded:
-        if isinstance(tensor, nn.Parameter) and tensor in self._places:
-            place = self._places[tensor]
+    def _as_shard(self, tensor: Tensor) -> MaybeSharded:
+        if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
+            place = self._pieces[tensor]
             return place.piece_of(place.flat)
         if isinstance(tensor, nn.Parameter) and self._cut_weights:  # it wants no gradient
             whole: Any = tensor
@@ -274,7 +274,7 @@ class DeepSpeedEngine:
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
-            place = self._places[parameter]
+            place = self._pieces[parameter]
             for slot, value in self._base.state.get(place.flat, {}).items():
                 if not isinstance(value, Tensor):
                     slots[f"{name}/{slot}"] = value
@@ -296,13 +296,13 @@ class DeepSpeedEngine:
             if owner.startswith(GROUP):
                 self._base.param_groups[int(owner.removeprefix(GROUP))][slot] = local_tensor(value).clone()
             else:
-                place = self._places[own[owner]]
+                place = self._pieces[own[owner]]
                 _fill(flat_state.setdefault(place.flat, {}), slot, value, place)
         self._base.state.clear()
         self._base.state.update(flat_state)
 
 
-def _fill(slots: dict[str, Any], slot: str, value: Any, place: Place) -> None:
+def _fill(slots: dict[str, Any], slot: str, value: Any, place: FlatPiece) -> None:
     """Put what was kept for a parameter where the optimizer keeps it for the flat tensor that it is a part of."""
     whole = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(whole, Tensor) or whole.shape != place.shape:

@@ -13,7 +13,7 @@ from lockstep.errors import TrainingError
 
 
 @final
-class Ema:
+class WeightAverage:
     """The average of all parameters and of what the model keeps in floating-point buffers.
 
     After an update by decay d the average is d * average + (1 - d) * weights. It is kept in float32 at least:
@@ -24,7 +24,7 @@ class Ema:
         """Average `live`, the tensors of a model's state, whose values change in place."""
         self._decay = decay
         self._live = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
-        self._average = {name: _widened(tensor) for name, tensor in self._live.items()}
+        self._average = {name: _widen(tensor) for name, tensor in self._live.items()}
         self._live_counters = {name: tensor for name, tensor in live.items() if name not in self._live}
         self._counters = {name: tensor.clone() for name, tensor in self._live_counters.items()}
 
@@ -38,7 +38,7 @@ class Ema:
             counter.copy_(self._live_counters[name])
 
     @contextmanager
-    def swapped(self, reload: Callable[[], None]) -> Iterator[None]:
+    def swap(self, reload: Callable[[], None]) -> Iterator[None]:
         """Let the model's tensors hold the averaged weights while the block runs, then their own again.
 
         `reload` brings what they hold to where it is computed with.
@@ -67,20 +67,20 @@ class Ema:
 
 
 @contextmanager
-def evaluating(model: nn.Module, average: Ema | None, reload: Callable[[], None]) -> Iterator[None]:
+def evaluating(model: nn.Module, average: WeightAverage | None, reload: Callable[[], None]) -> Iterator[None]:
     """Let a model evaluate while the block runs, without gradients, with averaged weights where there are any.
 
     `reload` is called after each change of the weights.
     """
     model.eval()
     try:
-        with average.swapped(reload) if average is not None else nullcontext(), torch.no_grad():
+        with average.swap(reload) if average is not None else nullcontext(), torch.no_grad():
             yield
     finally:
         model.train()
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 

@@ -93,7 +93,7 @@ class Gradients:
                 self._show(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
             return
         for bucket in self._buckets:
-            parts = self._taken(bucket)
+            parts = self._take(bucket)
             if not microbatch.dummy:
                 bucket.counter.push(microbatch.index, parts)
 
@@ -137,10 +137,10 @@ class Gradients:
             if bucket.missing and not everything:
                 return
             if self._last_leaf is not None:
-                bucket.counter.push(self._last_leaf, self._taken(bucket))
+                bucket.counter.push(self._last_leaf, self._take(bucket))
             self._waiting.append(self._stream.submit(partial(self._sum, bucket, bucket.counter.pieces())))
 
-    def _taken(self, bucket: _Bucket) -> Parts:
+    def _take(self, bucket: _Bucket) -> Parts:
         parts = [_take_gradient(parameter) for parameter in bucket.parameters]
         self._show(bucket.parameters, parts)
         return parts
@@ -178,13 +178,13 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor:
 
 def wide_gradient(parameter: nn.Parameter) -> Tensor:
     """Return what a backward left in `grad`, in the dtype that it is added in; zeros where it left nothing."""
-    dtype, gradient = summed_dtype(parameter), parameter.grad
+    dtype, gradient = sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` takes longer to find that it is
 
 
-def summed_dtype(parameter: nn.Parameter) -> torch.dtype:
+def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
     """Return the dtype that gradients of a parameter are added in: its own, or fp32 where it is a copy (weights.py)."""
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
@@ -197,7 +197,7 @@ def give_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None
 
 def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a flat vector for the sum of the gradients of parameters of one dtype."""
-    return parameters[0].new_empty(sum(each.numel() for each in parameters), dtype=summed_dtype(parameters[0]))
+    return parameters[0].new_empty(sum(each.numel() for each in parameters), dtype=sum_dtype(parameters[0]))
 
 
 def add_parts_(left: Parts, right: Parts) -> Parts:

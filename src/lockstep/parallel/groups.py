@@ -18,7 +18,7 @@ _KEY: Final = "recipe.optimizer.groups"
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
+class GroupSettings:
     """Parameters whose names fit one of `patterns`: their rate is `lr_factor` times the optimizer's."""
 
     patterns: Sequence[str]
@@ -27,7 +27,7 @@ class ParameterGroup:
 
 
 def settings(
-    names: Sequence[str], groups: Sequence[ParameterGroup], scales: Mapping[str, float]
+    names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """Return what the optimizer's groups say of each of `names` that one says anything of.
 
@@ -35,7 +35,7 @@ def settings(
     multiply a group's. A pattern that matches no name, and a group all of whose names are in an earlier one, raise
     UsageError.
     """
-    group_of: dict[str, ParameterGroup] = {}
+    group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
         place = f"{_KEY}[{number}].match"
         found = selected(place, group.patterns, names, "trained parameter")
@@ -58,7 +58,7 @@ def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _setting(group: ParameterGroup | None, scale: float) -> dict[str, Any]:
+def _setting(group: GroupSettings | None, scale: float) -> dict[str, Any]:
     options = dict(group.options) if group is not None else {}
     factor = scale * (group.lr_factor if group is not None else 1.0)
     return options if factor == 1.0 else {**options, SCALE: factor}

@@ -68,7 +68,7 @@ class Lars(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do a step."""
-        return _stepped(self, self._step_group, closure)
+        return _step_groups(self, self._step_group, closure)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = [_gradient(parameter) for parameter in parameters]
@@ -141,7 +141,7 @@ class Lamb(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do a step."""
-        return _stepped(self, self._step_group, closure)
+        return _step_groups(self, self._step_group, closure)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = self._directions(parameters, group)
@@ -181,7 +181,7 @@ class Lamb(Optimizer):
 
 
 @torch.no_grad()
-def _stepped(
+def _step_groups(
     optimizer: Optimizer,
     step_group: Callable[[list[Tensor], dict[str, Any]], None],
     closure: Callable[[], float] | None,

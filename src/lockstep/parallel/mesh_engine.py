@@ -41,14 +41,14 @@ def mesh_engine(
     over, make_leaves = mesh, leaves_of
     # What an axis needs is imported where it is asked for: torch's fully_shard takes a second, and 45 MiB of each rank.
     if mesh.expert > 1:
-        from lockstep.parallel.layouts.dispatched import dispatched, own_experts
+        from lockstep.parallel.layouts.experts import expert_layout, own_experts
 
         problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
-        make_layout = dispatched(world, mesh, bucket_bytes)
+        make_layout = expert_layout(world, mesh, bucket_bytes)
     elif mesh.shard > 1:
-        from lockstep.parallel.layouts.sharded import sharded
+        from lockstep.parallel.layouts.sharded import fsdp_layout
 
-        make_layout = sharded(world, mesh, keep_gathered, offload, chunks)
+        make_layout = fsdp_layout(world, mesh, keep_gathered, offload, chunks)
     elif spreads:
         from lockstep.parallel.layouts.sequence_parallel import sequence_parallel_layout
         from lockstep.parallel.tensor.sequence_parallel import sequence_parallel_leaves

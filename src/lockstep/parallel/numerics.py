@@ -72,18 +72,18 @@ class Numerics:
         """Return what scales the loss; it does nothing where the precision needs none."""
         return loss_scaler(self.precision, device, self.initial_scale, self.growth_interval, self.static_scale)
 
-    def laid_out(self, inputs: Inputs) -> Inputs:
+    def prepare_inputs(self, inputs: Inputs) -> Inputs:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""
         if self.dtype is None and not self.channels_last:
             return inputs
-        laid_out: Inputs = mapped(self._tensor_laid_out, inputs)
-        return laid_out
+        prepared: Inputs = mapped(self._prepare_tensor, inputs)
+        return prepared
 
-    def given_out(self, outputs: Any) -> Any:
+    def prepare_outputs(self, outputs: Any) -> Any:
         """Return what the model gave as the loss takes it: added up in 16 bits it would not be worth much."""
-        return outputs if self.dtype is None else mapped(_widened, outputs)
+        return outputs if self.dtype is None else mapped(_widen, outputs)
 
-    def _tensor_laid_out(self, tensor: Tensor) -> Tensor:
+    def _prepare_tensor(self, tensor: Tensor) -> Tensor:
         if self.dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self.dtype)
         if self.channels_last and tensor.ndim == 4:
@@ -91,5 +91,5 @@ class Numerics:
         return tensor
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor

@@ -56,15 +56,15 @@ def make_optimizer(
     factory = _find_own(name) if ":" in name else _find(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     asked = {key: value for key, value in values.items() if value is not None} | dict(options or {})
-    taken = _accepted(factory)
-    _check_asked(name, taken, asked, decay_bias_and_norm)
+    taken = _argument_names(factory)
+    _check_options(name, taken, asked, decay_bias_and_norm)
     form: dict[str, Any] = {"foreach": True} if "foreach" in (taken or ()) and not asked.get("fused") else {}
     if name.lower() in OURS:
         form = {"norms": norms}
     groups = _groups(name, parameters, decay_bias_and_norm, settings or _nothing)
-    _check_asked(f"{name}, recipe.optimizer.groups", taken, _asked_of(groups), True)
+    _check_options(f"{name}, recipe.optimizer.groups", taken, _group_options(groups), True)
     if ":" in name:
-        made = _made_by(name, factory, groups, {"lr": lr, **form, **asked})
+        made = _call_factory(name, factory, groups, {"lr": lr, **form, **asked})
         _check_kept(name, groups, made)
         return made
     try:
@@ -90,13 +90,13 @@ def _find_own(path: str) -> Callable[..., Any]:
     factory = import_object(path, "optimizer")
     if not callable(factory):
         raise UsageError(f"optimizer {path}: it is of type {type(factory).__name__}; name a class or a function")
-    taken = _accepted(factory)
+    taken = _argument_names(factory)
     if taken is not None and "lr" not in taken:
         raise UsageError(f"optimizer {path}: it takes no lr; let it be (params, lr, ...) ({CONTRACT})")
     return cast(Callable[..., Any], factory)
 
 
-def _accepted(factory: Callable[..., Any]) -> list[str] | None:
+def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
     """Return the names of all that a class or a function takes, None where it takes anything."""
     cls = factory.func if isinstance(factory, partial) else factory
     try:
@@ -106,7 +106,7 @@ def _accepted(factory: Callable[..., Any]) -> list[str] | None:
     return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else [*parameters]
 
 
-def _made_by(
+def _call_factory(
     path: str, factory: Callable[..., Any], groups: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]
 ) -> Optimizer:
     """Call the user's class or function with groups of named parameters and `asked`, which has `lr`.
@@ -155,7 +155,7 @@ def _timm_optimizer(name: str) -> Factory:
     return factory
 
 
-def _check_asked(name: str, taken: Sequence[str] | None, asked: Iterable[str], decay_bias_and_norm: bool) -> None:
+def _check_options(name: str, taken: Sequence[str] | None, asked: Iterable[str], decay_bias_and_norm: bool) -> None:
     keys = [*asked] if decay_bias_and_norm else [*asked, "weight_decay"]
     options = [each for each in taken or () if each not in _GIVEN]
     for key in keys:
@@ -190,7 +190,7 @@ def _nothing(_: str) -> Mapping[str, Any]:
     return {}
 
 
-def _asked_of(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+def _group_options(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the options that groups have beside a scale of the rate, which is ours to apply."""
     return [*{key: None for group in groups for key in group if key not in ("params", SCALE)}]
 

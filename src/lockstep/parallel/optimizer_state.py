@@ -55,11 +55,11 @@ def load_optimizer_state(
         if owner.startswith(GROUP):
             groups[int(owner.removeprefix(GROUP))][slot] = value
         else:
-            state.setdefault(numbers[owner], {})[slot] = _laid_out(value, parameters[owner])
+            state.setdefault(numbers[owner], {})[slot] = _in_memory_format(value, parameters[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _laid_out(value: Any, parameter: Tensor) -> Any:
+def _in_memory_format(value: Any, parameter: Tensor) -> Any:
     """Return a tensor of the parameter's shape in its memory format: LAMB's norms add up in the order of memory."""
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -37,7 +37,7 @@ class Updates:
         self._static_scale = numerics.static_scale
         self._scales = self._scaler.is_enabled()
 
-    def scaled(self, seed: Tensor) -> Tensor:
+    def scale(self, seed: Tensor) -> Tensor:
         """Return what a backward starts from, times the loss scale where there is one."""
         return self._scaler.scale(seed) if self._scales else seed
 

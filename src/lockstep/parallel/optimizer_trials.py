@@ -65,10 +65,10 @@ def check_rows(make: Make, strategy: str, dtype: torch.dtype | None = None) -> N
     parallel/layerwise.py are given the norms of the whole, so they pass. Fused forms do not: where their vectors end
     decides bits, but not for all numbers, so no trial would be sure.
     """
-    optimizer = _checked(make)
+    optimizer = _small_optimizer(make)
     if type(optimizer) in OURS.values():
         return
-    if _fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES):
+    if _is_fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} treats rows of a tensor otherwise than the "
             f"whole tensor, so it cannot be cut; use strategy ddp, or an optimizer such as sgd, adamw, lars or lamb "
@@ -81,8 +81,8 @@ def check_flat(make: Make, strategy: str) -> None:
 
     It then sees neither the shape of a parameter nor its norm.
     """
-    optimizer = _checked(make)
-    if _fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
+    optimizer = _small_optimizer(make)
+    if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} treats a tensor otherwise than flattened "
             f"pieces of it, so it cannot be handed over; use an optimizer such as sgd, adam or adamw without "
@@ -118,30 +118,30 @@ def check_own(path: str, make: Make) -> None:
     It steps by the rates a schedule would set; one goes on from what a checkpoint has of another.
     """
     with OwnCode(f"optimizer {path}"):
-        usual = _stepped(make, rate=1.0)
-        if not torch.equal(usual, _stepped(make, rate=1.0)):
+        usual = _after_steps(make, rate=1.0)
+        if not torch.equal(usual, _after_steps(make, rate=1.0)):
             raise UsageError(
                 f"optimizer {path}: two of them, given the same, step to other bits; let it draw no random numbers, "
                 f"and keep nothing from one to the next ({CONTRACT})"
             )
-        if torch.equal(usual, _stepped(make, rate=0.5)):
+        if torch.equal(usual, _after_steps(make, rate=0.5)):
             raise UsageError(
                 f"optimizer {path}: its step is the same whatever the rate; multiply by group['lr'], which follows "
                 f"the schedule ({CONTRACT})"
             )
-        if not torch.equal(usual, _stepped(make, rate=1.0, resumed=True)):
+        if not torch.equal(usual, _after_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: resumed from a checkpoint it steps to other bits: it keeps something outside of "
                 f"self.state[parameter] and the numbers of its param_groups; keep it there ({CONTRACT})"
             )
 
 
-def _checked(make: Make) -> Optimizer:
+def _small_optimizer(make: Make) -> Optimizer:
     check_optimizer(make, dims=(2,))
     return make([("parameter", _tiny(2))])
 
 
-def _fused(optimizer: Optimizer) -> bool:
+def _is_fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -163,19 +163,19 @@ def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with AlikeInRows() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
-        whole = _stepped(make, shape, dtype=dtype)
-        return all(torch.equal(_stepped(make, shape, heights, dtype), whole) for heights in cuts)
+        whole = _after_steps(make, shape, dtype=dtype)
+        return all(torch.equal(_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
 def _alike_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
     """Say whether pieces of a flattened tensor end as the whole does, but for rounding."""
-    whole = _stepped(make, shape).flatten()
+    whole = _after_steps(make, shape).flatten()
     third = whole.numel() // 3
-    flat = _stepped(make, shape, [third, whole.numel() - third], flat=True)
+    flat = _after_steps(make, shape, [third, whole.numel() - third], flat=True)
     return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
 
 
-def _stepped(
+def _after_steps(
     make: Make,
     shape: tuple[int, ...] = (5, 3),
     heights: Sequence[int] | None = None,

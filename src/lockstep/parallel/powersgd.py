@@ -31,7 +31,7 @@ from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.core.tree import Block
 from lockstep.parallel.gradients import Gradients, unflatten
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.weights import Weights
 
@@ -45,7 +45,7 @@ def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: in
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)  # first: it makes what gradients are added of
-        trained, canonical = trained_parameters(model), world.canonical(mesh, "replicate")
+        trained, canonical = trainable_parameters(model), world.canonical(mesh, "replicate")
         power = PowerSgd(trained, canonical, mesh.data_rank(world.rank), columns, seed)
         gradients = Gradients(
             trained, canonical, stream, False, bucket_bytes, lambda bucket: partial(power.add, bucket)
@@ -103,13 +103,13 @@ class PowerSgd:
         whole = [part for number, part in parts.items() if number not in matrices]
         # The first exchange.
         thin = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
-        sums = self._over_ranks([*whole, *thin])
+        sums = self._sum_over_ranks([*whole, *thin])
         for part, summed in zip(whole, sums, strict=False):
             part.copy_(summed)
         # The second one.
         bases = [orthonormal(each) for each in sums[len(whole) :]]
         own = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
-        factors = self._over_ranks(own)
+        factors = self._sum_over_ranks(own)
         for (number, matrix), basis, mine, factor in zip(matrices.items(), bases, own, factors, strict=True):
             part = parts[number]
             self._pending[number] = (matrix - basis @ mine.T).view(part.shape), factor
@@ -162,7 +162,7 @@ class PowerSgd:
             self._factors[number] = drawn.to(matrix.device)
         return self._factors[number]
 
-    def _over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of these over all ranks."""
         if not tensors:
             return []

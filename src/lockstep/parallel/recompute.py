@@ -24,10 +24,10 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
         # On the instance: whatever is called around a forward stays.
-        unit.forward = partial(_recomputed, unit.forward)
+        unit.forward = partial(_recompute, unit.forward)
     return model
 
 
-def _recomputed(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
+def _recompute(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
     """Call a block's forward by way of checkpoint, whose own keywords a block may have too: `debug`, `function`."""
     return checkpoint(partial(forward, **named), *inputs, use_reentrant=False)

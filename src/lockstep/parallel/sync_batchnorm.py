@@ -86,7 +86,7 @@ def synchronise(model: nn.Module, together: Cooperative, sums: StepSums) -> None
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
-            normalise = partial(_normalised, f"layer {name}", number, together, sums)
+            normalise = partial(_normalise, f"layer {name}", number, together, sums)
             layer.forward = partial(_forward, layer, layer.forward, normalise)  # type: ignore[method-assign]
 
 
@@ -128,7 +128,7 @@ class _Instead(TorchFunctionMode):
         return self._normalise(*args, **(kwargs or {}))
 
 
-def _normalised(
+def _normalise(
     place: str,
     number: int,
     together: Cooperative,

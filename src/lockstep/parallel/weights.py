@@ -24,15 +24,15 @@ class Weights:
     made copies of that dtype of them.
 
     The model then computes with the copies; gradients come out of a backward in `dtype`, and are added in fp32. Those
-    of `kept_wide` have no copies.
+    of `fp32_parameters` have no copies.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._model = model
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         if dtype is not None:
-            wide = kept_wide(model, dtype)
-            self._copies = {each: _made_copy(each, dtype) for each in model.parameters() if each not in wide}
+            wide = fp32_parameters(model, dtype)
+            self._copies = {each: _make_copy(each, dtype) for each in model.parameters() if each not in wide}
 
     def of(self, copy: nn.Parameter) -> nn.Parameter:
         """Return the weight that a parameter of the model is a copy of: itself where there are no copies."""
@@ -48,7 +48,7 @@ class Weights:
         """See Layout."""
         return WHOLE
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return tensor
 
@@ -89,7 +89,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-def kept_wide(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
+def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
     """Return the parameters that a model which computes in `dtype` has no copies of: with fp16 those of BatchNorm.
 
     So it is in apex's O2. In bf16, whose range is that of fp32, they are rounded like all others.
@@ -117,7 +117,7 @@ def widen_batchnorm(model: nn.Module) -> None:
             layer.forward = partial(_with_wide_parameters, layer, layer.forward)  # type: ignore[method-assign]
 
 
-def _made_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Turn a parameter into a copy of itself, and return the weight that it was."""
     weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     parameter.data = weight.data.to(dtype)

@@ -55,8 +55,8 @@ class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
     `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
-    `status` returns, on any thread, what this rank does; its user replaces it. With the `secret` of the job the ranks sign
-    what they write.
+    `status` returns, on any thread, what this rank does; its user replaces it. With the `secret` of the job the ranks
+    sign what they write.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.reporting.sink import Sink
-from lockstep.run.evaluation import EvaluationRequest, EvaluationResult, evaluate_here
+from lockstep.run.evaluation import EvalRequest, EvalResult, evaluate_here
 from lockstep.run.training import train_here
 from lockstep.training.events import Evaluated, Event
 
@@ -76,7 +76,7 @@ def evaluate(
 
     Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
-    asked = EvaluationRequest(str(run), tuple(as_words(overrides, processes)), trust)
+    asked = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
     [message] = _messages(partial(_evaluate, asked))
     event = _event(message)
     assert isinstance(event, Evaluated)
@@ -162,9 +162,9 @@ def _background(body: Callable[[EventPipe], int], connection: Connection) -> Non
     sys.stdout.flush()
 
 
-def _evaluate(asked: EvaluationRequest, pipe: EventPipe) -> int:
+def _evaluate(asked: EvalRequest, pipe: EventPipe) -> int:
     return evaluate_here(asked, partial(_write, pipe))
 
 
-def _write(pipe: EventPipe, found: EvaluationResult) -> None:
+def _write(pipe: EventPipe, found: EvalResult) -> None:
     pipe.write(found.event, 0.0)

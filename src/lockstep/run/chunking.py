@@ -13,7 +13,7 @@ from lockstep.core.batch import Batch, mapped, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.logits import Logits
 from lockstep.parallel.tensor.plan import Plan, cut_into_chunks
 from lockstep.parallel.tensor.slices import cut_layers
@@ -46,7 +46,7 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
 
     UsageError where it cannot be, in a recipe's words; `name` is the model's.
     """
-    known = {key: kind for key, kind in known_plan(model).items() if key not in plan}
+    known = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
     chunked = cut_into_chunks(model, {**plan, **known}, chunks)  # of several patterns that fit the first counts
     if not cut_layers(model):
         raise UsageError(

@@ -23,7 +23,7 @@ from lockstep.config.load import Loaded, comparable, differences, load_text, rec
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.parallel.layouts.base import gathered
+from lockstep.parallel.layouts.base import gather_whole
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
@@ -58,7 +58,7 @@ _OF_TRAINING: Final = (
 
 
 @dataclass(frozen=True)
-class EvaluationRequest:
+class EvalRequest:
     """A saved run, what overrides its recipe, and whether the code it names may run.
 
     `path` is a checkpoint, or a run folder, of which `prefer` says which checkpoint. `command` is what the user called.
@@ -71,7 +71,7 @@ class EvaluationRequest:
     command: str = "eval"
 
 
-class EvaluationResult(NamedTuple):
+class EvalResult(NamedTuple):
     """What an evaluation gave, of which checkpoint, or of the weights that which recipe names."""
 
     path: Path
@@ -79,11 +79,11 @@ class EvaluationResult(NamedTuple):
     weights_sha256: str
 
 
-ReportResult = Callable[[EvaluationResult], None]  # called on rank 0
+ReportResult = Callable[[EvalResult], None]  # called on rank 0
 Opened = tuple[store.Found, Setup]
 
 
-def evaluate_here(request: EvaluationRequest, report: ReportResult) -> int:
+def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     """Check everything in this process, then evaluate in it, or start the processes that do; return the exit code."""
     torch.set_num_threads(1)  # see run/start.py
     found, loaded = open_checkpoint(request)
@@ -121,7 +121,7 @@ def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Wo
     return loaded.config.placement, partial(_weights_as, loaded, report, None)
 
 
-def evaluation_as_rank(request: EvaluationRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
+def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
     """Check all that can be checked before the ranks of a launcher join; return their placement and work."""
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
@@ -129,7 +129,7 @@ def evaluation_as_rank(request: EvaluationRequest, info: RankInfo, report: Repor
     return loaded.config.placement, partial(_evaluate_as, request, report, None)
 
 
-def open_checkpoint(request: EvaluationRequest, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
+def open_checkpoint(request: EvalRequest, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
     """Load a checkpoint and the configuration of its evaluation; the run folder knows where its data is."""
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
@@ -155,7 +155,7 @@ def open_checkpoint(request: EvaluationRequest, found: store.Found | None = None
     return found, loaded
 
 
-def _check_code(request: EvaluationRequest, loaded: Loaded) -> None:
+def _check_code(request: EvalRequest, loaded: Loaded) -> None:
     """Raise UsageError where the recipe names code that the user did not: who wrote the folder could run anything."""
     recipe = loaded.config.recipe
     # A colon in a name of timm's is no import path, but says where to fetch a model from.
@@ -173,7 +173,7 @@ def _check_code(request: EvaluationRequest, loaded: Loaded) -> None:
         )
 
 
-def _check_keys(request: EvaluationRequest, overridden: Sequence[str]) -> None:
+def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
     """Raise UsageError for a key that says nothing of a saved run: a training alone reads it."""
     alone = request.command != "eval"  # in this process
     for key in overridden:
@@ -220,7 +220,7 @@ def _setup(loaded: Loaded, first: First | None = None) -> Setup:
     return ready
 
 
-def _evaluate_as(request: EvaluationRequest, report: ReportResult, ready: Opened | None, rendezvous: Rendezvous) -> int:
+def _evaluate_as(request: EvalRequest, report: ReportResult, ready: Opened | None, rendezvous: Rendezvous) -> int:
     found, loaded = open_checkpoint(request, ready[0] if ready else None)
     recipe, placement = loaded.config.recipe, loaded.config.placement
     device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
@@ -232,7 +232,7 @@ def _evaluate_as(request: EvaluationRequest, report: ReportResult, ready: Opened
         rendezvous.compare(setup_facts(made))
         result = _evaluate(loaded, found.snapshot, state.progress, made, rendezvous, device)
     if result is not None:
-        report(EvaluationResult(found.path, *result))
+        report(EvalResult(found.path, *result))
     return EXIT_DONE
 
 
@@ -246,9 +246,7 @@ def _weights_as(loaded: Loaded, report: ReportResult, ready: Setup | None, rende
         result = _evaluate(loaded, None, Progress(), made, rendezvous, device)
     if result is not None:
         weights = recipe.model.weights
-        report(
-            EvaluationResult(Path(loaded.name if weights is None or weights.path is None else weights.path), *result)
-        )
+        report(EvalResult(Path(loaded.name if weights is None or weights.path is None else weights.path), *result))
     return EXIT_DONE
 
 
@@ -273,7 +271,7 @@ def _evaluate(
     if snapshot is not None:
         # An optimizer is not needed; what the engine has of it is as good as what was saved.
         engine.load(replace(engine_state(snapshot), optimizer={}, scalars=engine.state().scalars))
-    sha256 = store.weights_sha256(gathered(world, engine.state().model) if snapshot is None else snapshot.model)
+    sha256 = store.weights_sha256(gather_whole(world, engine.state().model) if snapshot is None else snapshot.model)
     rendezvous.status = lambda: RankStatus("evaluating", progress.step)
     event = evaluation_event(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
     engine.close()

@@ -122,9 +122,7 @@ class Run:
             with with_its_line():
                 placed = self._placed = spread(self._member, model, optimizer, strategy, ChunkPlan(chunks, plan or {}))
             if self.dir is not None:
-                self._checkpoints = Checkpoints(
-                    self._rank, self._member.settings.run, placed.canonical, self._checkpoint_facts
-                )
+                self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.canonical, self._origin)
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
@@ -157,7 +155,7 @@ class Run:
         placed = self._ready("run.steps")
         plan = make_plan(Items(dataset, collate), batch, microbatches, epochs, steps, weight, drop_last)
         check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
-        loop = {**placed.numeric_settings(), **plan.numeric_settings()}
+        loop = {**placed.decisive(), **plan.decisive()}
         if (before := self._loop or self._resumed) is not None:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
         self._world.compare({"run.steps": {**loop, "epochs": epochs, "steps": steps}})
@@ -311,13 +309,10 @@ class Run:
         self._world.compare({"the optimizer's settings": placed.groups.changes()})
         return kept.save()
 
-    def _checkpoint_facts(self) -> dict[str, Any]:
+    def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
-        return {
-            "recipe": {"loop": self._loop or placed.numeric_settings(), "settings": placed.groups.changes()},
-            "data": {},
-        }
+        return {"recipe": {"loop": self._loop or placed.decisive(), "settings": placed.groups.changes()}, "data": {}}
 
     def _status(self) -> RankStatus:
         return RankStatus(self._rank.phase, self.step)

@@ -15,7 +15,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.rate import scaled
 from lockstep.device.meta import on_meta
 from lockstep.models.layers import layer_scales
-from lockstep.parallel.groups import ParameterGroup, distinct, settings
+from lockstep.parallel.groups import GroupSettings, distinct, settings
 from lockstep.parallel.optimize import Settings, make_optimizer
 
 
@@ -54,9 +54,9 @@ def _always(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 
-def _group(recipe: Recipe, given: config.ParameterGroup) -> ParameterGroup:
+def _group(recipe: Recipe, given: config.ParameterGroup) -> GroupSettings:
     factor = given.lr_factor or 1.0
     if given.lr is not None:
         factor = scaled(given.lr.value, given.lr.per_samples, recipe.batch) / planning.base_rate(recipe)
     decay = {} if given.weight_decay is None else {"weight_decay": given.weight_decay}
-    return ParameterGroup(given.match, factor, {**given.options, **decay})
+    return GroupSettings(given.match, factor, {**given.options, **decay})

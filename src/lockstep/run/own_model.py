@@ -229,10 +229,10 @@ def _in_dtype(module: nn.Module, numerics: Numerics) -> None:
     """Convert what goes in to the dtype that the module computes in, and what comes out to float32."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return numerics.laid_out(args), numerics.laid_out(kwargs)
+        return numerics.prepare_inputs(args), numerics.prepare_inputs(kwargs)
 
     def after(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-        return numerics.given_out(outputs)
+        return numerics.prepare_outputs(outputs)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)

@@ -20,7 +20,7 @@ from lockstep.device.precision import stored_dtype
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
-from lockstep.parallel.layouts.base import gathered
+from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
@@ -86,14 +86,14 @@ class Placed:
         """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
         return self.chosen.mesh(self.world.size).groups("shard", "expert")
 
-    def numeric_settings(self) -> dict[str, Any]:
+    def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
         return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan)}
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the whole weights by their names. All ranks call it."""
-        return gathered(self.world, self.canonical.state().model)
+        return gather_whole(self.world, self.canonical.state().model)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each of these. All ranks call it."""
@@ -156,7 +156,7 @@ def spread(
         )
     rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
     what = settings, world, model, optimizer, name, chosen, numerics
-    guard = Guard(model, before, engine.kept_buffers, engine.gathered) if member.guarded else Unguarded()
+    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, guard)
 
 

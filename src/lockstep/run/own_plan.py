@@ -35,7 +35,7 @@ class OwnPlan:
         """The samples of the largest micro-batch."""
         return -(-self.steps.batch // self.microbatches)
 
-    def numeric_settings(self) -> dict[str, Any]:
+    def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers; its length does not, so a run may be made longer."""
         steps = self.steps
         of_data = {"samples": len(self.items), "drop_last": steps.drop_last, "weighs": self.weight is not None}

@@ -23,7 +23,7 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
     loop = {"chunks": 1, "plan": {}, **loop}  # runs of earlier versions do not say so
-    refuse_other(path, loop, placed.numeric_settings())
+    refuse_other(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 

@@ -89,7 +89,7 @@ class RankTraining:
         self.engine: Engine
         self.loader: Loader
         self.engine, self.loader = start_engine(ready, resolved, world, resumes=resumed is not None)
-        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._checkpoint_facts, ready.buffers)
+        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.buffers)
         if (found := disagreement(world, self.engine.state().model)) is not None:
             raise UsageError(
                 f"first weights: {found.listed}: {found.who}; let the model's function start from what is the same on "
@@ -184,7 +184,7 @@ class RankTraining:
         if report and self.world.rank == 0:
             run_folder.keep_last_evaluation(self.folder, report)
 
-    def _checkpoint_facts(self) -> dict[str, Any]:
+    def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         recipe = comparable(values(self.resolved.recipe))
         return {"schema": SCHEMA, "recipe": recipe, "data": model_facts(self.ready)}

@@ -14,7 +14,7 @@ from typing import final
 from torch import nn
 
 from lockstep.core.work import check_divides, check_work
-from lockstep.parallel.layouts.dispatched import check_experts
+from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 

@@ -21,7 +21,7 @@ from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, trainable_parameters
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.weights import Weights
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
@@ -72,7 +72,7 @@ class Strategy:
         def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
             horovod.broadcast(model.state_dict())  # they are the same already, which the ranks compare as well
             weights, added = Weights(model, dtype), horovod.sum_by(self.compress)
-            gradients = Gradients(trained_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
+            gradients = Gradients(trainable_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
             return weights, gradients
 
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make, horovod.close)

@@ -17,11 +17,11 @@ from torch import nn
 from lockstep.core.work import check_work
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
-from lockstep.parallel.layouts.dispatched import check_experts
+from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
-from lockstep.parallel.pipeline.place import Pipe
+from lockstep.parallel.pipeline.place import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers
@@ -137,7 +137,9 @@ class Strategy:
         if self.pipe > 1:
             replicas, per_rank = self._replicas(world.size), self._per_rank()
             recompute = bool(numerics.recompute)
-            pipe = Pipe(self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute)
+            pipe = PipelineShape(
+                self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute
+            )
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
         return mesh_engine(
             problem,

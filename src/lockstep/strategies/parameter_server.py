@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from lockstep.comm.rpc import RemoteCalls
+from lockstep.comm.rpc import Rpc
 from lockstep.core.work import check_work
 from lockstep.parallel.asynchronous import AsynchronousEngine
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.layouts.served import Server, served
+from lockstep.parallel.layouts.parameter_server import Server, parameter_server_layout
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
@@ -61,6 +61,6 @@ class Strategy:
         if world.size == 1:
             return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         server = Server(world.size, world.timeout_s)
-        calls = RemoteCalls(world, server.push, server.pull)
-        make_layout = served(world, server, calls, int(self.bucket_mib * 2**20))
+        calls = Rpc(world, server.push, server.pull)
+        make_layout = parameter_server_layout(world, server, calls, int(self.bucket_mib * 2**20))
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout, calls.close)

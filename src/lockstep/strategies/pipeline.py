@@ -16,7 +16,7 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
-from lockstep.parallel.pipeline.place import Pipe
+from lockstep.parallel.pipeline.place import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
@@ -83,7 +83,7 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        pipe = Pipe(
+        pipe = PipelineShape(
             self.schedule,
             self.replicate,
             self.shard,

@@ -31,7 +31,7 @@ from lockstep.data.loader import Loader
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
-from lockstep.parallel.layouts.base import gathered
+from lockstep.parallel.layouts.base import gather_whole
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.checkpoints import engine_state
@@ -238,7 +238,7 @@ def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[
     yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
     cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
     for group in _groups(cut):
-        whole = gathered(world, group)
+        whole = gather_whole(world, group)
         if world.rank == 0:
             yield from whole.items()
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.common.own_code import OwnCode
 from lockstep.errors import OwnCodeError, UsageError
-from lockstep.parallel.context.attention import Attention
+from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
 
@@ -33,7 +33,7 @@ def _in_chunks(function: Callable[..., Any], tensors: list[Tensor]) -> list[Any]
     together = Cooperative([torch.default_generator])
 
     def of(number: int) -> Any:
-        with Attention(Exchange(CHUNKS), together) as attention:
+        with SequenceAttention(Exchange(CHUNKS), together) as attention:
             found = function(*(each.chunk(CHUNKS, 2)[number] for each in tensors))
         attention.check()
         return found
@@ -105,7 +105,7 @@ def test_what_has_no_values_is_not_exchanged() -> None:
     """A stage of a pipeline runs the code of those before it for the shapes alone, and in one chunk's forward only."""
     with FakeTensorMode() as mode:
         query = mode.from_tensor(torch.empty(3, 4, LENGTH, 6))
-    with Attention(Exchange(CHUNKS), Cooperative([])) as attention:
+    with SequenceAttention(Exchange(CHUNKS), Cooperative([])) as attention:
         found = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert found.shape == query.shape
     with pytest.raises(UsageError, match="does not call"):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.cut import Cut, find_cut, ownership, stage_module
+from lockstep.parallel.pipeline.cut import PipelineCut, find_cut, ownership, stage_module
 from lockstep.parallel.pipeline.part import keep_only, part_of
 
 SAMPLE = (torch.empty(2, 3, 6, 6, device="meta"),)
 
 
-def costs(model: nn.Module, cut: Cut, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+def costs(model: nn.Module, cut: PipelineCut, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return operations and parameters of each stage, by running the stages on real tensors."""
     found = []
     values = [torch.zeros(2, *shape)]

@@ -14,7 +14,7 @@ from toys import Case, Trace
 
 from lockstep.comm.world import World
 from lockstep.parallel.engine import State
-from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.groups import GroupSettings
 
 SAID = ("step", "scalars", "names")  # by every rank
 SIZES = {"mlp": (1, 2, 3, 4), "skipping": (2, 4), "vit": (3,)}
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
     "groups by name": (
         recipe(
             optimizer="adamw",
-            groups=(ParameterGroup(("late*",), 0.5, {"weight_decay": 0.1}), ParameterGroup(("*.bias",), 3.0)),
+            groups=(GroupSettings(("late*",), 0.5, {"weight_decay": 0.1}), GroupSettings(("*.bias",), 3.0)),
         ),
         3,
         BY_HAND,

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import known_plan
+from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
 
@@ -72,7 +72,7 @@ def test_known_models(name: str) -> None:
     for count in (1, 2):
         torch.manual_seed(0)
         model = build()
-        plan = known_plan(model)
+        plan = built_in_plan(model)
         assert Counter(plan.values()) == kinds
         if count > 1:
             cut_into_chunks(model, plan, count)
@@ -81,5 +81,5 @@ def test_known_models(name: str) -> None:
 
 
 def test_what_is_not_known_stays_whole() -> None:
-    assert known_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
-    assert known_plan(timm.create_model("resnet18")) == {}
+    assert built_in_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
+    assert built_in_plan(timm.create_model("resnet18")) == {}

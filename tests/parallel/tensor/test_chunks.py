@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region as ChunkedRegion
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
 
@@ -44,7 +44,7 @@ def shared(region: nn.Module, rank: int, ranks: int) -> nn.Module:
 class Alone:
     """In place of the sum over ranks: this rank's own part of it."""
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: ChunkedRegion) -> None:
         self._chunks = chunks
 
     def __call__(self, pieces: Any, leaves: int, like: Tensor) -> Tensor:

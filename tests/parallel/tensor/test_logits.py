@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.logits import Logits
 
 ENTRIES = 65  # chunks of 17, 16, 16 and 16
 
 
 def in_chunks(whole: Tensor) -> Logits:
-    chunks = Chunks(4, "head")
+    chunks = Region(4, "head")
     return Logits([whole[..., rows.start : rows.stop] for rows in chunks.rows(ENTRIES)], chunks, ENTRIES)
 
 

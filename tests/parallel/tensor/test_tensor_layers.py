@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import known_plan
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, by_chunk
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
@@ -44,7 +44,7 @@ def test_our_gpt(count: int, bias: bool) -> None:
     for chunks in (1, count):
         torch.manual_seed(0)
         model = gpt(vocabulary=50, context=9, layers=2, heads=6, width=36, positions="rotary", bias=bias).double()
-        results.append(gradients(model, ids, chunks, known_plan(model)))
+        results.append(gradients(model, ids, chunks, built_in_plan(model)))
     assert results[1].keys() == results[0].keys()
     assert max(largest(results[1][name], each) for name, each in results[0].items()) < 1e-10
 
@@ -63,7 +63,7 @@ def test_layers_have_the_names_and_the_mode_of_those_they_replace() -> None:
 
 def test_a_chunk_has_the_bits_that_it_has_by_itself() -> None:
     """Of a product with a single row, on a CPU: there the address of a matrix matters."""
-    chunks, inputs = Chunks(4, ""), torch.randn(64, 1, 11)
+    chunks, inputs = Region(4, ""), torch.randn(64, 1, 11)
     weight = torch.randn(4 * 5, 11)  # chunks of 220 bytes
     for chunk, own in zip(by_chunk(weight, chunks), weight.tensor_split(4), strict=True):
         for each in inputs:

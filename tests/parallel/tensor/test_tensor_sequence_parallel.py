@@ -20,8 +20,8 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.tensor.built_in import known_plan
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.plan import cut_into_chunks
 from lockstep.parallel.tensor.sequence_parallel import Spread, check_sequence_parallel
 from lockstep.parallel.tensor.slices import cut_layers
@@ -94,7 +94,7 @@ def test_forwards_that_come_to_different_regions_are_refused() -> None:
     spread = Spread(FORWARDS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
 
     def forward(number: int) -> None:
-        spread.enter(Chunks(2, f"layer {number}"), torch.relu, (), {})
+        spread.enter(Region(2, f"layer {number}"), torch.relu, (), {})
 
     with pytest.raises(UsageError, match="has come to layer 0, and that of another to something else"):
         together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)
@@ -124,7 +124,9 @@ def test_a_rank_computes_its_own_chunks_alone_outside_of_what_is_cut() -> None:
 
 def _gpt(plan: dict[str, str]) -> nn.Module:
     model = gpt(vocabulary=20, context=8, layers=1, heads=4, width=16)
-    cut_into_chunks(model, {**plan, **{name: kind for name, kind in known_plan(model).items() if name not in plan}}, 2)
+    cut_into_chunks(
+        model, {**plan, **{name: kind for name, kind in built_in_plan(model).items() if name not in plan}}, 2
+    )
     return model
 
 

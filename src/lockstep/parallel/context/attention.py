@@ -25,7 +25,7 @@ _HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, head
 
 
 @final
-class Attention(TorchFunctionMode):
+class SequenceAttention(TorchFunctionMode):
     """A context for the forward of one chunk, whose calls of torch's attention see the whole sequence."""
 
     def __init__(self, exchange: Exchange, together: Cooperative) -> None:

@@ -22,10 +22,10 @@ from lockstep.core.batch import Inputs, call, tensors_of
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.errors import UsageError
-from lockstep.parallel.context.attention import KEY, Attention
+from lockstep.parallel.context.attention import KEY, SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.leaves import Leaves, WholeMicroBatches
+from lockstep.parallel.work_units import WholeMicroBatches, WorkUnits
 from lockstep.tasks.base import CutsSequences, MicroBatch, Task
 
 POSITIONS: Final = "position_ids"  # what models call the argument, as transformers does
@@ -50,7 +50,7 @@ class SequenceChunks:
         self._microbatches = 1
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
-        """See Leaves. The weight of each chunk is that of the whole micro-batch."""
+        """See WorkUnits. The weight of each chunk is that of the whole micro-batch."""
         self._microbatches = microbatches
         return [
             replace(
@@ -62,19 +62,19 @@ class SequenceChunks:
         ]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See Leaves: a chunk has the positions that it has in the sequence."""
+        """See WorkUnits: a chunk has the positions that it has in the sequence."""
         return with_positions(self._task.inputs(leaf.batch), self._takes, leaf.index // self._microbatches)
 
-    def around(self) -> Attention:
-        """See Leaves."""
-        return Attention(self._exchange, self._together)
+    def around(self) -> SequenceAttention:
+        """See WorkUnits."""
+        return SequenceAttention(self._exchange, self._together)
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
-        """See Leaves."""
+        """See WorkUnits."""
         return compute()
 
-    def evaluated(self, inputs: Inputs) -> Inputs:
-        """See Leaves."""
+    def evaluation_inputs(self, inputs: Inputs) -> Inputs:
+        """See WorkUnits."""
         return with_positions(inputs, self._takes)
 
     def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
@@ -99,7 +99,7 @@ def argument_names(model: nn.Module) -> Sequence[str]:
     return [*inspect.signature(model.forward).parameters]
 
 
-def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative) -> Leaves:
+def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative) -> WorkUnits:
     """Return the leaves of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
     if chunks == 1:
         return WholeMicroBatches(task)

@@ -46,7 +46,7 @@ class GradientSum(Protocol):
 class GathersWeights(Protocol):
     """What a Layout has besides that cuts the model's parameters, and puts others in their places to compute."""
 
-    def gathered(self) -> dict[Tensor, Tensor]:
+    def gathered_shards(self) -> dict[Tensor, Tensor]:
         """Return by what was gathered so far, which is the same tensor each time, what it is gathered of."""
         ...
 
@@ -79,7 +79,7 @@ class Trained(Protocol):
         """The norms of what is trained."""
         ...
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return `tensor`, [r, ...] as what is trained of parameter `name` is, as rows of the whole one of [R, ...]."""
         ...
 
@@ -171,7 +171,7 @@ class Slots:
         self._by_name = dict(trained)
         self._held = held
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return this rank's tensor `name`, which is `<parameter>/<slot>`, as it lies."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
@@ -202,12 +202,12 @@ def take_over(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]
         local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))
 
 
-def trained_parameters(model: nn.Module) -> list[Named]:
+def trainable_parameters(model: nn.Module) -> list[Named]:
     """Return the parameters that want a gradient, in the model's order, by the first of their names."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def gathered(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
+def gather_whole(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
     """Return all tensors whole, on every rank; those that are cut come to the CPU. All ranks call it alike.
 
     For what fits: a checkpoint goes to the disk without it (training/checkpoint/shards.py).

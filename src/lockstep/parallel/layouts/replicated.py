@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.comm.canonical import NarrowSum
+from lockstep.comm.canonical import HalfPrecisionSum
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.weights import Weights
 
 
@@ -25,8 +25,8 @@ def replicated(
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)  # first: it makes what gradients are added of
         canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
-        among = canonical if sent is None else NarrowSum(canonical, sent)
-        gradients = Gradients(trained_parameters(model), among, stream, world.size == 1, bucket_bytes)
+        among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
+        gradients = Gradients(trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)
         return weights, gradients
 
     return make

@@ -20,7 +20,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard, sharded_as
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
 _PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy
@@ -35,7 +35,7 @@ def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         canonical = world.canonical(mesh, "replicate", chunks=chunks)
-        gradients = Gradients(trained_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
+        gradients = Gradients(trainable_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
         return RowLayout(model, world, offload, dtype), gradients
 
     return make
@@ -52,7 +52,7 @@ class RowLayout:
     def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
         self._model = model
         self._world = world
-        self._whole = trained_parameters(model)
+        self._whole = trainable_parameters(model)
         self._weights = Weights(model, dtype)
         self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
@@ -64,18 +64,18 @@ class RowLayout:
         self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self.norms = norms_of_rows(world, parts, torch.device("cpu") if offload else world.device)
-        self._moved = self._sorted()
+        self._moved = self._sort()
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         if not self._copies:
             return {**self._model.state_dict()}
         pairs = zip(self._whole, self.trained, strict=True)
-        rows = {parameter: self.held(name, own.detach()) for (name, parameter), (_, own) in pairs}
+        rows = {parameter: self.as_shard(name, own.detach()) for (name, parameter), (_, own) in pairs}
         others = self._weights.state()
         return {name: rows.get(each, others[name]) for name, each in self._model.state_dict(keep_vars=True).items()}
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return sharded_as(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
 
@@ -121,7 +121,7 @@ class RowLayout:
         own = part(len(parameter), self._world.size, rank)
         return parameter[own.start : own.stop]
 
-    def _sorted(self) -> list[_Rows]:
+    def _sort(self) -> list[_Packed]:
         """Sort the parameters into those that are sent as they lie, and the others, which are packed, by dtype."""
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
@@ -129,7 +129,7 @@ class RowLayout:
             as_it_lies = inner.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
             kinds.setdefault(None if as_it_lies else parameter.dtype, []).append(inner if as_it_lies else parameter)
         return [
-            _Rows(self._world, [[self._rows(p, rank) for p in each] for rank in range(self._world.size)], bool(dtype))
+            _Packed(self._world, [[self._rows(p, rank) for p in each] for rank in range(self._world.size)], bool(dtype))
             for dtype, each in kinds.items()
         ]
 
@@ -140,7 +140,7 @@ def _as_in_memory(parameter: Tensor) -> Tensor:
 
 
 @final
-class _Rows:
+class _Packed:
     """Rows of some parameters, `by_rank`: each rank's are its to tell. `packed` ones travel as one tensor."""
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:

@@ -17,7 +17,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.tensor.slices import cut_layers
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch
@@ -29,7 +29,7 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
         cut = {getattr(each.module, key) for each in cut_layers(model).values() for key in each.parameters}
-        trained = trained_parameters(model)
+        trained = trainable_parameters(model)
         of_whole, of_cut = (
             Gradients(
                 [(name, each) for name, each in trained if (each in cut) == is_cut],

@@ -31,14 +31,14 @@ from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
-from lockstep.parallel.weights import kept_wide
+from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
 _UNDER_WAY: Final = 4
 
 
-def sharded(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
+def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return what puts a model in rows on the members of this rank's replica.
 
     With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
@@ -90,7 +90,7 @@ class ShardedLayout:
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
-        narrow = None if dtype is None else Narrow(dtype, kept_wide(model, dtype))
+        narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
         self._sharded = Sharded(
             model,
             units,
@@ -114,7 +114,7 @@ class ShardedLayout:
         """See Layout."""
         return self._sharded.state(self._primary)
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return sharded_as(tensor, self._cuts[name])
 
@@ -131,7 +131,7 @@ class ShardedLayout:
         """See Layout."""
         self._sharded.scatter()
 
-    def gathered(self) -> dict[Tensor, Tensor]:
+    def gathered_shards(self) -> dict[Tensor, Tensor]:
         """See GathersWeights."""
         return self._sharded.gathered_tensors()
 

@@ -26,7 +26,7 @@ from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept,
 
 
 @dataclass
-class _Call:
+class _TracedCall:
     """A call of a module that stays whole, and what is computed behind it up to the next call."""
 
     name: str
@@ -54,10 +54,10 @@ class CallTrace:
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
         self._own = dict(tensors_of(model))
         self._alive: list[Any] = []  # so that no identity is given twice
-        self._calls: list[_Call] = []
+        self._calls: list[_TracedCall] = []
         self._inside = False
         self.outputs: Any = self._run(batches.mapped(_ones, example))
-        self.used = [self._used_in(call) for call in self._calls]
+        self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
         for place, call in enumerate(self._calls):
             self.calls.setdefault(call.name, place)
@@ -83,7 +83,7 @@ class CallTrace:
         """See Line; it was done as the forward ran."""
         return [call.operations // 2 for call in self._calls]
 
-    def _used_in(self, call: _Call) -> dict[int, Tensor]:
+    def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
         direct = [self._own[self._names[key]] for key in call.read_behind if key in self._names]
         of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct, *of_module)}
@@ -117,7 +117,7 @@ class CallTrace:
         if self._inside:
             return forward(*args, **kwargs)
         fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if without_values(leaf)]
-        self._calls.append(_Call(name, {path: id(leaf) for path, leaf in fakes}))
+        self._calls.append(_TracedCall(name, {path: id(leaf) for path, leaf in fakes}))
         self._alive += [leaf for _, leaf in fakes]
         state = torch.get_rng_state()
         self._inside = True
@@ -128,7 +128,7 @@ class CallTrace:
             self._inside = False
             torch.set_rng_state(state)
         self._calls[-1].operations = counter.get_total_flops()
-        self._made(outputs)
+        self._record_made(outputs)
         return outputs
 
     def _read(self, values: Any) -> None:
@@ -136,7 +136,7 @@ class CallTrace:
         if self._calls:
             self._calls[-1].read_behind |= {id(each) for each in pytree.tree_leaves(values) if without_values(each)}
 
-    def _made(self, values: Any) -> None:
+    def _record_made(self, values: Any) -> None:
         found = [each for each in pytree.tree_leaves(values) if without_values(each)]
         self._alive += found
         if self._calls:
@@ -156,7 +156,7 @@ class _Reading(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self._line._inside and (result is None or batches.tensors_of(result)):
             self._line._read((args, kwargs))
-            self._line._made(result)
+            self._line._record_made(result)
         return result
 
 

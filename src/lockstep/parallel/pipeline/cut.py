@@ -19,12 +19,12 @@ from lockstep.common.names import suggestion
 from lockstep.core.batch import Inputs, call
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
-from lockstep.parallel.compiled import compiled_units
+from lockstep.parallel.compiled import units_to_compile
 from lockstep.parallel.pipeline.call_trace import CallTrace
-from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, computed_in, tensors_of
+from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, tensors_in_attributes, tensors_of
 from lockstep.parallel.pipeline.part import empty_like
 from lockstep.parallel.pipeline.partition import balance
-from lockstep.parallel.pipeline.replay import Part
+from lockstep.parallel.pipeline.replay import StagePart
 from lockstep.parallel.tensor.plan import region_names
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
@@ -32,7 +32,7 @@ PATIENCE: Final = 8  # modules entered without a gain, once there is a cut
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineCut:
     """Where stages 1, 2, ... begin: names of modules, and the modules whose own code is followed to get there."""
 
     begins: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Cut:
 
 def find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str] = (), *, whole_blocks: bool = False
-) -> Cut:
+) -> PipelineCut:
     """Return a cut of `model` into so many stages, by cost or before the modules `names`.
 
     With `whole_blocks` none lies within a block (parallel/blocks.py), and none ever within a region that is computed
@@ -53,16 +53,16 @@ def find_cut(
     cut so raises UsageError that says why.
     """
     blank, runs = _blank(model, example)
-    blocks = _compiled_names(blank) if whole_blocks else frozenset()
+    blocks = _names_to_compile(blank) if whole_blocks else frozenset()
     regions = region_names(blank)
     if "" in regions:
         raise UsageError(
             "strategy pipeline: recipe.model.chunks cuts layers of the model itself, which is then computed as one; "
             "put them into a module of their own, or use another strategy"
         )
-    start = Cut(kept=blocks | regions, example=example)
+    start = PipelineCut(kept=blocks | regions, example=example)
 
-    def find(start: Cut, runs: bool) -> _Found:
+    def find(start: PipelineCut, runs: bool) -> _Found:
         return _cut_before(blank, stages, names, start, runs) if names else _cheapest(blank, stages, start, runs)
 
     try:
@@ -83,7 +83,7 @@ def find_cut(
     return replayed.cut if replayed.dearest < found.dearest else found.cut
 
 
-def line_of(model: nn.Module, cut: Cut, training: bool) -> Line:
+def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
     """Return the model's forward as a row of what its own code and that of the modules entered calls."""
     if cut.replayed and cut.example is not None:
         return CallTrace(model, cut.entered, training, cut.kept, cut.example)
@@ -97,7 +97,7 @@ class Ownership(NamedTuple):
     borrower: dict[str, int]
 
 
-def ownership(model: nn.Module, cut: Cut) -> Ownership:
+def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
     """Return which stages use each tensor, under all of its names; what none uses is the last one's.
 
     UsageError where two use what cannot be lent (tied_weights.py).
@@ -158,14 +158,14 @@ def _trains(used: Mapping[int, Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in used.values())
 
 
-def stage_module(model: nn.Module, cut: Cut, stage: int) -> fx.GraphModule:
+def stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
     """Return a stage in the model's present mode: from the tensors that cross into it to a list of those that leave."""
     line = GraphTrace(model, cut.entered, model.training, cut.kept, cut.example)
     part = _parts(line, cut)[stage]
     return line.module(part.start, part.stop)
 
 
-def replayed_parts(model: nn.Module, cut: Cut, training: bool) -> list[Part]:
+def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[StagePart]:
     """Return the stages of a model whose code is run, each with what crosses into it and out of it."""
     assert cut.example is not None
     line = CallTrace(model, cut.entered, training, cut.kept, cut.example)
@@ -173,10 +173,10 @@ def replayed_parts(model: nn.Module, cut: Cut, training: bool) -> list[Part]:
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
     nothing: tuple[str, ...] = ()
     begins = [(None, nothing), *ends]
-    return [Part(*begin, *end) for begin, end in zip(begins, [*ends, (None, nothing)], strict=True)]
+    return [StagePart(*begin, *end) for begin, end in zip(begins, [*ends, (None, nothing)], strict=True)]
 
 
-def _parts(line: Line, cut: Cut) -> list[range]:
+def _parts(line: Line, cut: PipelineCut) -> list[range]:
     places = [0]
     for name in cut.begins:
         # Where the module, or the first of its parts, is called first.
@@ -189,7 +189,7 @@ def _parts(line: Line, cut: Cut) -> list[range]:
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
 
-def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Cut, runs: bool) -> _Found:
+def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> _Found:
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "
@@ -222,12 +222,12 @@ def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Cut,
 class _Found(NamedTuple):
     """A cut, what its dearest stage has of the model's cost, and whether there was code that could not be followed."""
 
-    cut: Cut
+    cut: PipelineCut
     dearest: float = 0.0
     shut: bool = False
 
 
-def _cheapest(model: nn.Module, stages: int, start: Cut, runs: bool) -> _Found:
+def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _Found:
     # What cannot be entered. Run as it is, code in a block would read what crosses a cut there.
     shut = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     given = len(shut)
@@ -258,7 +258,7 @@ def _cheapest(model: nn.Module, stages: int, start: Cut, runs: bool) -> _Found:
     return _Found(best, lowest, len(shut) > given)
 
 
-def _entering(cut: Cut, name: str) -> Cut:
+def _entering(cut: PipelineCut, name: str) -> PipelineCut:
     return replace(cut, entered=cut.entered | {name})
 
 
@@ -297,7 +297,7 @@ def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -
     return max(open_ones)[1] if open_ones else None
 
 
-def _can_be_entered(model: nn.Module, cut: Cut) -> bool:
+def _can_be_entered(model: nn.Module, cut: PipelineCut) -> bool:
     try:
         for training in (False, True):
             line_of(model, cut, training)
@@ -321,8 +321,8 @@ def _names_of(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
     return frozenset(names[block] for block in blocks)
 
 
-def _compiled_names(model: nn.Module) -> frozenset[str]:
-    found = _names_of(model, compiled_units(model))
+def _names_to_compile(model: nn.Module) -> frozenset[str]:
+    found = _names_of(model, units_to_compile(model))
     if "" in found:
         raise UsageError(
             "strategy pipeline: recipe.compile compiles by block, and this model has none, so that it is compiled as "
@@ -333,7 +333,7 @@ def _compiled_names(model: nn.Module) -> frozenset[str]:
 
 def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     """Return a copy on the meta device, and whether the example runs there; the model where it has no copy."""
-    tensors = [*(tensor for _, tensor in tensors_of(model)), *computed_in(model)]
+    tensors = [*(tensor for _, tensor in tensors_of(model)), *tensors_in_attributes(model)]
     memo = {id(tensor): empty_like(tensor) for tensor in tensors}
     try:
         blank = copy.deepcopy(model, memo)

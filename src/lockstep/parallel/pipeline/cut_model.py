@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lockstep.core.batch import Inputs
-from lockstep.parallel.pipeline.cut import Cut, line_of, ownership, replayed_parts, stage_module
+from lockstep.parallel.pipeline.cut import PipelineCut, line_of, ownership, replay_parts, stage_module
 from lockstep.parallel.pipeline.meta_model import MetaModel
-from lockstep.parallel.pipeline.place import Place
+from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 
 # Given what enters a stage, of the first one the tensors of the inputs, and the inputs; returns what leaves it, or the
@@ -31,13 +31,13 @@ class StageCode(NamedTuple):
 class CutModel:
     """Make it while `model` is whole; `code` may be asked for later. `outputs` has the form of the model's."""
 
-    def __init__(self, model: nn.Module, cut: Cut, place: Place, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, cut: PipelineCut, place: StagePlace, device: torch.device) -> None:
         self._model = model
         self._cut = cut
         self._place = place
         self.owner, self.borrower = ownership(model, cut)
         self._meta = MetaModel(model, device) if cut.replayed else None
-        self._parts = [replayed_parts(model, cut, training) for training in (True, False) if cut.replayed]
+        self._parts = [replay_parts(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = line_of(model, cut, training=False).outputs
         model.train()  # following it has put it into its own mode
 

@@ -7,8 +7,8 @@ The micro-batches are the recipe's, and each is computed as in one process, stag
 2. the last stage takes the loss; the gradient of what crossed a cut comes back the same way;
 3. each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
 
-Where a micro-batch is cut into several leaves of the tree (parallel/leaves.py), each is passed on by itself, and seeded
-by its number; of a stage their forwards are under way together.
+Where a micro-batch is cut into several leaves of the tree (parallel/work_units.py), each is passed on by itself, and
+seeded by its number; of a stage their forwards are under way together.
 
 In which order a rank does what is the schedule's business (parallel/pipeline/schedule.py) and changes no number.
 """
@@ -39,10 +39,10 @@ from lockstep.errors import TrainingError
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import Ema, evaluating
+from lockstep.parallel.ema import WeightAverage, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import Slots, check_names, take_over, trained_parameters
+from lockstep.parallel.layouts.base import Slots, check_names, take_over, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import find_cut
@@ -50,7 +50,7 @@ from lockstep.parallel.pipeline.cut_model import CutModel
 from lockstep.parallel.pipeline.layout import StageLayout
 from lockstep.parallel.pipeline.links import Links
 from lockstep.parallel.pipeline.part import keep_only, part_of
-from lockstep.parallel.pipeline.place import Pipe, Place
+from lockstep.parallel.pipeline.place import PipelineShape, StagePlace
 from lockstep.parallel.pipeline.schedule import Action, actions
 from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
@@ -82,14 +82,14 @@ class PipelineEngine:
         make_optimizer: MakeOptimizer,
         world: World,
         numerics: Numerics,
-        pipe: Pipe,
+        pipe: PipelineShape,
     ) -> None:
         self._task = problem.task
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
-        self._place = place = Place(pipe, world)
+        self._place = place = StagePlace(pipe, world)
         self._model = problem.build_model().train()
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
@@ -112,7 +112,7 @@ class PipelineEngine:
         if numerics.copied is not None:
             self._ties.convert(self._stages, numerics.copied)
         self._ema = self._moving_average(numerics.ema_decay) if numerics.ema_decay is not None else None
-        self._slots = Slots(self._layout.trained, self._layout.held)
+        self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
         self._offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
@@ -125,7 +125,7 @@ class PipelineEngine:
 
     def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
         """Return the names in the optimizer of the whole model; UsageError for one that cannot be cut."""
-        trained = trained_parameters(self._model)
+        trained = trainable_parameters(self._model)
         if self._place.last:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
         return OptimizerNames(trained, make_optimizer(trained, whole_norms))
@@ -235,8 +235,8 @@ class PipelineEngine:
     def close(self) -> None:
         """See Engine."""
 
-    def _moving_average(self, decay: float) -> Ema:
-        return Ema({name: local_tensor(held) for name, held in self._layout.own_state().items()}, decay)
+    def _moving_average(self, decay: float) -> WeightAverage:
+        return WeightAverage({name: local_tensor(held) for name, held in self._layout.own_state().items()}, decay)
 
     def _act(self, action: Action, leaves: Sequence[MicroBatch], step: Step) -> None:
         stage, microbatch = self._stages[action.stage], leaves[0].index
@@ -264,7 +264,7 @@ class PipelineEngine:
     def _forward(self, number: int, leaves: Sequence[MicroBatch], step: Step) -> None:
         passing, forwards = [], []
         for leaf in leaves:
-            model_inputs = self._numerics.laid_out(self._leaves.inputs(leaf))
+            model_inputs = self._numerics.prepare_inputs(self._leaves.inputs(leaf))
             given: Values = [None, *tensors_of(model_inputs)]
             states, *inputs = given if number == 0 else self._links.receive(number, number - 1, leaf.index)
             passing.append(_Passing(leaf, model_inputs, states))
@@ -291,13 +291,13 @@ class PipelineEngine:
             if number == self._place.last:
                 outputs = [self._loss_of(leaf, outputs)]
             else:
-                passing.drawn = self._drawn(before, passing.arrived)
+                passing.drawn = self._generator_states(before, passing.arrived)
             # None leaves autocast before all have come here: that would clear what it keeps for the others, too.
             self._together.exchange("its end", list, None)
         return outputs
 
     def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
-        given = self._numerics.given_out(like(self._outputs, [_tensor(each) for each in outputs]))
+        given = self._numerics.prepare_outputs(like(self._outputs, [_tensor(each) for each in outputs]))
         loss = self._task.loss(given, leaf.batch)
         if self._observed is not None and not self._place.at.tensor and not leaf.dummy:
             with torch.no_grad():
@@ -308,7 +308,7 @@ class PipelineEngine:
         """Return the gradients of what the stage gave, those of the loss being what it counts in the step."""
         if number != self._place.last:
             return self._links.receive(self._links.gradients_of(number), number + 1, index)
-        return [self._updates.scaled(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
+        return [self._updates.scale(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
     def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
         if number:
@@ -342,7 +342,7 @@ class PipelineEngine:
                 generator.set_state(state.clone())
         return [generator.get_state() for generator in self._generators]
 
-    def _drawn(self, before: list[Tensor], states: Value) -> Tensor | None:
+    def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
         """Return the states for the next stage, unless nothing has been drawn for the micro-batch so far."""
         now = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
@@ -361,15 +361,15 @@ class PipelineEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         outputs: Values = []
-        laid_out = self._numerics.laid_out(self._leaves.evaluated(inputs))
+        prepared = self._numerics.prepare_inputs(self._leaves.evaluation_inputs(inputs))
         for number, code in self._code.items():
-            values = self._links.receive(number, number - 1, 0) if number else tensors_of(laid_out)
+            values = self._links.receive(number, number - 1, 0) if number else tensors_of(prepared)
             with self._autocast, self._model_code:
-                outputs = [*_check(code.evaluating(values, laid_out))]
+                outputs = [*_check(code.evaluating(values, prepared))]
             if number != self._place.last:
                 self._links.send(outputs, number + 1, number + 1, 0)
         shared = self._links.share_outputs(outputs)
-        return self._numerics.given_out(like(self._outputs, [_tensor(each) for each in shared]))
+        return self._numerics.prepare_outputs(like(self._outputs, [_tensor(each) for each in shared]))
 
     def _ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None

@@ -86,7 +86,7 @@ class GraphTrace:
         self._output = nodes[-1]
         self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._named = {f"{_ROOT}.{name}": tensor for name, tensor in tensors_of(model)}
-        self.used = [self._used_by(node) for node in self.body]
+        self.used = [self._tensors_of_node(node) for node in self.body]
         self.calls: dict[str, int] = {}
         for place, node in enumerate(self.body):
             if node.op == "call_module":
@@ -142,7 +142,7 @@ class GraphTrace:
         late = {*self.body[place:], self._output}
         return [node for node in [*self._inputs, *self.body[:place]] if any(user in late for user in node.users)]
 
-    def _used_by(self, node: fx.Node) -> dict[int, Tensor]:
+    def _tensors_of_node(self, node: fx.Node) -> dict[int, Tensor]:
         weights = [self._named[str(each.target)] for each in node.all_input_nodes if each.op == "get_attr"]
         if node.op == "call_module":
             weights += [tensor for _, tensor in tensors_of(self._modules[_name(node)])]
@@ -154,7 +154,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def computed_in(module: nn.Module) -> list[Tensor]:
+def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
     """Return what modules keep of a computation in their attributes, as the old weight_norm does: it has no copy."""
     kept = (value for each in module.modules() for value in vars(each).values())
     return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard
-from lockstep.parallel.layouts.base import Layout, Norms, norms_of_rows, trained_parameters
+from lockstep.parallel.layouts.base import Layout, Norms, norms_of_rows, trainable_parameters
 from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
@@ -47,7 +47,7 @@ class StageLayout:
         self._world = world
         self._place = place
         self._model = model
-        self._all = trained_parameters(model)
+        self._all = trainable_parameters(model)
         # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
         self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
         whole = sharers.size == 1
@@ -55,10 +55,10 @@ class StageLayout:
         self._whole_primary, self._rows_primary = whole_primary, rows_primary
         self.trained = self._own.trained
         own = dict(self.trained)
-        self._parts = [self.held(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
+        self._parts = [self.as_shard(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
         keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
         every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), world.device, own.values())
-        of_stages: dict[Tensor, Shard] = {each: self.held(name, each) for name, each in self.trained}
+        of_stages: dict[Tensor, Shard] = {each: self.as_shard(name, each) for name, each in self.trained}
         among = self._own.norms if beside is None else norms_of_rows(beside, of_stages, world.device)
         self.norms = Norms(every.all_rows, among.of_tensors, every.agree_)
 
@@ -72,15 +72,15 @@ class StageLayout:
 
     def own_state(self) -> dict[str, MaybeSharded]:
         """Return what of the state is on this rank."""
-        return {name: self._place.placed(name, held) for name, held in self._own.state().items()}
+        return {name: self._place.as_part(name, held) for name, held in self._own.state().items()}
 
-    def held(self, name: str, tensor: Tensor) -> Shard:
+    def as_shard(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._as_part(name, self._own.held(name, tensor.detach()))
+        return self._as_part(name, self._own.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
-        own = {name: self.held(name, gradient(tensor)) for name, tensor in self.trained}
+        own = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 
     def collect(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.comm.p2p import PointToPoint, Values
 from lockstep.comm.world import World
-from lockstep.parallel.pipeline.place import Place
+from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
 
 
@@ -27,7 +27,7 @@ from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
 class Links:
     """The lines of this rank's stages to those beside them, and to those with the same weights."""
 
-    def __init__(self, world: World, place: Place, ties: TiedWeights) -> None:
+    def __init__(self, world: World, place: StagePlace, ties: TiedWeights) -> None:
         self._place = place
         self._ties = ties
         linked = {number + step for number in place.own for step in (-1, 1)}

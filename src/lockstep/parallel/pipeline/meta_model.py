@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lockstep.core.batch import mapped
-from lockstep.parallel.pipeline.graph_trace import computed_in, tensors_of
+from lockstep.parallel.pipeline.graph_trace import tensors_in_attributes, tensors_of
 
 Forward = Callable[..., Any]
 
@@ -34,7 +34,7 @@ class MetaModel:
         for name, tensor in tensors_of(model):
             if id(tensor) not in by_identity:
                 by_identity[id(tensor)] = self.tensors[name] = self._empty(tensor)
-        by_identity |= {id(tensor): self._empty(tensor) for tensor in computed_in(model)}
+        by_identity |= {id(tensor): self._empty(tensor) for tensor in tensors_in_attributes(model)}
         self.model: nn.Module = copy.deepcopy(model, by_identity)
         self._modules = dict(self.model.named_modules())
         self._known: dict[Any, Any] = {}

@@ -12,7 +12,7 @@ from lockstep.parallel.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Pipe:
+class PipelineShape:
     """How a model is distributed: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
 
     There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `tensor` ranks share
@@ -31,10 +31,10 @@ class Pipe:
 
 
 @final
-class Place:
+class StagePlace:
     """This rank's place in the pipelines of a world: it has the stages `own` of `last` + 1."""
 
-    def __init__(self, pipe: Pipe, world: World) -> None:
+    def __init__(self, pipe: PipelineShape, world: World) -> None:
         pipelines = pipe.replicas * pipe.sharers
         self.ranks = world.size // (pipelines * pipe.tensor * pipe.context)  # of one pipeline
         self.mesh = Mesh(replicate=pipelines, pipe=self.ranks, tensor=pipe.tensor, context=pipe.context)

@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept,
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """A stage: the modules whose first call begins it and ends it, and the paths of what crosses there."""
 
     begin: str | None  # None for the first stage
@@ -36,7 +36,7 @@ class Part:
 class _Run:
     """A forward of a stage; `real` are the values of what code between modules has without a value, by its identity."""
 
-    part: Part
+    part: StagePart
     values: list[Any]
     begun: bool
     drawn: Tensor  # the state of the generator where it began
@@ -77,11 +77,11 @@ class Replay:
             if module not in inside:
                 self._hide(path, module, own)
 
-    def stage(self, part: Part) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
+    def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
         """Return the stage: given what enters it and the model's inputs, it returns what leaves it."""
         return partial(self._run, part)
 
-    def _run(self, part: Part, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
+    def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         first = part.begin is None
         now = self._now
         now.run = run = _Run(part, [*values], first, torch.get_rng_state())

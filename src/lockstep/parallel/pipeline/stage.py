@@ -3,8 +3,8 @@
 What crosses into a stage enters its graph by a function that catches the gradient which comes back, as autograd made
 it: a leaf's `grad` would be laid out anew, and a stage that writes into its input could not do so with a leaf.
 
-Of a micro-batch that is cut into several leaves of the tree (parallel/leaves.py) the forwards of a stage are under way
-together, and one backward goes through all of them (parallel/cooperative.py, parallel/apart.py).
+Of a micro-batch that is cut into several leaves of the tree (parallel/work_units.py) the forwards of a stage are under
+way together, and one backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
 from lockstep.core.tree import Counter, total
-from lockstep.parallel.apart import Apart
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.gradients import (
     add_parts_,
@@ -34,7 +34,7 @@ from lockstep.parallel.gradients import (
     unflatten,
     wide_gradient,
 )
-from lockstep.parallel.still import Still
+from lockstep.parallel.isolated_grads import IsolatedGradients
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
@@ -71,7 +71,7 @@ class _Leaf:
     """A leaf between its forward and its backward."""
 
     number: int
-    entered: list[Tensor]  # those inputs that want a gradient
+    restore_after: list[Tensor]  # those inputs that want a gradient
     caught: dict[int, Tensor]  # the gradient of each input that has one
     width: int  # number of inputs
     edges: list[GradientEdge | None]  # of the outputs that want a gradient
@@ -85,7 +85,7 @@ class _InFlight:
     """A micro-batch between its forward and its backward; of several leaves the parameters are kept `apart`."""
 
     leaves: list[_Leaf]
-    apart: Apart | None
+    apart: IsolatedGradients | None
     finish: Callable[[], list[Tensor]] | None = None  # what a split backward put off
 
 
@@ -105,10 +105,10 @@ class Stage:
         guarded: bool = True,
     ) -> None:
         self.running = RunningStatistics(part)
-        self._still = Still(part, self.running.buffers) if guarded else None
+        self._buffer_guard = BufferGuard(part, self.running.buffers) if guarded else None
         self._buffers = tuple(part.buffers())
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        self.observed = torch.empty(0)  # by the last step, for each sample
+        self.observations = torch.empty(0)  # by the last step, for each sample
         self._together = together
         self._recompute = recompute
         self._borrowed = borrowed
@@ -127,18 +127,18 @@ class Stage:
         # Backward never reads running statistics after a training forward, yet autograd keeps them and their version.
         with _unsafe_preserve_version_counter(self._buffers):
             self.running.before_forward()
-        if self._still is not None:
-            self._still.note()
+        if self._buffer_guard is not None:
+            self._buffer_guard.note()
         if self._recompute:
             _, outputs = self._start([_forgetting(each) for each in forwards], module)
             self._in_flight[number] = lambda: self._start(forwards, module)[0]
         else:
             in_flight, outputs = self._start(forwards, module)
             self._in_flight[number] = lambda: in_flight
-        if self._still is not None:
-            self._still.check()
+        if self._buffer_guard is not None:
+            self._buffer_guard.check()
         if self.running.size:
-            self._statistics.push(number, self.running.observed(samples))
+            self._statistics.push(number, self.running.observations(samples))
         return [[_cut_off(output) for output in of_leaf] for of_leaf in outputs]
 
     def backward(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
@@ -165,12 +165,12 @@ class Stage:
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, lent)] = in_flight.leaves, arrived
         pairs = _pairs(leaf, gradients)
-        if not leaf.entered and not self._borrowed:
-            in_flight.finish = lambda: _finished_whole(pairs, self.parameters, lent)
+        if not leaf.restore_after and not self._borrowed:
+            in_flight.finish = lambda: _finish_whole(pairs, self.parameters, lent)
         elif not self._borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
             in_flight.finish = _split(leaf, pairs, self.parameters, lent)
         else:  # torch would lose the weights of an output in which no input takes part
-            gradients_now = _finished_whole(pairs, self.parameters, lent)
+            gradients_now = _finish_whole(pairs, self.parameters, lent)
             in_flight.finish = lambda: gradients_now
         self._split[number] = in_flight
         return [Back(leaf.input_gradients(), self._of_borrowed())]
@@ -203,12 +203,12 @@ class Stage:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()
             whole = across(statistics, leaves, like)
-            self.observed = whole / samples
+            self.observations = whole / samples
 
     def move(self, applied: bool) -> None:
         """Move the running statistics towards what the step observed, or leave them where it was not applied."""
         if self.running.size and applied:
-            self.running.move(self.observed)
+            self.running.move(self.observations)
         elif self.running.size:
             self.running.restore()
 
@@ -217,8 +217,8 @@ class Stage:
         if len(forwards) == 1:
             found = [_start_forward(forwards[0])]
         else:
-            apart = Apart(module, len(forwards))
-            with apart.entered():
+            apart = IsolatedGradients(module, len(forwards))
+            with apart.restore_after():
                 found = self._together.run([partial(_start_forward, each) for each in forwards], apart.use)
         return _InFlight([leaf for leaf, _ in found], apart), [outputs for _, outputs in found]
 
@@ -296,14 +296,14 @@ def _run_back(pairs: Pairs) -> None:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _finished_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+def _finish_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
     _run_back(pairs)
     return _take_gradients(parameters, lent)
 
 
 def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-    groups = backward_input(edges, gradients, leaf.entered, parameters)
+    groups = backward_input(edges, gradients, leaf.restore_after, parameters)
     # A weight's gradient may be the very tensor that is on its way to the stage before, and sums are made in place.
     shared = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
 

@@ -62,7 +62,7 @@ class OptimizerNames:
         """
         own, scalars = optimizer_state(trained, optimizer)
         groups = self._own_groups(trained, optimizer)
-        tensors = {self._whole_name(name, groups): slots.held(name, tensor) for name, tensor in own.items()}
+        tensors = {self._whole_name(name, groups): slots.as_shard(name, tensor) for name, tensor in own.items()}
         told = {
             "tensors": {name: [list(held.shape), str(local_tensor(held).dtype)] for name, held in tensors.items()},
             "slots": scalars["slots"],

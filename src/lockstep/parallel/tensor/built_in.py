@@ -27,7 +27,7 @@ _MODULES: Final = {
 _KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
 
 
-def known_plan(model: nn.Module) -> dict[str, str]:
+def built_in_plan(model: nn.Module) -> dict[str, str]:
     """Return the plan of a model whose layers are known, by the names of its modules; empty for another one."""
     plan = {}
     for name, module in model.named_modules():

@@ -49,7 +49,7 @@ class Forwards(Protocol):
     def under_way(self) -> bool: ...
 
     def enter(
-        self, chunks: Chunks, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+        self, chunks: Region, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         """Call before a region is called for a forward of this rank's, so that others can be called for it, too."""
         ...
@@ -68,7 +68,7 @@ class Forwards(Protocol):
 
 
 @final
-class Chunks:
+class Region:
     """The `count` chunks of a region, of which this rank computes `own`: until `share` is called, all."""
 
     def __init__(self, count: int, name: str) -> None:
@@ -78,7 +78,7 @@ class Chunks:
         self._across = CanonicalSum(0, [DataRank()], None)
         self.visited: Forwards | None = None
         self._alone = _OneForward(self)
-        self._calls = _Calls()
+        self._calls = _RegionCalls()
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
         """Leave the chunks of other ranks to them: this one is `rank` of `ranks`, over which `across` adds."""
@@ -95,7 +95,7 @@ class Chunks:
         self._call(call, arguments, named, len(self.own))
 
     def _call(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], times: int) -> None:
-        now = self._calls.now = _Call(Draws())
+        now = self._calls.now = _RegionCall(Draws())
         for number in range(times):
             now.current = number
             try:
@@ -186,11 +186,11 @@ class Chunks:
 class _OneForward:
     """A forward by itself, which has nothing to gather."""
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: Region) -> None:
         self.count, self.own, self.under_way = 1, range(1), True
         self._chunks = chunks
 
-    def enter(self, chunks: Chunks, call: Callable[..., Any], arguments: Any, named: Any) -> None:
+    def enter(self, chunks: Region, call: Callable[..., Any], arguments: Any, named: Any) -> None:
         """See Forwards."""
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
@@ -207,7 +207,7 @@ class _OneForward:
 
 
 @dataclass(eq=False)
-class _Call:
+class _RegionCall:
     """A call of a region: its random numbers, what is made by its first layers, and what is given to its last."""
 
     draws: Draws
@@ -216,14 +216,14 @@ class _Call:
     current: int = 0  # which of this rank's chunks is being computed
 
 
-class _Calls(threading.local):
+class _RegionCalls(threading.local):
     """The call that is under way: one for each forward of those that have a thread each (parallel/cooperative.py)."""
 
-    now: _Call | None = None
+    now: _RegionCall | None = None
 
-    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_RegionCalls], tuple[()]]:
         """Let a model be copied: of its copy no call is under way."""
-        return _Calls, ()
+        return _RegionCalls, ()
 
 
 class ChunkDone(BaseException):

@@ -71,7 +71,7 @@ class Dispatch:
                 if training:
                     draws.draw_by(arriving[source][-1], group)
                 found = dict(zip(names, (align(each) for each in of_group), strict=True))
-                made.append(self._experts.made(found, next(given)))
+                made.append(self._experts.compute(found, next(given)))
         draws.go_on()
         [returned] = self._exchange_rows(back, out, [_join(made)])
         return list(_split(counts, returned))

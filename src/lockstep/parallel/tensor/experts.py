@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.device.meta import has_values
 from lockstep.errors import UsageError
 from lockstep.parallel.linear_map import linear_map
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import by_chunk, calling_with, copies
 
 
@@ -50,7 +50,7 @@ class Experts:
     Another `make` may be put in the place of this rank's own work for the groups in `chunks.own` (dispatch.py).
     """
 
-    def __init__(self, module: nn.Module, chunks: Chunks, of_group: int) -> None:
+    def __init__(self, module: nn.Module, chunks: Region, of_group: int) -> None:
         """Take a module whose own code finds that it has `of_group` experts."""
         self.module = module
         self.chunks = chunks
@@ -82,7 +82,7 @@ class Experts:
         """What this rank has of the module's parameters."""
         return dict(self.module.named_parameters(recurse=False))
 
-    def made(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
         """Return what the group with these parameters makes of its pairs: [p, d]."""
         rows, experts, weights = pairs
         if not len(rows):  # what depends on rows and weights all the same: all ranks then do the same in backward
@@ -94,7 +94,7 @@ class Experts:
         of_groups = {name: by_chunk(each, self.chunks) for name, each in self.parameters.items()}
         made = []
         for at, _ in self.chunks.each(self.module.training):
-            made.append(self.made({name: each[at] for name, each in of_groups.items()}, asked[at]))
+            made.append(self.compute({name: each[at] for name, each in of_groups.items()}, asked[at]))
         return made
 
 

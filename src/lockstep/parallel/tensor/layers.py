@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.parallel.linear_map import linear_map
-from lockstep.parallel.tensor.chunks import ChunkDone, Chunks, Forwards
+from lockstep.parallel.tensor.chunks import ChunkDone, Forwards, Region
 
 _ALIGNED: Final = 16  # bytes
 
@@ -27,7 +27,7 @@ _ALIGNED: Final = 16  # bytes
 class ColumnLinear(nn.Module):
     """A first layer of a region: its weight has shape [chunks * outputs of a chunk, inputs]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
@@ -49,7 +49,7 @@ class RowLinear(nn.Module):
     The bias is added once, to the sum.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Chunks) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
@@ -67,19 +67,19 @@ class RowLinear(nn.Module):
         return outputs if bias is None else outputs + bias
 
 
-def column_outputs(chunks: Chunks, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+def column_outputs(chunks: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     """Return what each chunk of this rank gives for `inputs` [n, i], where `weight` has these chunks' rows."""
     given = _cast(bias, weight, inputs.contiguous())
     outputs: Sequence[Tensor] = chunks.forwards.exchange(f"a layer of {chunks.name}", partial(_columns, chunks), given)
     return outputs
 
 
-def share_parameters(layer: nn.Module, chunks: Chunks) -> None:
+def share_parameters(layer: nn.Module, chunks: Region) -> None:
     """Let `layer`, such as a norm of each head, be used by all chunks: its gradients are added over them."""
     layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance: its names stay
 
 
-def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -> Any:
+def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -> Any:
     own = layer._parameters
     given = {name: each for name, each in own.items() if each is not None}
     made = chunks.begin(layer, partial(copies, chunks, [*given.values()]))
@@ -87,7 +87,7 @@ def _with_copies(layer: nn.Module, chunks: Chunks, forward: Any, *inputs: Any) -
         return forward(*inputs)
 
 
-def copies(chunks: Chunks, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return `tensors` once for each chunk of this rank; their gradients are added over all chunks."""
     place = f"a layer of {chunks.name} that chunks share"
     made: Sequence[Tensor] = chunks.forwards.exchange(place, partial(_copies, chunks), tensors)
@@ -109,23 +109,23 @@ def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None
 # sequence, of which this rank's alone have the inputs of a first layer and get the outputs of the last one.
 
 
-def _columns(chunks: Chunks, given: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
+def _columns(chunks: Region, given: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
     biases, weights, inputs = zip(*given, strict=True)
     forwards = chunks.forwards
-    made = _Columns.apply(forwards, chunks, *biases, *weights, *(inputs[number] for number in forwards.own))
+    made = _ColumnMultiply.apply(forwards, chunks, *biases, *weights, *(inputs[number] for number in forwards.own))
     return _by_forward(made, forwards)
 
 
-def _rows(chunks: Chunks, given: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
+def _rows(chunks: Region, given: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
     weights, parts = zip(*given, strict=True)
     forwards = chunks.forwards
-    made = _Rows.apply(forwards, chunks, *weights, *(each for of_forward in parts for each in of_forward))
+    made = _RowMultiply.apply(forwards, chunks, *weights, *(each for of_forward in parts for each in of_forward))
     outputs: list[Tensor | None] = [None] * forwards.count
     outputs[forwards.own.start : forwards.own.stop] = made
     return outputs
 
 
-def _copies(chunks: Chunks, given: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+def _copies(chunks: Region, given: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
     forwards, count = chunks.forwards, len(given[0])
 
     def there(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -151,14 +151,14 @@ def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any
     return [tensors[number * each : (number + 1) * each] for number in range(forwards.count)]
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnMultiply(torch.autograd.Function):
     """inputs_NI times the transpose of each chunk of weight_OI, plus its chunk of bias_O: an outputs_NO for each.
 
     All forwards give the same weight and bias, in whose places their gradients differ.
     """
 
     @staticmethod
-    def forward(ctx: Any, forwards: Forwards, chunks: Chunks, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forwards: Forwards, chunks: Region, *given: Tensor) -> tuple[Tensor, ...]:
         count = forwards.count
         biases, weights, own_NI = given[:count], given[count : 2 * count], given[2 * count :]
         ctx.forwards, ctx.chunks, ctx.biased = forwards, chunks, biases[0] is not None
@@ -194,11 +194,11 @@ class _Columns(torch.autograd.Function):
         return None, None, *of_bias, *of_weight, *of_inputs
 
 
-class _Rows(torch.autograd.Function):
+class _RowMultiply(torch.autograd.Function):
     """given_NI of each chunk times the transpose of its chunk of weight_OI, added over all chunks: outputs_NO."""
 
     @staticmethod
-    def forward(ctx: Any, forwards: Forwards, chunks: Chunks, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forwards: Forwards, chunks: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, given = tensors[: forwards.count], tensors[forwards.count :]
         ctx.forwards, ctx.chunks = forwards, chunks
         ctx.save_for_backward(weights[0], *given)
@@ -224,7 +224,7 @@ class _Rows(torch.autograd.Function):
         return None, None, *of_weight, *of_given
 
 
-def by_chunk(tensor: Tensor, chunks: Chunks) -> tuple[Tensor, ...]:
+def by_chunk(tensor: Tensor, chunks: Region) -> tuple[Tensor, ...]:
     """Return what this rank has of a parameter, chunk by chunk."""
     return tuple(align(each) for each in tensor.tensor_split(len(chunks.own)))
 

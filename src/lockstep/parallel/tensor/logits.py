@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from lockstep.comm.canonical import add_
 from lockstep.core.tree import Block, total
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 
 
 @final
@@ -31,10 +31,10 @@ class Logits(Tensor):
     """Logits of shape [..., entries], of which `parts` has the chunks of this rank: [..., entries of a chunk] each."""
 
     parts: tuple[Tensor, ...]
-    chunks: Chunks
+    chunks: Region
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Tensor], chunks: Chunks, entries: int, dtype: torch.dtype | None = None) -> Logits:
+    def __new__(cls, parts: Sequence[Tensor], chunks: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
         """Give the parts the `dtype` in which the loss is computed, by default their own."""
         first = parts[0]
         made: Logits = Tensor._make_wrapper_subclass(
@@ -160,11 +160,11 @@ class _CrossEntropy(torch.autograd.Function):
     """The cross entropy of each of n `targets`, given this rank's chunks [n, e] of the logits: [n], 0 if `ignored`."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, chunks: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
         fits = ((targets >= 0) & (targets < entries)) | (targets == ignored)
         torch._assert_async(fits.all(), f"a target is none of {entries} entries")
         ctx.rows, ctx.ignored = chunks.rows(entries), ignored
-        own = [_found(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)]
+        own = [_chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)]
         # By chunk, [chunks, n]: the same on all ranks from here on.
         tops, sums, chosen = chunks.of_all(torch.stack(own)).unbind(1)
         top = tops.amax(0)
@@ -195,7 +195,7 @@ def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
     return inside, (targets - rows.start).where(inside, 0)
 
 
-def _found(part: Tensor, inside: Tensor, at: Tensor) -> Tensor:
+def _chunk_statistics(part: Tensor, inside: Tensor, at: Tensor) -> Tensor:
     """Return of a chunk its largest logit, the sum of its exponentials less that, and the target's logit: [3, n]."""
     wide = part.to(torch.promote_types(part.dtype, torch.float32))
     top = wide.amax(1).clamp_min(torch.finfo(wide.dtype).min)  # all may be minus infinity

@@ -31,7 +31,7 @@ from lockstep.common.patterns import selected
 from lockstep.core.shard import Chunked
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.experts import Experts, takes_pairs
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
 from lockstep.parallel.tensor.vocab import Head, LookUp
@@ -179,7 +179,7 @@ def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
 
 
 def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
-    chunks = Chunks(count, region.name or "the model")
+    chunks = Region(count, region.name or "the model")
     module = model.get_submodule(region.name)
     chunked: dict[str, Chunked] = {}
     for name, more in region.of("colwise"):
@@ -201,7 +201,7 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
 class _Hook:
     """Called before a region's forward."""
 
-    chunks: Chunks
+    chunks: Region
 
     def __call__(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         self.chunks.before(module.forward, arguments, named)
@@ -213,7 +213,7 @@ class _Method:
     """A region that is a method."""
 
     method: Callable[..., Any]
-    chunks: Chunks
+    chunks: Region
 
     def __call__(self, *arguments: Any) -> Any:
         self.chunks.before(self.method, arguments, {})
@@ -240,18 +240,18 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
                 f"{_KEY}: {name} is experts, {of_group * count} by its {attribute}, and has a parameter {key} of shape "
                 f"{[*parameter.shape]}; dim 0 has to have a row for each expert"
             )
-    module.forward = Experts(module, Chunks(count, name), of_group)  # on the instance: its names stay
+    module.forward = Experts(module, Region(count, name), of_group)  # on the instance: its names stay
 
 
 def _by_rows(module: nn.Module, name: str, count: int) -> None:
     """Cut a table or a head: its rows stay in their order, so nothing is rearranged."""
     forward: LookUp | Head
     if type(module) is nn.Embedding:
-        forward = LookUp(module, Chunks(count, name))
+        forward = LookUp(module, Region(count, name))
         if odd := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
             raise UsageError(f"{_KEY}: {name} is vocab, and has {odd[0]}, which looks at all rows; leave that out")
     elif type(module) is nn.Linear:
-        forward = Head(module, Chunks(count, name))
+        forward = Head(module, Region(count, name))
     else:
         raise UsageError(
             f"{_KEY}: {name} is a {type(module).__name__}; vocab cuts an nn.Embedding, or the nn.Linear whose outputs "
@@ -270,7 +270,7 @@ def _parts(name: str, more: str) -> int:
     return int(more or 1)
 
 
-def _share(module: nn.Module, name: str, chunks: Chunks) -> None:
+def _share(module: nn.Module, name: str, chunks: Region) -> None:
     own, every = list(module.parameters(recurse=False)), list(module.parameters())
     if len(own) < len(every):
         raise UsageError(f"{_KEY}: {name} is shared, and has modules with parameters; name these instead")
@@ -297,7 +297,7 @@ def _linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
 Cut = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
 
 
-def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Chunks) -> Cut:
+def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) -> Cut:
     """Cut a layer's outputs: `parts` things of one size, each of heads of `head` features, which stay whole."""
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     length = outputs // parts
@@ -312,7 +312,7 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Chunks) 
     return ColumnLinear(weight, bias, chunks), chunked
 
 
-def _row(layer: nn.Linear, name: str, chunks: Chunks) -> Cut:
+def _row(layer: nn.Linear, name: str, chunks: Region) -> Cut:
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     if inputs % count:
         raise _not_divided(count, f"{name}, which has {inputs} inputs", inputs)

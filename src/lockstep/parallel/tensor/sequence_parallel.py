@@ -45,14 +45,14 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.tree import Block, blocks, total
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.context.attention import Attention
+from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, sequence_task
 from lockstep.parallel.cooperative import Cooperative, Joint
-from lockstep.parallel.leaves import Leaves
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
 from lockstep.parallel.tensor.slices import CutLayer, cut_layers
+from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, Task
 
 _KEY: Final = "placement.strategy.sequence_parallel"
@@ -61,7 +61,7 @@ _NEXT: Final = "its next region, or its end"
 
 def sequence_parallel_leaves(
     slices: Mesh, task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
-) -> Leaves:
+) -> WorkUnits:
     """Return the leaves of this rank, where `mesh` is that of `slices`, spread (core/mesh.py).
 
     The model's regions are told of it. All ranks call it alike.
@@ -127,24 +127,24 @@ class SpreadChunks:
         self._spread = spread
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
-        """See Leaves."""
+        """See WorkUnits."""
         leaves = self._sequences.of(microbatch, microbatches)
         return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See Leaves."""
+        """See WorkUnits."""
         return self._sequences.inputs(leaf)
 
-    def around(self) -> Attention:
-        """See Leaves."""
+    def around(self) -> SequenceAttention:
+        """See WorkUnits."""
         return self._sequences.around()
 
-    def evaluated(self, inputs: Inputs) -> Inputs:
-        """See Leaves."""
-        return self._sequences.evaluated(inputs)
+    def evaluation_inputs(self, inputs: Inputs) -> Inputs:
+        """See WorkUnits."""
+        return self._sequences.evaluation_inputs(inputs)
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
-        """See Leaves."""
+        """See WorkUnits."""
         if leaf.dummy:
             with self.around():
                 self._spread.visit_regions()
@@ -157,7 +157,7 @@ class SpreadChunks:
 class _Visit(NamedTuple):
     """A call of a region, and the states of the generators that it begins with."""
 
-    chunks: Chunks
+    chunks: Region
     call: Callable[..., Any]
     arguments: Sequence[Any]
     named: Mapping[str, Any]
@@ -196,7 +196,7 @@ class Spread:
         return self._together.under_way
 
     def enter(
-        self, chunks: Chunks, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+        self, chunks: Region, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         """Call before a region is called for a forward of this rank's: those of others visit it."""
         states = [each.get_state() for each in self._generators]

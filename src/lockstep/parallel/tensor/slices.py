@@ -17,7 +17,7 @@ from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
 from lockstep.parallel.tensor.vocab import Head, LookUp
@@ -30,12 +30,12 @@ class CutLayer(NamedTuple):
     """
 
     module: nn.Module
-    chunks: Chunks
+    chunks: Region
     parameters: tuple[str, ...]
     rows: int | None = None
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where a rank's rows of a parameter are in the whole one, which has `shape`: from row `first` on."""
 
     shape: Size
@@ -59,14 +59,14 @@ def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
     return found
 
 
-def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: int) -> dict[str, Place]:
+def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: int) -> dict[str, RowPlace]:
     """Return where the parts are that the `rank`-th of so many ranks keeps of what is cut, by each of their names."""
     cut = {}
     for layer in layers.values():
         for key in layer.parameters:
             own = getattr(layer.module, key)
             rows = layer.rows or len(own) * ranks
-            cut[own] = Place(Size([rows, *own.shape[1:]]), _own_rows(rows, layer, rank, ranks).start)
+            cut[own] = RowPlace(Size([rows, *own.shape[1:]]), _own_rows(rows, layer, rank, ranks).start)
     every = model.named_parameters(remove_duplicate=False)
     return {name: cut[parameter] for name, parameter in every if parameter in cut}
 
@@ -139,7 +139,7 @@ def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
 class Slice:
     """Which part of a model in chunks a rank has: of what is cut some rows, and of the rest what all have alike."""
 
-    def __init__(self, cut: Mapping[str, Place], rank: int, primary: bool = True) -> None:
+    def __init__(self, cut: Mapping[str, RowPlace], rank: int, primary: bool = True) -> None:
         """Take where those parameters are of which the `rank`-th of some ranks has its own chunks alone."""
         self.first = not rank  # whether it reports what all of these ranks have alike
         self.primary = primary  # and whether what those with the same chunks have alike
@@ -152,7 +152,7 @@ class Slice:
         primary = not (at.replicate or at.context)
         return cls(places(model, cut_layers(model), at.tensor, mesh.tensor), at.tensor, primary)
 
-    def placed(self, name: str, held: MaybeSharded) -> MaybeSharded:
+    def as_part(self, name: str, held: MaybeSharded) -> MaybeSharded:
         """Return what the rank has of a tensor of its slice as a part of the whole one."""
         if isinstance(held, Shard):
             return self.part(name, held)
@@ -181,11 +181,11 @@ class SlicedLayout:
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        return {name: self._place.placed(name, held) for name, held in self._own.state().items()}
+        return {name: self._place.as_part(name, held) for name, held in self._own.state().items()}
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return self._place.placed(name, self._own.held(name, tensor))
+        return self._place.as_part(name, self._own.as_shard(name, tensor))
 
     def collect(self) -> None:
         """See Layout."""
@@ -201,7 +201,7 @@ class SlicedLayout:
 
     def _part(self, name: str, tensor: Tensor) -> Shard:
         """Return what this rank answers for."""
-        held = self.held(name, tensor)
+        held = self.as_shard(name, tensor)
         return (
             held if isinstance(held, Shard) else Shard(held, 0, held.shape, self._place.primary and self._place.first)
         )

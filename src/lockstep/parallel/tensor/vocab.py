@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lockstep.core.order import cut
 from lockstep.parallel.linear_map import linear_map
-from lockstep.parallel.tensor.chunks import Chunks
+from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import by_chunk, column_outputs
 from lockstep.parallel.tensor.logits import Logits
 
@@ -30,7 +30,7 @@ from lockstep.parallel.tensor.logits import Logits
 class LookUp:
     """In place of the forward of `module`, whose weight has this rank's rows."""
 
-    def __init__(self, module: nn.Embedding, chunks: Chunks) -> None:
+    def __init__(self, module: nn.Embedding, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
 
@@ -50,7 +50,7 @@ class LookUp:
 class Head:
     """In place of the forward of `module`, whose weight and bias have this rank's rows."""
 
-    def __init__(self, module: nn.Linear, chunks: Chunks) -> None:
+    def __init__(self, module: nn.Linear, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
 
@@ -76,12 +76,12 @@ class _LookUp(torch.autograd.Function):
     """The rows with these `ids` [n]: [n, d]. Those with the id `padding` get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, chunks: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
         torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is none of {length} rows")
         ctx.rows, ctx.padding = chunks.rows(length), padding
         ctx.save_for_backward(ids)
         # Zeros that are added change no bit, but for a zero that was negative.
-        return chunks.total(_found(ctx.rows, by_chunk(weight, chunks), ids))
+        return chunks.total(_chunk_embeddings(ctx.rows, by_chunk(weight, chunks), ids))
 
     @staticmethod
     @once_differentiable
@@ -97,13 +97,13 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None, torch.cat(found)
 
 
-def _found(chunks: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Iterator[Tensor]:
+def _chunk_embeddings(chunks: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Iterator[Tensor]:
     for rows, weight in zip(chunks, weights, strict=True):
         outside = (ids < rows.start) | (ids >= rows.stop)
         yield F.embedding((ids - rows.start).masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0)
 
 
-def _join_chunks(chunks: Chunks, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
+def _join_chunks(chunks: Region, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return what all chunks give, given this rank's: [..., entries]."""
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
@@ -113,6 +113,6 @@ def _join_chunks(chunks: Chunks, length: int, parts: Sequence[Tensor]) -> list[T
     return [torch.cat([each[..., :count] for each, count in zip(every, lengths, strict=True)], -1)]
 
 
-def _own_part(chunks: Chunks, length: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _own_part(chunks: Region, length: int, gradients: Sequence[Tensor]) -> list[Tensor]:
     [gradient] = gradients
     return [gradient[..., rows.start : rows.stop] for rows in chunks.rows(length)]

@@ -263,7 +263,7 @@ class _Probe:
     def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         # A model may change its inputs in place.
         inputs = mapped(Tensor.clone, self._ready.task.inputs(microbatch.batch))
-        return self._numerics.given_out(call(model, self._numerics.laid_out(inputs)))
+        return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
 
     @torch.no_grad()
     def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:

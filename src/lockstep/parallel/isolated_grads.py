@@ -1,4 +1,4 @@
-"""Several forwards of one model under way in one process, whose gradients stay apart.
+"""Several forwards of one model under way in one process, with isolated gradients.
 
 Each forward has aliases of the trained parameters: other leaves for autograd, in the same memory. While one runs, the
 modules have its aliases in place of the parameters, and keep what its code leaves in their attributes for it alone: all
@@ -17,7 +17,7 @@ from lockstep.errors import UsageError
 
 
 @final
-class Apart:
+class IsolatedGradients:
     """Aliases of the trained parameters of `model`: a set for each of `count` forwards."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
@@ -28,8 +28,8 @@ class Apart:
         self._states = [[_with(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Give the modules what they had before, at the end of the block, in which `use` is called."""
+    def restore_after(self) -> Iterator[None]:
+        """Restore the modules' attributes at the end of the block, in which `use` is called."""
         before = [vars(module) for module in self._modules]
         try:
             yield
@@ -41,7 +41,7 @@ class Apart:
         _put(self._modules, self._states[number])
 
     def check(self) -> None:
-        """Raise UsageError where a backward has come to a parameter itself, and so could not keep forwards apart."""
+        """Raise UsageError where a backward has come to a parameter itself, and so could not isolate forwards."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(

@@ -5,7 +5,7 @@ import torch
 import worlds
 from torch import Tensor
 
-from lockstep.comm.canonical import NarrowSum, add_
+from lockstep.comm.canonical import HalfPrecisionSum, add_
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import cut
@@ -26,7 +26,7 @@ def summed(world: World, leaves: int, dtype: torch.dtype) -> Tensor:
     for number in cut(leaves, world.size)[world.rank]:
         counter.push(number, leaf(number))
     mesh = Mesh(world.size)
-    add = NarrowSum(world.canonical(mesh, "replicate"), dtype)
+    add = HalfPrecisionSum(world.canonical(mesh, "replicate"), dtype)
     return add(counter.pieces(), leaves, torch.empty(LENGTH))
 
 

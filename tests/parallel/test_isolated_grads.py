@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.apart import Apart
+from lockstep.parallel.isolated_grads import IsolatedGradients
 
 
 class Keeping(nn.Module):
@@ -34,8 +34,8 @@ def test_each_forward_has_gradients_and_attributes_of_its_own() -> None:
         model.zero_grad()
     model.kept = None
     before = dict(model.state_dict(keep_vars=True))
-    apart = Apart(model, 3)
-    with apart.entered():
+    apart = IsolatedGradients(model, 3)
+    with apart.restore_after():
         losses = []
         for number, each in enumerate(inputs):
             apart.use(number)
@@ -57,8 +57,8 @@ def test_each_forward_has_gradients_and_attributes_of_its_own() -> None:
 
 def test_a_recurrent_layer_finds_its_weights_again() -> None:
     model, inputs = nn.LSTM(3, 3), torch.randn(2, 4, 1, 3)
-    apart = Apart(model, 2)
-    with apart.entered():
+    apart = IsolatedGradients(model, 2)
+    with apart.restore_after():
         for number, each in enumerate(inputs):
             apart.use(number)
             model(each)[0].sum().backward()
@@ -76,8 +76,8 @@ def test_a_recurrent_layer_finds_its_weights_again() -> None:
 def test_a_hook_of_a_parameter_is_kept() -> None:
     model = nn.Linear(3, 1, bias=False)
     model.weight.register_hook(lambda gradient: torch.zeros_like(gradient))
-    apart = Apart(model, 2)
-    with apart.entered():
+    apart = IsolatedGradients(model, 2)
+    with apart.restore_after():
         apart.use(1)
         model(torch.ones(1, 3)).backward()
     apart.hand(1)
@@ -88,8 +88,8 @@ def test_a_hook_of_a_parameter_is_kept() -> None:
 def test_a_parameter_in_a_closure_is_refused() -> None:
     model = nn.Linear(3, 1)
     weight = model.weight
-    apart = Apart(model, 2)
-    with apart.entered():
+    apart = IsolatedGradients(model, 2)
+    with apart.restore_after():
         apart.use(0)
         (weight * model(torch.ones(1, 3))).sum().backward()
     with pytest.raises(UsageError, match=r"^weight is used in forward by a reference that is not its module's"):

@@ -21,7 +21,7 @@ _ADVICE: Final = (
 
 
 @final
-class Still:
+class BufferGuard:
     """Watches the buffers of a model but for those that are `kept`: `note` before a training forward, `check` after."""
 
     def __init__(self, model: nn.Module, kept: Collection[Tensor]) -> None:

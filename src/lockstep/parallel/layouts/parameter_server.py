@@ -24,26 +24,26 @@ from torch.futures import Future
 
 from lockstep.comm.canonical import add_
 from lockstep.comm.peer_errors import PeerLostError
-from lockstep.comm.rpc import RemoteCalls
+from lockstep.comm.rpc import Rpc
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, sharded_as
 from lockstep.core.tree import Block, total
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trained_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
 Pieces = Mapping[Block, Tensor]
 
 
-def served(world: World, server: Server, calls: RemoteCalls, bucket_bytes: int) -> MakeLayout:
+def parameter_server_layout(world: World, server: Server, calls: Rpc, bucket_bytes: int) -> MakeLayout:
     """Return what puts a model on each of several ranks, which push gradients to `server`, that of rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, calls, dtype)
         pushed = PushedSum(world.rank == 0, server, calls)
-        return layout, Gradients(trained_parameters(model), pushed, stream, alone=False, bucket_bytes=bucket_bytes)
+        return layout, Gradients(trainable_parameters(model), pushed, stream, alone=False, bucket_bytes=bucket_bytes)
 
     return make
 
@@ -67,7 +67,7 @@ class Server:
             self._pushed[number].append(pieces)
             self._changed.notify_all()
 
-    def pushed(self, number: int) -> list[Pieces]:
+    def collect(self, number: int) -> list[Pieces]:
         """Wait for the pieces that all workers push to the sum of this number, and return them."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
@@ -99,7 +99,7 @@ class Server:
 class PushedSum:
     """The sum over the ranks, on the server; workers get memory of which nothing is read."""
 
-    def __init__(self, serves: bool, server: Server, calls: RemoteCalls) -> None:
+    def __init__(self, serves: bool, server: Server, calls: Rpc) -> None:
         self._serves = serves
         self._server = server
         self._calls = calls
@@ -112,7 +112,7 @@ class PushedSum:
             self._calls.ask("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
             return like
         found = dict(pieces)
-        for pushed in self._server.pushed(self._number):
+        for pushed in self._server.collect(self._number):
             found |= {block: piece.to(like.device) for block, piece in pushed.items()}
         return total(found, leaves, add_)
 
@@ -121,9 +121,7 @@ class PushedSum:
 class ServedLayout:
     """Every rank has the whole model, and rank 0 all rows of each parameter to update."""
 
-    def __init__(
-        self, model: nn.Module, world: World, server: Server, calls: RemoteCalls, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
         self._world = world
         self._server = server
         self._calls = calls
@@ -150,7 +148,7 @@ class ServedLayout:
         """See Layout."""
         return self._weights.state()
 
-    def held(self, name: str, tensor: Tensor) -> MaybeSharded:
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return sharded_as(tensor, self._cuts[name])
 

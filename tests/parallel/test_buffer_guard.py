@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.still import Still
+from lockstep.parallel.buffer_guard import BufferGuard
 
 
 class Own(nn.Module):
@@ -50,7 +50,7 @@ MOVING = {
 @pytest.mark.parametrize("name", MOVING)
 def test_a_buffer_that_a_forward_moves_is_refused(name: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), MOVING[name], nn.BatchNorm1d(3).eval())
-    still = Still(model, RunningStatistics(model.train(mode=True)).buffers)
+    still = BufferGuard(model, RunningStatistics(model.train(mode=True)).buffers)
     still.note()
     model(torch.randn(4, 3))
     with pytest.raises(UsageError, match=f"the forward moves buffer {name}"):
@@ -59,7 +59,7 @@ def test_a_buffer_that_a_forward_moves_is_refused(name: str) -> None:
 
 def test_statistics_of_instancenorm_are_kept_as_those_of_batchnorm():
     model = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True))
-    still = Still(model, RunningStatistics(model.train()).buffers)
+    still = BufferGuard(model, RunningStatistics(model.train()).buffers)
     still.note()
     model(torch.randn(4, 3, 5))
     still.check()
@@ -67,7 +67,7 @@ def test_statistics_of_instancenorm_are_kept_as_those_of_batchnorm():
 
 def test_buffers_that_stay_and_those_of_batchnorm_are_none():
     model = nn.Sequential(nn.BatchNorm1d(3), Own(lambda own, inputs: own.mean + inputs), nn.Dropout(), nn.Linear(3, 3))
-    still = Still(model, RunningStatistics(model.train()).buffers)
+    still = BufferGuard(model, RunningStatistics(model.train()).buffers)
     for _ in range(2):
         still.note()
         model(torch.randn(4, 3))
@@ -77,7 +77,7 @@ def test_buffers_that_stay_and_those_of_batchnorm_are_none():
 def test_a_layer_that_did_not_train_when_it_began_must_not_later():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[0].eval()
-    still = Still(model, RunningStatistics(model).buffers)
+    still = BufferGuard(model, RunningStatistics(model).buffers)
     model.train()
     still.note()
     model(torch.randn(4, 3))

@@ -23,8 +23,8 @@ from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.tree import Counter
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
-from lockstep.parallel.gradients import Gradients, summed_dtype
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trained_parameters
+from lockstep.parallel.gradients import Gradients, sum_dtype
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.tensor.dispatch import Dispatch
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
@@ -40,10 +40,10 @@ def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
 
 def check_experts(build: Callable[[], nn.Module], ranks: int, strategy: str) -> None:
     """Raise UsageError where the model that `build` builds has no groups of experts for so many ranks."""
-    _shared_experts(on_meta(build), ranks, strategy)
+    _expert_layers(on_meta(build), ranks, strategy)
 
 
-def _shared_experts(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, CutLayer]:
+def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, CutLayer]:
     """Return the experts of a model, of which each of so many ranks can have as many groups; else UsageError."""
     experts = expert_layers(model)
     if cut_layers(model) and not experts:
@@ -58,7 +58,7 @@ def _shared_experts(model: nn.Module, ranks: int, strategy: str = "expert") -> d
 def own_experts(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
     """Build a model, of whose experts a rank keeps its own. All ranks call it."""
     model, rank = build(), mesh.coordinate(world.rank).expert
-    layers = _shared_experts(model, mesh.expert)
+    layers = _expert_layers(model, mesh.expert)
     keep_part(layers.values(), rank, mesh.expert)
     for layer in layers.values():
         experts = layer.module.forward
@@ -67,14 +67,14 @@ def own_experts(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.
     return model
 
 
-def dispatched(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
+def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
     """Return what lays out a model that `own_experts` built."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
         rank = mesh.coordinate(world.rank).expert
         cut = places(model, layers, rank, mesh.expert)
-        shared = [(name, parameter) for name, parameter in trained_parameters(model) if name not in cut]
+        shared = [(name, parameter) for name, parameter in trainable_parameters(model) if name not in cut]
         sums = Gradients(shared, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
         [in_step] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
         data_ranks = [mesh.data_rank(each) for each in in_step]
@@ -117,7 +117,7 @@ class _Sums:
                 if gradient is None:
                     gradient = torch.zeros_like(parameter)
                 counter = self.counters.setdefault((name, rank), Counter(add_))
-                counter.push(index, gradient.to(summed_dtype(parameter)))
+                counter.push(index, gradient.to(sum_dtype(parameter)))
 
     def finish(self, leaves: int) -> None:
         """Leave the sums in the gradients. All ranks call it."""
@@ -128,7 +128,7 @@ class _Sums:
                 own = self.counters.get((name, rank))
                 for block, part in own.pieces().items() if own is not None else ():
                     joined.take(block, part.reshape(-1))
-            like = parameter.new_empty(parameter.numel(), dtype=summed_dtype(parameter))
+            like = parameter.new_empty(parameter.numel(), dtype=sum_dtype(parameter))
             parameter.grad = self.across(joined.pieces(), leaves, like).view(parameter.shape)
 
 

@@ -12,7 +12,7 @@ from toys import Case
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.shard import Shard
 from lockstep.core.tree import Block
-from lockstep.parallel.layouts.served import Server
+from lockstep.parallel.layouts.parameter_server import Server
 
 
 def test_weights_are_held_back_until_their_update_is_done() -> None:
@@ -28,7 +28,7 @@ def test_weights_are_held_back_until_their_update_is_done() -> None:
 def test_the_server_waits_for_every_worker() -> None:
     server = Server(ranks=3, timeout_s=5)
     with ThreadPoolExecutor(1) as beside:
-        found = beside.submit(server.pushed, 4)
+        found = beside.submit(server.collect, 4)
         server.push(5, {})  # of the next sum
         server.push(4, {Block(2, 1): torch.ones(1)})
         assert not found.done()
@@ -40,7 +40,7 @@ def test_a_worker_that_pushes_nothing_is_lost_in_time() -> None:
     server = Server(ranks=3, timeout_s=0.05)
     server.push(1, {})
     with pytest.raises(PeerLostError, match=re.escape("1 of 2 workers pushed no gradient in 0.05 s")):
-        server.pushed(1)
+        server.collect(1)
 
 
 def held(world, case):

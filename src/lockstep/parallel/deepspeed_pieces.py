@@ -18,7 +18,7 @@ from lockstep.core.shard import Shard, piece
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class FlatPiece:
     """Where this rank's piece of a parameter of `shape` is: `length` elements of a flat tensor from `at` on.
 
     It has the parameter's elements from `first` on. The optimizer has `flat` in its parameter group number `group`.
@@ -37,25 +37,25 @@ class Place:
         return piece(own, self.first if self.length else 0, self.shape)
 
 
-def places(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, Place]:
+def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
     """Return the place of each parameter that DeepSpeed's `optimizer` moves."""
     found = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
     return dict(found)
 
 
-def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, Place]]:
+def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for number, parameters in enumerate(optimizer.bit16_groups):
         flat = optimizer.single_partition_of_fp32_groups[number]
         for parameter in parameters:
             mapping = parameter._hp_mapping
             if mapping is None:
-                yield parameter, Place(number, flat, 0, 0, 0, parameter.shape)
+                yield parameter, FlatPiece(number, flat, 0, 0, 0, parameter.shape)
                 continue
             own, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield parameter, Place(number, flat, own.start, whole.start, own.numel, parameter.shape)
+            yield parameter, FlatPiece(number, flat, own.start, whole.start, own.numel, parameter.shape)
 
 
-def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, Place]]:
+def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for number, parameters in enumerate(optimizer.fp16_groups):
         flat = optimizer.fp32_partitioned_groups_flat[number]
         for parameter in parameters:
@@ -63,4 +63,4 @@ def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, Pl
             first = rank * room
             length = max(0, min(room, parameter.ds_numel - first))
             group = optimizer.sub_group_to_group_id[number]
-            yield parameter, Place(group, flat, at, first, length, parameter.ds_shape)
+            yield parameter, FlatPiece(group, flat, at, first, length, parameter.ds_shape)

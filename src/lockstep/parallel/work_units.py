@@ -1,4 +1,4 @@
-"""What a rank computes of a micro-batch: the leaves of the tree (core/tree.py) that have their forwards together."""
+"""A rank's units of work in a micro-batch: the leaves of the tree (core/tree.py) whose forwards run together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.parallel.cooperative import Cooperative
 from lockstep.tasks.base import MicroBatch, Task
 
 
-class Leaves(Protocol):
+class WorkUnits(Protocol):
     """How a micro-batch is cut into leaves, and what a model is given and called in for each of them.
 
     A micro-batch is `count` leaves, on all ranks together.
@@ -39,13 +39,13 @@ class Leaves(Protocol):
         """Return what `compute` returns for a leaf, or None for one that is another rank's: take part in it instead."""
         ...
 
-    def evaluated(self, inputs: Inputs) -> Inputs:
+    def evaluation_inputs(self, inputs: Inputs) -> Inputs:
         """Return what the model's forward takes in evaluation, which is of whole samples, for the task's `inputs`."""
         ...
 
 
 # Given the task, the model, the number of chunks of a sequence, and what runs forwards together.
-MakeLeaves = Callable[[Task, nn.Module, int, World, Mesh, Cooperative], Leaves]
+MakeWorkUnits = Callable[[Task, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
 
 
 @final
@@ -57,21 +57,21 @@ class WholeMicroBatches:
         self._task = task
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
-        """See Leaves."""
+        """See WorkUnits."""
         return [microbatch]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See Leaves."""
+        """See WorkUnits."""
         return self._task.inputs(leaf.batch)
 
     def around(self) -> AbstractContextManager[object]:
-        """See Leaves."""
+        """See WorkUnits."""
         return nullcontext()
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
-        """See Leaves."""
+        """See WorkUnits."""
         return compute()
 
-    def evaluated(self, inputs: Inputs) -> Inputs:
-        """See Leaves."""
+    def evaluation_inputs(self, inputs: Inputs) -> Inputs:
+        """See WorkUnits."""
         return inputs
