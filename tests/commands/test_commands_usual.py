@@ -65,7 +65,7 @@ def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
             for rank, order in enumerate(orders):
                 numbers = torch.tensor(order[first : first + BATCH]).numpy()
                 request = Request(numbers, random.key(random.AUGMENT, 0, epoch))
-                x, y = change.for_training(change.prepared(train.fetch(*request), request), 0, 0)
+                x, y = change.for_training(change.prepare(train.fetch(*request), request), 0, 0)
                 loss = functional.cross_entropy(model(x), y)
                 (loss / ranks).backward()
                 losses[rank].append(float(loss.detach()))

@@ -48,9 +48,9 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
 
 
 def _is_recipe(word: str) -> bool:
-    from lockstep.config.shipped import shipped
+    from lockstep.config.shipped import list_shipped_recipes
 
-    return word.endswith((".yaml", ".yml")) or (word in shipped() and not Path(word).exists())
+    return word.endswith((".yaml", ".yml")) or (word in list_shipped_recipes() and not Path(word).exists())
 
 
 def _loaded(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:

@@ -210,7 +210,7 @@ class NaiveDDP:
         request = Request(np.array(indices), random.key(random.AUGMENT, recipe.seed, epoch))
         fetched = self._ready.data.train.fetch(*request)
         weight = max(1, length(fetched) if task.counts_samples else task.weight(fetched))
-        prepared = self._change.prepared(fetched, request)
+        prepared = self._change.prepare(fetched, request)
         batch = self._change.for_training(self._arrived(prepared), self.step, self._world.rank)
         self._ddp.train()
         self._optimizer.zero_grad()

@@ -16,7 +16,7 @@ from lockstep.comparison.naive_ddp import as_seen, check_naive, train_naive
 from lockstep.comparison.result import NAIVE, Row
 from lockstep.config.blame import with_places
 from lockstep.config.document import parse
-from lockstep.config.load import Loaded, load, recorded
+from lockstep.config.load import Loaded, load, read_run_recipe
 from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
@@ -158,7 +158,7 @@ def _in_folder(
     kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
     loaded = load(asked.source, [*recipe, *_placed(strategy, count), *kept])
     if (folder / CONFIG).exists():
-        check_recipe(folder, recorded(folder / CONFIG), loaded.config.recipe)
+        check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
     return folder, loaded
 
 

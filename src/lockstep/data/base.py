@@ -59,7 +59,7 @@ class Request(NamedTuple):
 class DeviceTransforms(Protocol):
     """What is done to a fetched batch before the model sees it, on its device."""
 
-    def prepared(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, fetched: Batch, request: Request) -> Batch:
         """Return what travels to the device of a fetched batch of training."""
         ...
 
@@ -76,7 +76,7 @@ class DeviceTransforms(Protocol):
 class NoTransforms:
     """Does nothing."""
 
-    def prepared(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, fetched: Batch, request: Request) -> Batch:
         """See DeviceTransforms."""
         return fetched
 

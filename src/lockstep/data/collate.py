@@ -15,7 +15,7 @@ from lockstep.data.images.leaves import tensor, usable
 from lockstep.errors import UsageError
 
 
-def stacked(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
+def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
     """Return samples of one structure as a batch of it, each leaf stacked along a new dim 0.
 
     A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the data set
@@ -29,14 +29,14 @@ def stacked(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch
     for number, each in zip(numbers, leaves, strict=True):
         if each.keys() != leaves[0].keys():
             raise UsageError(
-                f"{label}: sample {numbers[0]} has {_listed(leaves[0])}, and sample {number} {_listed(each)}; give all "
-                f"samples one structure, or name a function in recipe.data.collate"
+                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, and sample {number} "
+                f"{_leaf_names(each)}; give all samples one structure, or name a function in recipe.data.collate"
             )
     batch = [_stack(label, _name(path, trees[0]), [each[path] for each in leaves], numbers) for path in leaves[0]]
     return like(trees[0], batch)
 
 
-def checked(label: str, answer: Any, samples: int) -> Batch:
+def check_batch(label: str, answer: Any, samples: int) -> Batch:
     """Return the batch that the user's code made, of so many samples; mappings of other kinds become dicts."""
     batch = _plain(answer)
     if not tensors_of(batch):
@@ -102,5 +102,5 @@ def _name(path: str, sample: Any) -> str:
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 
 
-def _listed(leaves: Mapping[str, Any]) -> str:
+def _leaf_names(leaves: Mapping[str, Any]) -> str:
     return ", ".join(path or "one value" for path in leaves) or "nothing"

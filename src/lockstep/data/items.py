@@ -16,7 +16,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Batch, mapped, tensors_of
 from lockstep.data.base import Split
-from lockstep.data.collate import checked, stacked
+from lockstep.data.collate import check_batch, stack_samples
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import check_pair
 
@@ -81,7 +81,7 @@ class ImportedSplit:
         numbers = indices.tolist()
         samples = [_item(f"{self._label} sample {each}", self.dataset, each, draw) for each in numbers]
         batch = _pair(
-            stacked(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
+            stack_samples(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
         )
         check_pair(self._label, batch, numbers, self._names)
         return batch
@@ -89,9 +89,9 @@ class ImportedSplit:
     def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
         seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
-        label = f"{self._label}: collate of samples {_shown(numbers)}"
+        label = f"{self._label}: collate of samples {_format_numbers(numbers)}"
         with OwnCode(label):
-            return checked(label, self._collate(samples), len(samples))
+            return check_batch(label, self._collate(samples), len(samples))
 
 
 @final
@@ -110,7 +110,7 @@ class OwnSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         with OwnCode(f"{self._label}: fetch"):
-            return _pair(checked(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
+            return _pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
 
 
 def seed_generators(key: int) -> None:
@@ -164,5 +164,5 @@ def _pair(batch: Batch) -> Batch:
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()
 
 
-def _shown(numbers: list[int]) -> str:
+def _format_numbers(numbers: list[int]) -> str:
     return f"{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"

@@ -26,7 +26,7 @@ from lockstep.exports.to_safetensors import built_by
 from lockstep.exports.to_transformers import automatic_class, processed
 from lockstep.inference.saved import Saved
 from lockstep.inference.text import tokenizer_for
-from lockstep.models.adapters import merged
+from lockstep.models.adapters import merge_adapters
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
@@ -60,7 +60,7 @@ def export(saved: Saved, to: str, out: Path | None = None) -> Exported:
     sample = sample_of(saved)
     model = saved.model()
     outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
-    has_adapters = merged(model)
+    has_adapters = merge_adapters(model)
     subject = Subject(saved, model, sample.inputs, described(saved))
     aside = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
     exact = chosen.SAME_KERNELS and not has_adapters

@@ -16,7 +16,7 @@ from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
-from lockstep.data.images.pictures import Cut, as_sample, part
+from lockstep.data.images.pictures import CropSettings, as_sample, part
 from lockstep.data.images.scan import images
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, Saved
@@ -49,7 +49,7 @@ class View:
     """How a picture becomes a sample of `shape`: what `cut` leaves of it, or without one all of it, resized."""
 
     shape: tuple[int, int, int]
-    cut: Cut | None
+    cut: CropSettings | None
     exif: bool
 
     def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.charts import dots
 from lockstep.reporting.page import Section, Table
-from lockstep.tasks.regression import Regression, paired
+from lockstep.tasks.regression import Regression, match_shapes
 
 _MOST_CHARTS: Final = 4  # numbers of a sample
 _MOST_DOTS: Final = 2_000  # samples in a chart
@@ -31,7 +31,7 @@ class Residuals:
 
     def add(self, evaluated: EvaluatedBatch) -> None:
         """See View."""
-        found, true = paired(self._task.model_name, evaluated.outputs, evaluated.batch, columns=True)
+        found, true = match_shapes(self._task.model_name, evaluated.outputs, evaluated.batch, columns=True)
         self._pairs.append(tuple(each.double().cpu().flatten(1) for each in (true, found)))
 
     def sections(self) -> list[Section]:

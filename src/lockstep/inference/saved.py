@@ -20,13 +20,13 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, call, mapped
 from lockstep.core.shard import local_tensor
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import Cut, cut_of
+from lockstep.data.images.pictures import CropSettings, crop_settings
 from lockstep.data.request import request_of
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.models.find import Construction, construction
+from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
-from lockstep.models.tuned import tuned
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.adapters import tuning_of
 from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model
@@ -103,10 +103,10 @@ class Saved:
         return list(mean) if mean else None, list(std) if std else None
 
     @property
-    def cut(self) -> Cut | None:
+    def cut(self) -> CropSettings | None:
         """What validation sees of images of any size; None where its samples are not cut from such."""
         asked = request_of(values(self.recipe.data))
-        return cut_of(asked) if asked.cuts else None
+        return crop_settings(asked) if asked.cuts else None
 
     @property
     def tokenizer_by(self) -> str | None:
@@ -137,7 +137,7 @@ class Saved:
         recipe = self.recipe
         # Without pretrained weights: the checkpoint has them all.
         plain = plain_model(recipe, self.known)
-        model = initialise(partial(tuned, plain, tuning_of(recipe)), recipe.seed)
+        model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.data.tables.columns import Number, check_numbers, known_column
+from lockstep.data.tables.columns import Number, check_numbers, restore_column
 from lockstep.data.tables.files import read
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
@@ -44,7 +44,7 @@ def predicted(saved: Saved, computing: Computing, file: Path, out: Path | None =
 
 def _rows(saved: Saved, table: Any) -> Rows:
     options: Mapping[str, Any] = saved.recipe.data.options
-    columns = [known_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
+    columns = [restore_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
     missing = [each.name for each in columns if each.name not in table.column_names]
     if missing:
         raise UsageError(f"the table lacks {len(missing)} of the columns that were learned from: {', '.join(missing)}")

@@ -58,7 +58,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
             keep_in_evaluation(layer)
 
 
-def merged(model: nn.Module) -> bool:
+def merge_adapters(model: nn.Module) -> bool:
     """Add adapters to the weights that they are beside, and take them out; say whether there were any."""
     places = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
     places += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]

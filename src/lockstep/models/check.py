@@ -28,12 +28,12 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def averaged(self) -> Form:
+    def as_average(self) -> Form:
         """Return the form of an average of such tensors over time (parallel/ema.py)."""
         wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, wide)
 
-    def stored(self, dtype: torch.dtype | None) -> Form:
+    def as_stored(self, dtype: torch.dtype | None) -> Form:
         """Return the form of a parameter that is trained in `dtype`, where one is given (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 

@@ -50,7 +50,7 @@ def transformers_model(
             f"model {name}: attn_implementation is {attention!r}, whose kernels need not give the same bits each time; "
             f"use sdpa, the default where a model has it, or eager"
         )
-    with _said(name):
+    with _shorten_errors(name):
         config = _config(library, name, options, facts, pretrained)
     auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
     chosen = {} if attention is None else {"attn_implementation": attention}
@@ -60,7 +60,7 @@ def transformers_model(
             f"for; choose a type that has one, such as {_example(kind_of(facts))}"
         )
     if not pretrained:
-        with _said(name):
+        with _shorten_errors(name):
             model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **chosen)
         return model
     check_weights(name)
@@ -133,7 +133,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _said(name: str) -> Iterator[None]:
+def _shorten_errors(name: str) -> Iterator[None]:
     """Say in one line what transformers finds wrong with a config: its own errors run over several."""
     try:
         yield

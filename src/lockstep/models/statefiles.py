@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     raise UsageError(f"{path}: of unknown kind; give a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
 
 
-def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
+def strip_prefix(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, without it.
 
     Without a prefix, one that a wrapper has put before all names goes: `module.` and `_orig_mod.`.
@@ -72,7 +72,7 @@ def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str,
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _INDEX).is_file():
-        return _sharded(folder)
+        return _read_shards(folder)
     for name in _WHOLE:
         if (folder / name).is_file():
             return read_tensors(folder / name)
@@ -87,7 +87,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     )
 
 
-def _sharded(folder: Path) -> dict[str, Tensor]:
+def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
     try:
         files = plainfile.parsed(plainfile.content(index, _LARGEST_INDEX))["weight_map"]

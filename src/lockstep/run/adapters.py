@@ -14,11 +14,11 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, has_adapters, peft_config, peft_names
-from lockstep.models.tuned import Tuning
+from lockstep.models.finetuning import Tuning
 from lockstep.training.checkpoint import saved_state, store
 
 
-def lora_of(given: config.Lora) -> Lora:
+def lora_of(given: config.LoraConfig) -> Lora:
     """Return what the recipe says of adapters."""
     return Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
@@ -38,7 +38,7 @@ class Checkpoints:
     def __init__(
         self,
         rank: Rank,
-        run: Run,
+        run: RunConfig,
         engine: Engine,
         decided: Callable[[], dict[str, Any]],
         buffers: frozenset[str] = frozenset(),

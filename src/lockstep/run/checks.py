@@ -10,7 +10,7 @@ from lockstep.core.work import divisors
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
 from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
-from lockstep.models.operations import Refusal, refused_operations
+from lockstep.models.operations import Refusal, find_refused_operations
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.optimizer_trials import check_rows
 from lockstep.parallel.pipeline.state import check_separable
@@ -165,7 +165,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
 def refused_on_cuda(ready: Setup) -> list[Refusal]:
     """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
     example, _ = examples(ready.recipe, ready.data)
-    return refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
+    return find_refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
 
 
 def check_kernels(placement: Placement, ready: Setup) -> None:

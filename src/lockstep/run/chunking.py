@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config.recipe import Model
+from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, mapped, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
@@ -22,7 +22,7 @@ from lockstep.tasks.base import Task
 Build = Callable[[], nn.Module]
 
 
-def rearranged(build: Build, asked: Model) -> Mapping[str, Chunked]:
+def rearranged(build: Build, asked: ModelConfig) -> Mapping[str, Chunked]:
     """Return by name how what is cut of the model is rearranged; nothing is with one chunk.
 
     UsageError where the model, or the plan that the recipe has for it, cannot be cut.
@@ -30,12 +30,12 @@ def rearranged(build: Build, asked: Model) -> Mapping[str, Chunked]:
     return {} if asked.chunks == 1 else cut(on_meta(build), asked.chunks, asked.plan, asked.name)
 
 
-def in_chunks(build: Build, asked: Model) -> Build:
+def in_chunks(build: Build, asked: ModelConfig) -> Build:
     """Return what builds the model in chunks; with one chunk, `build`."""
     return build if asked.chunks == 1 else partial(_built, build, asked)
 
 
-def _built(build: Build, asked: Model) -> nn.Module:
+def _built(build: Build, asked: ModelConfig) -> nn.Module:
     model = build()
     cut(model, asked.chunks, asked.plan, asked.name)
     return model

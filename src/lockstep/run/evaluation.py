@@ -19,7 +19,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
-from lockstep.config.load import Loaded, comparable, differences, load_text, recorded
+from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
@@ -141,7 +141,7 @@ def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found,
     recipe = values(saved_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / CONFIG
     if os.path.lexists(run_config):
-        data = recorded(run_config).data
+        data = read_run_recipe(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
     label, text = str(found.path / store.STATE), json.dumps({"recipe": recipe})
     loaded = load_text(text, label, found.path.name, asked.overrides, shares_steps=False)
@@ -187,7 +187,7 @@ def _check_run(found: store.Found) -> None:
     config = found.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
-    run, own = recorded(config), saved_recipe(found.path, found.snapshot)
+    run, own = read_run_recipe(config), saved_recipe(found.path, found.snapshot)
     if comparable(values(run)) != comparable(values(own)):
         lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
         raise UsageError(

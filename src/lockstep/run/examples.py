@@ -39,7 +39,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
             f"leave mixup and cutmix out"
         )
     _, validation = _few(data.train if data.validation is None else data.validation)
-    return change.for_training(change.prepared(fetched, request), 0, 0), change.for_evaluation(validation)
+    return change.for_training(change.prepare(fetched, request), 0, 0), change.for_evaluation(validation)
 
 
 def _few(split: Split) -> tuple[Request, Batch]:

@@ -296,7 +296,7 @@ def _warnings(found: store.Found) -> list[str]:
 
 def _recorded_recipe(config: Path) -> Recipe:
     try:
-        return loading.recorded(config)
+        return loading.read_run_recipe(config)
     except ConfigError as error:
         raise UsageError(
             f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"

@@ -16,7 +16,7 @@ from lockstep.comm.world import open_world
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement
-from lockstep.config.run import Run as Kept
+from lockstep.config.run import RunConfig as Kept
 from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.device import machine

@@ -54,7 +54,7 @@ def _always(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 
-def _group(recipe: Recipe, given: config.ParameterGroup) -> ParameterGroup:
+def _group(recipe: Recipe, given: config.ParameterGroupConfig) -> ParameterGroup:
     factor = given.lr_factor or 1.0
     if given.lr is not None:
         factor = scaled(given.lr.value, given.lr.per_samples, recipe.batch) / planning.base_rate(recipe)

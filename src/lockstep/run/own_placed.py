@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.common.own_code import refused
-from lockstep.config.placement import Strategy
+from lockstep.config.placement import StrategyConfig
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
@@ -164,7 +164,7 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
     size = member.rank.world.size
     given = member.strategy or (asked if isinstance(asked, str) else dict(asked))
-    strategy = Strategy.model_validate({"name": given} if isinstance(given, str) else given)
+    strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else given)
     placement = member.settings.placement.model_copy(update={"strategy": strategy})
     name, chosen = find_strategy(placement, size)
     if name == "pipeline" or chosen.mesh(size).pipe > 1:

@@ -11,7 +11,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
-from lockstep.models.tuned import tuned
+from lockstep.models.finetuning import build_finetuned
 from lockstep.run.adapters import tuning_of
 from lockstep.run.resume import saved_recipe
 from lockstep.run.user_code import import_paths
@@ -57,7 +57,7 @@ def _built(found: store.Found, trust: bool) -> nn.Module:
         chosen = recipe.model
         return build_model(name=chosen.name, source=chosen.source, options=chosen.options, facts=state.facts or {})
 
-    return tuned(plain, tuning_of(recipe))
+    return build_finetuned(plain, tuning_of(recipe))
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:

@@ -14,7 +14,7 @@ from lockstep.common import plainfile
 from lockstep.common.schemas import SCHEMA
 from lockstep.config import plan as planning
 from lockstep.config.base import values
-from lockstep.config.document import dotted
+from lockstep.config.document import format_key
 from lockstep.config.load import comparable
 from lockstep.config.write import leaves
 from lockstep.core.order import Step
@@ -228,7 +228,7 @@ class RankTraining:
             return
         folder = self.folder
         recipe, run = self.resolved.recipe, self.resolved.run
-        decided = {dotted(path): value for path, value in leaves(values(recipe))}
+        decided = {format_key(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.opened(run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}

@@ -22,7 +22,7 @@ from lockstep.config import load as loading
 from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import loss_scaler
@@ -43,7 +43,7 @@ from lockstep.training.checkpoint.store import Snapshot
 _SHOWN: Final = 8  # problems of a checkpoint
 
 
-def signing_key(run: Run) -> bytes | None:
+def signing_key(run: RunConfig) -> bytes | None:
     """Return the key that the run's checkpoints are signed with, if it names one."""
     return read_key(Path(run.key_file)) if run.key_file is not None else None
 
@@ -221,7 +221,7 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
         yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
     elif snapshot.ema is not None:
         yield from _forms_problems(
-            "averaged weights", _forms(snapshot.ema), {name: form.averaged() for name, form in ready.tensors.items()}
+            "averaged weights", _forms(snapshot.ema), {name: form.as_average() for name, form in ready.tensors.items()}
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from lockstep import comm, device
 from lockstep.common.hashing import other_seed
 from lockstep.config.load import Loaded
-from lockstep.config.placement import Strategy
+from lockstep.config.placement import StrategyConfig
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
@@ -44,7 +44,7 @@ from lockstep.verification.compare import Difference, Values, differences, large
 from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import FACTS, Job, checkpoint_of, prepared, probe, work
 
-_SINGLE: Final = Strategy(name="single")
+_SINGLE: Final = StrategyConfig(name="single")
 _LARGEST: Final = 4  # processes, with --all
 _BATCHES: Final = 4  # of validation, and a short one
 
@@ -115,7 +115,7 @@ def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], in
     """Compare these strategies on so many processes, where they are possible, with one process over so many steps."""
     ready = _ready(loaded)
     named = [({"name": each} if isinstance(each, str) else dict(each), count) for each, count in places]
-    cases = [_checked(_case(loaded, Strategy.model_validate(each), count, {}), ready) for each, count in named]
+    cases = [_checked(_case(loaded, StrategyConfig.model_validate(each), count, {}), ready) for each, count in named]
     return _verified(ready, loaded, cases, steps, lambda _: None)
 
 
@@ -206,10 +206,10 @@ def _all(loaded: Loaded, ready: Setup) -> list[Case]:
 def _named(loaded: Loaded, name: str, processes: int) -> Case:
     """Return a strategy with the options that the placement has for it, if it names this one."""
     given = loaded.config.placement.strategy
-    return _case(loaded, given if given.name == name else Strategy(name=name), processes, {})
+    return _case(loaded, given if given.name == name else StrategyConfig(name=name), processes, {})
 
 
-def _case(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[str, Any]) -> Case:
+def _case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> Case:
     """Return the placement of `loaded` with another strategy, number of processes and other changes."""
     update = {"strategy": strategy, "processes": processes, **changes}
     placement = loaded.config.placement.model_copy(update=update)

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.config import write
 from lockstep.config.elsewhere import pycls_networks
-from lockstep.config.elsewhere.find import Imported, import_file
+from lockstep.config.elsewhere.find import ImportedConfig, import_file
 from lockstep.config.elsewhere.translation import table_of
 from lockstep.core.rate import Rate
 from lockstep.errors import ConfigError, UsageError
@@ -33,7 +33,7 @@ OF_PYCLS: dict[str, Any] = {
 }
 
 
-def imported(folder: Path, values: dict[str, Any], *words: str, gpus: int = 8) -> Imported:
+def imported(folder: Path, values: dict[str, Any], *words: str, gpus: int = 8) -> ImportedConfig:
     file = folder / "old.yaml"
     file.write_text("\n".join(write.block(values, dict.fromkeys(_dotted(values), "x"))))
     return import_file(str(file), words, gpus)

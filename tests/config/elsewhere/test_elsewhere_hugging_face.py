@@ -10,13 +10,13 @@ import pytest
 from transformers import TrainingArguments
 
 from lockstep.config.base import values
-from lockstep.config.elsewhere.find import Imported, import_file
+from lockstep.config.elsewhere.find import ImportedConfig, import_file
 from lockstep.errors import ConfigError, UsageError
 
 MODEL = ("recipe.model=gpt", "recipe.data=shakespeare")
 
 
-def imported(folder: Path, settings: dict[str, Any], *words: str, gpus: int = 2) -> Imported:
+def imported(folder: Path, settings: dict[str, Any], *words: str, gpus: int = 2) -> ImportedConfig:
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
     return import_file(str(file), words, gpus)

@@ -69,7 +69,7 @@ def test_pictures_of_all_archives_by_number(root: Path) -> None:
 def test_the_index_is_made_once_and_anew_for_another_archive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _open(root)
     made: list[str] = []
-    look = tar_index._looked_through
+    look = tar_index._scan_archive
 
     def counted(archive: tarfile.TarFile, file: Path, label: str) -> tar_index.TarIndex:
         made.append(file.name)

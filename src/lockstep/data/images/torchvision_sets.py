@@ -46,9 +46,9 @@ _KNOWN: Final[Mapping[str, _Known]] = {
 Options = NoOptions
 
 
-def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
+def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
-    return torchvision_set(asked.name, asked.root, asked.download)
+    return torchvision_set(request.name, request.root, request.download)
 
 
 def torchvision_set(name: str, root: str, download: bool) -> DataSet:

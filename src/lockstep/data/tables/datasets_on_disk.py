@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lockstep.common import plainfile
 from lockstep.common.names import choices
 from lockstep.data.base import DataSet
-from lockstep.data.imported import collate_of, mapped_style
+from lockstep.data.imported import collate_of, wrap_map_style
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
@@ -36,9 +36,9 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the data set at `root`; its rows are read as they are asked for."""
-    train, held_out = _parts(asked.root, options)
+    train, held_out = _parts(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
         chosen = rows_in_share(len(train), options.validation)
@@ -47,10 +47,10 @@ def open_data(asked: DataRequest, options: Options) -> DataSet:
     else:
         validation = _columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
-        raise UsageError(f"data set datasets: {asked.root} has {len(train):,} rows, of which training gets none")
+        raise UsageError(f"data set datasets: {request.root} has {len(train):,} rows, of which training gets none")
     names = getattr(train.features.get(options.target), "names", None)
-    label = f"data set {asked.name}"
-    return mapped_style(label, _columns(train, numbers, options), validation, names, collate_of(asked.collate))
+    label = f"data set {request.name}"
+    return wrap_map_style(label, _columns(train, numbers, options), validation, names, collate_of(request.collate))
 
 
 @final

@@ -20,7 +20,7 @@ from lockstep.data.tables.columns import check_input, column_of, kind_of, refuse
 from lockstep.data.tables.files import read, same_columns
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import skipped_samples
+from lockstep.tasks.classification import skip_mask
 
 if TYPE_CHECKING:
     import pyarrow
@@ -50,15 +50,15 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the rows of the table at `root`: a file, or a folder with train.csv and val.csv, or .parquet."""
-    files = _files(Path(asked.root))
+    files = _files(Path(request.root))
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
     _check_names(files[0], [*targets, *categories, *ignored])
     left = [name for name in files[0].column_names if name not in {*targets, *ignored}]
     if not left:
-        raise UsageError(f"data set table: {asked.root} has no column beside {', '.join(targets)} to learn from")
+        raise UsageError(f"data set table: {request.root} has no column beside {', '.join(targets)} to learn from")
     means = options.missing == "mean"
     for table in files:  # each whole, as its rows are numbered
         for name in left:
@@ -79,7 +79,7 @@ def open_data(asked: DataRequest, options: Options) -> DataSet:
         train=parts[0],
         validation=parts[1] if len(parts) > 1 else None,
         facts=facts,
-        skipped=None if classes is None else skipped_samples,
+        skipped=None if classes is None else skip_mask,
     )
 
 

@@ -15,7 +15,7 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
-from lockstep.data.text.windows import windowed
+from lockstep.data.text.windows import build_windows
 from lockstep.errors import TrainingError, UsageError
 
 _LARGEST: Final = 1 << 26  # bytes of meta.json
@@ -37,9 +37,9 @@ class Options:
     dtype: Literal["uint16", "uint32"] | None = None
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of `root/train.bin` and, where it is there, `root/val.bin`."""
-    root = Path(asked.root)
+    root = Path(request.root)
     meta = _meta(root / "meta.json")
     vocabulary = options.vocabulary or meta.get("vocabulary") or meta.get("vocab_size")
     dtype = options.dtype or meta.get("dtype") or "uint16"
@@ -59,7 +59,7 @@ def open_data(asked: DataRequest, options: Options) -> DataSet:
     validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
     tokenizer = {"tokenizer": meta["tokenizer"]} if "tokenizer" in meta else {}
     facts = {"vocabulary": vocabulary, **tokenizer}
-    return windowed("tokens", train, validation, options.context, options.stride, facts)
+    return build_windows("tokens", train, validation, options.context, options.stride, facts)
 
 
 @final

@@ -29,7 +29,7 @@ class Tokens(Protocol):
 
 
 @final
-class Row:
+class TokenArray:
     """Tokens in memory."""
 
     in_memory: bool = True
@@ -103,7 +103,7 @@ class ValidationWindows:
             targets[where, :length] = found[:, 1:]
 
 
-def windowed(
+def build_windows(
     label: str,
     train: Tokens,
     validation: Tokens | None,
