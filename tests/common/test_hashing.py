@@ -36,7 +36,7 @@ def test_the_command_becomes_one_with_a_fixed_seed_unless_it_has_one(monkeypatch
 
 def test_what_is_spawned_has_the_seed_that_it_is_given_and_this_process_its_own(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with hashing.given_to_others("7"):
+    with hashing.hash_seed_for_children("7"):
         assert subprocess.check_output([sys.executable, "-c", TOLD], text=True).strip() == "7"
     assert "PYTHONHASHSEED" not in os.environ
 

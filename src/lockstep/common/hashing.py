@@ -70,7 +70,7 @@ def other_seed() -> str:
 
 
 @contextmanager
-def given_to_others(seed: str) -> Iterator[None]:
+def hash_seed_for_children(seed: str) -> Iterator[None]:
     """Give the processes that are started within the block, other than by a fork, this seed."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = seed

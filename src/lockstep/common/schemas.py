@@ -38,7 +38,7 @@ def state(found: Found) -> dict[str, Any]:
     """Return the state of a checkpoint, of whatever schema, as one of this schema."""
     new = {"schema": SCHEMA, **found}
     if isinstance(progress := found.get("progress"), dict):
-        new["progress"] = _renamed(progress, "top", "figures")
+        new["progress"] = _rename_key(progress, "top", "figures")
     if isinstance(before := found.get("recipe"), dict):
         new["recipe"] = recipe(before)
     return new
@@ -48,8 +48,8 @@ def event(found: Found) -> dict[str, Any]:
     """Return an event, of whatever schema, as one of this schema."""
     if found.get("event") == "started" and "schema" not in found:
         return {"unit": "samples", "fractions": ["top1", "top5"], "monitor": "top1", **found}
-    return _renamed(found, "images_per_s", "samples_per_s")
+    return _rename_key(found, "images_per_s", "samples_per_s")
 
 
-def _renamed(found: Found, old: str, new: str) -> dict[str, Any]:
+def _rename_key(found: Found, old: str, new: str) -> dict[str, Any]:
     return dict(found) if new in found else {new if name == old else name: each for name, each in found.items()}

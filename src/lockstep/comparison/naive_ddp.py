@@ -35,7 +35,7 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.core import random
-from lockstep.core.batch import Batch, call, length, mapped
+from lockstep.core.batch import Batch, call, length, map_tensors
 from lockstep.data.base import Request, Split
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, UsageError
@@ -239,7 +239,7 @@ class NaiveDDP:
         return figures_of(task, added.total(World(ALONE, self._world.device), len(batches)))
 
     def _arrived(self, batch: Batch) -> Batch:
-        return mapped(lambda each: each.to(self._world.device), batch)
+        return map_tensors(lambda each: each.to(self._world.device), batch)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> DistributedSampler[Any]:
         drop = shuffle and self._ready.recipe.last_batch == "drop"

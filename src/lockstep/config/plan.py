@@ -7,7 +7,7 @@ from typing import cast
 
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps
-from lockstep.core.rate import Curve, Rate, Shape, scaled
+from lockstep.core.rate import Curve, Rate, Shape, scale_rate
 from lockstep.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def steps(recipe: Recipe, samples: int) -> Steps:
 def base_rate(recipe: Recipe) -> float:
     """Return the learning rate after warm-up and before the schedule lowers it."""
     lr = recipe.optimizer.lr
-    return scaled(lr.value, lr.per_samples, recipe.batch)
+    return scale_rate(lr.value, lr.per_samples, recipe.batch)
 
 
 def rule(recipe: Recipe) -> str:

@@ -28,7 +28,7 @@ from lockstep.config.base import (
     expand_name,
 )
 from lockstep.core.order_name import OrderName
-from lockstep.core.precision import Precision, default_static_scale, named_elsewhere
+from lockstep.core.precision import Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
@@ -309,7 +309,7 @@ class Recipe(Section):
     mix: MixConfig = MixConfig()
     ema: EmaConfig | None = None
     clip_norm: PositiveFloat | None = None
-    precision: Annotated[Precision, BeforeValidator(named_elsewhere)] = "fp32"
+    precision: Annotated[Precision, BeforeValidator(translate_precision)] = "fp32"
     loss_scale: Annotated[
         LossScaleConfig, BeforeValidator(_scale), Field(description="a number, `dynamic`, or a mapping of keys")
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lockstep.common.names import choices, listed, nearest, suggestion
+from lockstep.common.names import choices, list_names, nearest, suggestion
 from lockstep.config.base import Section
 from lockstep.config.document import UNREADABLE, KeyProblem, Path, SourcePosition, format_key, locate
 from lockstep.config.schema import Config
@@ -130,9 +130,9 @@ def _unknown(path: Path) -> str:
     # A model's own options, such as dropout, rather than what some section below it has of that name.
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
-        return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{listed(valid)}"
+        return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{list_names(valid)}"
     if "options" in valid and not nearest(name, valid):
-        return f"unknown key; did you mean '{format_key(path[:-1])}.options.{name}'?{listed(valid)}"
+        return f"unknown key; did you mean '{format_key(path[:-1])}.options.{name}'?{list_names(valid)}"
     return f"unknown key{choices(name, valid)}"
 
 

@@ -68,6 +68,6 @@ class Rate:
         return self.warmup_factor * (1.0 - done) + done
 
 
-def scaled(value: float, per_samples: int | None, batch: int) -> float:
+def scale_rate(value: float, per_samples: int | None, batch: int) -> float:
     """Return the base rate: `value`, or by the linear scaling rule `value` for each `per_samples` of the batch."""
     return value if per_samples is None else value * batch / per_samples

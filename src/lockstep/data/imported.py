@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_object
-from lockstep.common.kinds import shown
 from lockstep.common.own_code import OwnCode
+from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
 from lockstep.data.items import Collate, ImportedSplit, OwnSplit, is_map_style
@@ -117,13 +117,13 @@ def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[
 
 def _pair(label: str, made: Any) -> tuple[Any, Any]:
     if not isinstance(made, tuple | list) or len(made) != 2:
-        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {shown(made)}")
+        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(made)}")
     for name, dataset in zip(("training", "validation"), made, strict=True):
         if dataset is None and name == "validation":
             continue
         if not is_map_style(dataset):
             raise UsageError(
-                f"{label}: its {name} part is {shown(dataset)}; expected a map-style data set, with a length and "
+                f"{label}: its {name} part is {type_name(dataset)}; expected a map-style data set, with a length and "
                 f"items by number{', or None for no validation' if name == 'validation' else ''}"
             )
         if not len(dataset):

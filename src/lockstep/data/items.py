@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from lockstep.common.own_code import OwnCode
 from lockstep.core import random
-from lockstep.core.batch import Batch, mapped, tensors_of
+from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.data.base import Split
 from lockstep.data.collate import check_batch, stack_samples
 from lockstep.errors import UsageError
@@ -77,7 +77,7 @@ class ImportedSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         if not len(indices):  # what has no samples still has their structure
-            return mapped(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
+            return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
         samples = [_item(f"{self._label} sample {each}", self.dataset, each, draw) for each in numbers]
         batch = _pair(

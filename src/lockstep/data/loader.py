@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.core import random
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
@@ -277,7 +277,7 @@ class _Fetches(Dataset[Any]):
         try:
             # Here, and not when torch sends them: it does that in a thread, whose error is lost, and the trainer
             # would wait for a batch that never comes.
-            return mapped(Tensor.share_memory_, fetched)
+            return map_tensors(Tensor.share_memory_, fetched)
         except RuntimeError as error:
             return _Refused(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}", False)
 

@@ -35,7 +35,7 @@ def main(name: str, place: str, job: str) -> None:
         "timm": timm,
     }
     with torch.no_grad():
-        outputs = found[name](Path(place), _nested(told["inputs"], tensors), told)
+        outputs = found[name](Path(place), _nest(told["inputs"], tensors), told)
     save_file({"outputs": outputs.contiguous()}, folder / "outputs.safetensors")
 
 
@@ -54,7 +54,7 @@ def safetensors(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
             factory = getattr(factory, part)
         model = factory(*build["arguments"], **build["options"])
     model.load_state_dict(load_file(place))
-    return _single(_called(model.eval(), inputs))
+    return _single(_call(model.eval(), inputs))
 
 
 def program(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
@@ -86,7 +86,7 @@ def transformers(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor
     if told.get("pixels") is not None:
         _check_processor(library.AutoImageProcessor.from_pretrained(place), told["pixels"])
     model = getattr(library, told["class"]).from_pretrained(place, dtype=torch.float32)
-    return _single(_called(model.eval(), inputs))
+    return _single(_call(model.eval(), inputs))
 
 
 def timm(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
@@ -99,7 +99,7 @@ def timm(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
             raise SystemExit(f"{key} is {data[key]}, and the run's is {told[key]}")
     if list(model.pretrained_cfg["label_names"] or ()) != told["classes"]:
         raise SystemExit("the names of the classes are others than the run's")
-    return _single(_called(model, inputs))
+    return _single(_call(model, inputs))
 
 
 def _check_processor(processor: Any, told: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def _check_processor(processor: Any, told: dict[str, Any]) -> None:
         raise SystemExit("the image processor normalises otherwise than the run")
 
 
-def _called(model: Any, inputs: Any) -> Any:
+def _call(model: Any, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
@@ -123,13 +123,13 @@ def _single(outputs: Any) -> torch.Tensor:
     return found
 
 
-def _nested(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _nest(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """Return the inputs: where their structure has a name, the tensor of that name."""
     if isinstance(structure, str):
         return tensors[structure]
     if isinstance(structure, dict):
-        return {name: _nested(each, tensors) for name, each in structure.items()}
-    return [_nested(each, tensors) for each in structure]
+        return {name: _nest(each, tensors) for name, each in structure.items()}
+    return [_nest(each, tensors) for each in structure]
 
 
 def _flat(inputs: Any) -> list[torch.Tensor]:

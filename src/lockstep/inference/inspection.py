@@ -15,8 +15,8 @@ from lockstep.inference.confusions import confusions
 from lockstep.inference.mistakes import Mistakes
 from lockstep.inference.perplexity import Perplexity
 from lockstep.inference.residuals import Residuals
-from lockstep.inference.saved import Saved, open_saved
-from lockstep.inference.validation_pass import EvaluatedBatch, Totals, Validation, open_validation
+from lockstep.inference.saved import SavedModel, open_saved
+from lockstep.inference.validation_pass import EvaluatedBatch, RunningTotals, Validation, open_validation
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
@@ -54,7 +54,7 @@ class Inspection(NamedTuple):
     problems: list[str]
 
 
-class View(Protocol):
+class InspectionView(Protocol):
     """What is to be seen of a task."""
 
     def add(self, evaluated: EvaluatedBatch) -> None:
@@ -107,7 +107,7 @@ def _inspect(folder: str, history: History, options: InspectionOptions, tell: Ca
     validation = open_validation(saved, options.samples)
     task, count, of = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
-    totals, view = Totals(task), _view(folder, saved, validation)
+    totals, view = RunningTotals(task), _view(folder, saved, validation)
     for evaluated in validation.batches():
         totals.add(evaluated)
         view.add(evaluated)
@@ -118,12 +118,12 @@ def _inspect(folder: str, history: History, options: InspectionOptions, tell: Ca
         "weights": saved.weights,
         "samples": f"{count:,} of {of:,}",
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
-        _RECORDED: _compared(saved, history, figures) if count == of else "",
+        _RECORDED: _deviation_from_log(saved, history, figures) if count == of else "",
     }
     return _One(row, view.sections(), view.line() if isinstance(view, Perplexity) else [])
 
 
-def _view(folder: str, saved: Saved, validation: Validation) -> View:
+def _view(folder: str, saved: SavedModel, validation: Validation) -> InspectionView:
     match task := validation.task:
         case Classification():
             return Mistakes(folder, task, validation)
@@ -173,7 +173,7 @@ class Unknown:
         return [Words(self._run, [told])]
 
 
-def _compared(saved: Saved, history: History, figures: Mapping[str, float]) -> str:
+def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:
     """Return how far the figures are from what the run logged after the same step; empty where it logged nothing."""
     suffix = "" if saved.weights == "model" else f"/{saved.weights}"
     pairs = [

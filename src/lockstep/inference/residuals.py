@@ -38,7 +38,7 @@ class Residuals:
         """Return a chart of each number, predicted over true, and a table of the samples with the largest errors."""
         true, found = (torch.cat(column) for column in zip(*self._pairs, strict=True))
         count = true.shape[1]
-        names = self._targets if len(self._targets) == count else _numbered(count)
+        names = self._targets if len(self._targets) == count else _default_names(count)
         some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
         notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
         notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
@@ -55,7 +55,7 @@ class Residuals:
         return [*charts, _largest(self._run, self._validation, names, true, found)]
 
 
-def _numbered(count: int) -> list[str]:
+def _default_names(count: int) -> list[str]:
     return [""] if count == 1 else [f"number {number}" for number in range(count)]
 
 

@@ -17,7 +17,7 @@ from lockstep.common.rank import ALONE
 from lockstep.config.base import values
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, Inputs, call, mapped
+from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.core.shard import local_tensor
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import CropSettings, crop_settings
@@ -61,7 +61,7 @@ class Facts(BaseModel):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModel:
     """A checkpoint after `step` updates, with the weights that `weights` says: the model's own, or their average.
 
     `known` has all that the checkpoint says of its data, and `facts` what of it is read here. `notes` and `problems`
@@ -170,20 +170,20 @@ class Computing:
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
         """Return what the model gives for inputs, which are brought to its device."""
-        placed = mapped(lambda tensor: tensor.to(self.device), inputs)
+        placed = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, OwnCode(self._name):
             outputs = call(self._model, self._numerics.laid_out(placed))
         return self._numerics.given_out(outputs)
 
 
-def open_saved(asked: Asked, weights: Weights | None = None) -> Saved:
+def open_saved(asked: Asked, weights: Weights | None = None) -> SavedModel:
     """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
 
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
     none and they are asked for.
     """
     found, loaded = opened(asked)
-    state = saved_state.parsed(found.path, found.snapshot.state)
+    state = saved_state.parse_state(found.path, found.snapshot.state)
     recipe, average = loaded.config.recipe, found.snapshot.ema
     chosen: Weights = weights or ("model" if average is None else "ema")
     if chosen == "ema" and average is None:
@@ -192,7 +192,7 @@ def open_saved(asked: Asked, weights: Weights | None = None) -> Saved:
     known = state.facts
     if known is None:  # up to 0.1 checkpoints did not have them
         known = open_recipe_data(recipe).facts
-    return Saved(
+    return SavedModel(
         path=found.path,
         step=state.progress.step,
         weights=chosen,

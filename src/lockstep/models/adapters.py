@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lockstep.common.patterns import selected
+from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
 
@@ -50,7 +50,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if lora.train:
-        for name in selected(f"{_KEY}.train", lora.train, list(parameters)):
+        for name in select(f"{_KEY}.train", lora.train, list(parameters)):
             parameters[name].requires_grad_(True)
     layers = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:

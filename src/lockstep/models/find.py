@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.common.importing import import_object
 from lockstep.common.names import suggestion
-from lockstep.common.own_code import OwnCode, described
+from lockstep.common.own_code import OwnCode, describe_error
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
 from lockstep.models.pretrained import fetching, with_fitting_weights
@@ -214,5 +214,5 @@ def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]
         raise
     except BaseException as error:  # a stranger's function may raise anything, and may even exit
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
-        told = described(error, "correct recipe.model.options or the function")
+        told = describe_error(error, "correct recipe.model.options or the function")
         raise OwnCodeError(f"model {name}: it cannot be built with {given}: {told}") from error

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from lockstep.common.patterns import matches, selected
+from lockstep.common.patterns import matches, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.freeze"
@@ -21,7 +21,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     stays in evaluation: it normalises with its running statistics, and these do not move. Dropout stays active.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    frozen = selected(_KEY, patterns, list(parameters))
+    frozen = select(_KEY, patterns, list(parameters))
     for name in frozen:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

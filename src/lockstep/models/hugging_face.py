@@ -212,7 +212,7 @@ def _check_written(name: str, kind: str, known: Collection[str]) -> None:
     Others that are unknown pass, since files of older versions and other programs have many.
     """
     try:
-        written = plainfile.parsed(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
+        written = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
     except (OSError, ValueError):  # transformers has read it
         return
     for key in written:

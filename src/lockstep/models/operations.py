@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.core.batch import Batch, Inputs, call, mapped
-from lockstep.device.kernels import RNN_DROPOUT, Refused, refused
+from lockstep.core.batch import Batch, Inputs, call, map_tensors
+from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
@@ -68,7 +68,7 @@ def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> lis
     model = _build_without_memory(build)
     with _fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
-        return _record_step(model.train(), mapped(to_cuda, inputs), mapped(to_cuda, batch), loss, cuda=True)
+        return _record_step(model.train(), map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch), loss, cuda=True)
 
 
 def _build_without_memory(build: Build) -> nn.Module:
@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        kernel = refused(func, args, options)
+        kernel = find_refusal(func, args, options)
         if kernel and (self._cuda or not kernel.is_avoided()):
             self.found.append(Refusal(kernel, self._module()))
         return func(*args, **options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.core.batch import Inputs, mapped
+from lockstep.core.batch import Inputs, map_tensors
 from lockstep.core.precision import Precision
 from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
@@ -76,12 +76,12 @@ class Numerics:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""
         if self.dtype is None and not self.channels_last:
             return inputs
-        laid_out: Inputs = mapped(self._tensor_laid_out, inputs)
+        laid_out: Inputs = map_tensors(self._tensor_laid_out, inputs)
         return laid_out
 
     def given_out(self, outputs: Any) -> Any:
         """Return what the model gave as the loss takes it: added up in 16 bits it would not be worth much."""
-        return outputs if self.dtype is None else mapped(_widened, outputs)
+        return outputs if self.dtype is None else map_tensors(_widened, outputs)
 
     def _tensor_laid_out(self, tensor: Tensor) -> Tensor:
         if self.dtype is not None and tensor.is_floating_point():

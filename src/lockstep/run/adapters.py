@@ -36,7 +36,7 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     (`recipe.model.lora.train`) are in it as peft's modules_to_save. UsageError where the run has no adapters.
     """
     found = store.load(Path(run))
-    recipe = _recipe(found.path, saved_state.parsed(found.path, found.snapshot.state).recipe)
+    recipe = _recipe(found.path, saved_state.parse_state(found.path, found.snapshot.state).recipe)
     if recipe.model.lora is None:
         raise UsageError(f"{found.path}: the run has no adapters; its weights are in {store.MODEL}")
     lora = lora_of(recipe.model.lora)

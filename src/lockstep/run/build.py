@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shard import Chunked
@@ -217,7 +217,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         task,
         partial(initialise, whole, recipe.seed),
         name,
-        mapped(lambda tensor: tensor.to("meta"), given),
+        map_tensors(lambda tensor: tensor.to("meta"), given),
     )
     warnings = tuple(few_samples(recipe, steps)) if summary.batchnorm else ()
     if first is not None and taken is not None and (taken.fresh or taken.left_over):

@@ -72,7 +72,7 @@ class Checkpoints:
         with rank.during("saving"):
             state = self._engine.state()
             kept = {
-                "progress": rank.progress.kept(),
+                "progress": rank.progress.as_dict(),
                 "engine": state.scalars,
                 "numerics": rank.numerics,
                 "source": dict(rank.source),
@@ -86,9 +86,9 @@ class Checkpoints:
         """Whether the last save was after this step."""
         return self._saved_at == step
 
-    def finished(self) -> list[Saved]:
+    def poll(self) -> list[Saved]:
         """Return the save that has ended since it was last asked for, if one has."""
-        return self._noted(self._saver.finished())
+        return self._noted(self._saver.poll())
 
     def wait(self) -> list[Saved]:
         """Wait for a save that is under way, and return it."""

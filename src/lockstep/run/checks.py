@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from lockstep.config.placement import Placement
-from lockstep.core.devices import resolved_backend
+from lockstep.core.devices import resolve_backend
 from lockstep.core.work import divisors
+from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
-from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
 from lockstep.models.operations import Refusal, find_refused_operations
 from lockstep.parallel.narrow_steps import NARROW
@@ -27,7 +27,7 @@ def check_placement(resolved: Resolved) -> None:
     """Raise UsageError where the strategy cannot work with so many processes, or the device with the recipe."""
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
-    resolved_backend(placement.backend, on_gpu)
+    resolve_backend(placement.backend, on_gpu)
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
     check_strategy(resolved.strategy_name, strategy, resolved.processes, recipe.microbatches)

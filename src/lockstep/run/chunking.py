@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.recipe import ModelConfig
-from lockstep.core.batch import Batch, mapped, tensors_of
+from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError, UsageError
@@ -61,7 +61,7 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
     logits = next((each for each in tensors_of(outputs) if isinstance(each, Logits)), None)
     if logits is None:
         return
-    batch = mapped(lambda each: each.to(logits.device), batch)
+    batch = map_tensors(lambda each: each.to(logits.device), batch)
     for compute in (task.loss, task.sums):
         try:
             compute(outputs, batch)

@@ -80,7 +80,7 @@ class Found(NamedTuple):
 
 
 Tell = Callable[[Found], None]  # called on rank 0
-Opened = tuple[store.Found, Setup]
+Opened = tuple[store.FoundCheckpoint, Setup]
 
 
 def evaluate_here(asked: Asked, tell: Tell) -> int:
@@ -129,7 +129,7 @@ def opened_as_rank(asked: Asked, info: RankInfo, tell: Tell) -> tuple[Placement,
     return loaded.config.placement, partial(_evaluate_as, asked, tell, None)
 
 
-def opened(asked: Asked, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
+def opened(asked: Asked, found: store.FoundCheckpoint | None = None) -> tuple[store.FoundCheckpoint, Loaded]:
     """Load a checkpoint, and from it the configuration; where its data lies is the run folder's to know."""
     if asked.command == "eval" and Path(asked.path).is_file():
         raise UsageError(
@@ -182,7 +182,7 @@ def _check_keys(asked: Asked, overridden: Sequence[str]) -> None:
             raise UsageError(f"{key}: lockstep {asked.command} does not use it; leave it out")
 
 
-def _check_run(found: store.Found) -> None:
+def _check_run(found: store.FoundCheckpoint) -> None:
     """Raise UsageError for a checkpoint in the folder of a run of another recipe: it is of a run that was there."""
     config = found.path.parent.parent / CONFIG
     if not os.path.lexists(config):

@@ -29,7 +29,7 @@ from lockstep.tasks.facts import DECIDE_OUTPUTS
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key
-from lockstep.training.checkpoint.store import Found
+from lockstep.training.checkpoint.store import FoundCheckpoint
 
 _WEIGHTS: Final = "recipe.model.weights"
 _START: Final = "run.start_from"
@@ -45,7 +45,7 @@ class First:
     place: str
     tensors: Mapping[str, Tensor]
     fresh: Sequence[str] = ()
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     optimizer: bool = False
 
     def into(self, model: nn.Module) -> Fit:
@@ -60,7 +60,7 @@ class First:
     @property
     def state(self) -> SavedState | None:
         """What else the checkpoint says."""
-        return None if self.found is None else saved_state.parsed(self.found.path, self.found.snapshot.state)
+        return None if self.found is None else saved_state.parse_state(self.found.path, self.found.snapshot.state)
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -142,12 +142,12 @@ def _from_run(loaded: Loaded, asked: StartFromConfig, before: Recipe | None) -> 
     return _said(loaded, start=start), first
 
 
-def _start(found: Found, optimizer: bool) -> StartingPoint:
+def _start(found: FoundCheckpoint, optimizer: bool) -> StartingPoint:
     snapshot = found.snapshot
     weights = store.weights_sha256(snapshot.model)
     if not optimizer:
         return StartingPoint(weights_sha256=weights)
-    state = saved_state.parsed(found.path, snapshot.state)
+    state = saved_state.parse_state(found.path, snapshot.state)
     before = state.recipe.get("start") or {}
     updates = state.progress.step - state.progress.skipped_steps + int(before.get("updates") or 0)
     parts = [store.weights_sha256(snapshot.optimizer), store.weights_sha256(snapshot.ema or {})]
@@ -159,7 +159,7 @@ def _is_run(path: Path) -> bool:
     return (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
 
 
-def _checkpoint(path: Path, run: RunConfig) -> Found:
+def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
@@ -167,7 +167,7 @@ def _checkpoint(path: Path, run: RunConfig) -> Found:
         raise UsageError(str(error)) from error
 
 
-def _of_run(found: Found, ema: bool) -> dict[str, Tensor]:
+def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
     snapshot = found.snapshot
     if ema and snapshot.ema is None:
         raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")

@@ -263,7 +263,7 @@ def fresh(loaded: Loaded) -> Path:
 
 
 def _beginning(
-    loaded: Loaded, folder: Path, other: store.Found | None, key: bytes | None
+    loaded: Loaded, folder: Path, other: store.FoundCheckpoint | None, key: bytes | None
 ) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
     holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
@@ -290,7 +290,7 @@ def _beginning(
     return newest.path, _warnings(newest)
 
 
-def _warnings(found: store.Found) -> list[str]:
+def _warnings(found: store.FoundCheckpoint) -> list[str]:
     return [f"warning: {problem}" for problem in found.problems]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import refused
+from lockstep.common.own_code import refusal
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
@@ -49,7 +49,7 @@ class Chunks:
     def cut(self, model: nn.Module) -> dict[str, Chunked]:
         """Cut the model, in place; return how parameters are rearranged. UsageError where it cannot be."""
         if type(self.count) is not int or self.count < 1:
-            raise refused(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
+            raise refusal(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
         if self.count == 1:
             return {}
         try:
@@ -117,7 +117,7 @@ class Placed:
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
         if structure(self.model) != self.structure:
-            raise refused(
+            raise refusal(
                 "the model was changed after run.place: it has other parameters or buffers, or others are trained",
                 "change it before run.place",
             )
@@ -168,17 +168,17 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     placement = member.settings.placement.model_copy(update={"strategy": strategy})
     name, chosen = find_strategy(placement, size)
     if name == "pipeline" or chosen.mesh(size).pipe > 1:
-        raise refused(
+        raise refusal(
             f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
             "use another strategy, or a recipe",
         )
     if isinstance(chosen, Foreign):
-        raise refused(
+        raise refusal(
             f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
             "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
         )
     if chosen.mesh(size).context > 1 or chosen.traits.spreads_sequences:
-        raise refused(
+        raise refusal(
             f"strategy {name}: a loop of your own gives the model whole sequences, which no process computes here",
             "use another strategy, or a recipe with recipe.model.sequence_chunks",
         )

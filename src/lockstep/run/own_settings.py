@@ -14,7 +14,7 @@ from lockstep.config.document import SourcePosition, format_key
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig
 from lockstep.config.wording import problems
-from lockstep.core.precision import Precision, named_elsewhere
+from lockstep.core.precision import Precision, translate_precision
 from lockstep.errors import ConfigError
 
 # Keys of a configuration that a loop of one's own decides itself, or cannot have.
@@ -33,7 +33,7 @@ class Settings(Section):
     """What a run of a loop of one's own is made with."""
 
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
-    precision: Annotated[Precision, BeforeValidator(named_elsewhere)]
+    precision: Annotated[Precision, BeforeValidator(translate_precision)]
     threads: Threads
     placement: Placement
     run: RunConfig

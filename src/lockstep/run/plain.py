@@ -39,8 +39,8 @@ def load(
     return made.eval()
 
 
-def _built(found: store.Found, trust: bool) -> nn.Module:
-    state = saved_state.parsed(found.path, found.snapshot.state)
+def _built(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
+    state = saved_state.parse_state(found.path, found.snapshot.state)
     if "loop" in state.recipe:
         raise UsageError(f"{found.path}: of a loop of one's own, which alone knows its model; give model=")
     recipe = saved_recipe(found.path, found.snapshot)

@@ -74,7 +74,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
 
 def saved_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     """Return the recipe that the checkpoint `path` was made by."""
-    recipe = saved_state.parsed(path, snapshot.state).recipe
+    recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(f"{path}: of a loop of one's own, and no recipe; its script goes on with it")
     try:
@@ -102,7 +102,7 @@ def resumed(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 
 def evaluated(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resumed` does, as far as an evaluation needs it: the optimizer is not looked at."""
-    state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
+    state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.facts, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [

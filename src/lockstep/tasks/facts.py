@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.common.kinds import shown
+from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, skip_mask
@@ -51,7 +51,7 @@ def find_class_names(label: str, given: Any, train: Any) -> list[str]:
     if isinstance(named, list | tuple) and named:
         return [str(each) for each in named]
     if given is not None:
-        raise UsageError(f"{label}: options.{NAMES}: expected a number or a list of names, got {shown(given)}")
+        raise UsageError(f"{label}: options.{NAMES}: expected a number or a list of names, got {type_name(given)}")
     targets = getattr(train, "targets", None)
     return [] if targets is None else [str(number) for number in range(_count_classes(targets))]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.common.own_code import OwnCode
-from lockstep.common.reserved import OF_TRAINING, first_taken
-from lockstep.core.batch import Batch, Inputs, length, mapped, tensors_of
+from lockstep.common.reserved_metrics import OF_TRAINING, first_taken
+from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
 from lockstep.tasks.batches import parts
@@ -124,11 +124,11 @@ class OwnTask:
         if self._own["check"] is not None:
             self._call("check", outputs, batch)
         check_metrics(self._metrics, outputs, batch)
-        filled = mapped(_with_values, outputs)
+        filled = map_tensors(_with_values, outputs)
         samples = length(batch)
         if samples > 1:
             self._check_sum(filled, batch, samples)
-        loss = self.loss(mapped(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
+        loss = self.loss(map_tensors(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
         if not loss.isfinite():
             return  # what the outputs are may not suit it, a logarithm say: the first step will tell
         weight = self.weight(batch)
@@ -143,7 +143,7 @@ class OwnTask:
         """Refuse a mean: two equal samples then give what one of them does."""
 
         def of(rows: list[int], values: Any) -> Any:
-            return mapped(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
+            return map_tensors(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
 
         with torch.no_grad():
             twice = self.loss(of([0, 0], outputs), of([0, 0], batch))

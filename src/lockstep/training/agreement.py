@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor, unsharded
-from lockstep.core.vote import odd_ones
+from lockstep.core.majority import odd_ones
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, whole_tensors
 from lockstep.training.checkpoint import store, tensorfile
 
 _NAMED: Final = 5  # tensors that a message lists
@@ -56,15 +56,15 @@ def disagreement(world: World, model: Mapping[str, MaybeSharded], weights: str =
         return None
     cut = {name: held for name, held in model.items() if isinstance(held, Shard)}
     layout = hashlib.sha256(json.dumps([(name, *_rows(cut[name])) for name in sorted(cut)]).encode()).digest()
-    own = [weights or store.weights_sha256(unsharded(model)), store.weights_sha256(cut)]
+    own = [weights or store.weights_sha256(whole_tensors(model)), store.weights_sha256(cut)]
     digests = world.gather(layout + b"".join(map(bytes.fromhex, own)))
     wholes = {each[32:64] for each in digests}
     if len(wholes) == 1 and len({each[:32] for each in digests}) == len({each[:32] + each[64:] for each in digests}):
         return None
-    return _named(world, model)
+    return _find_disagreement(world, model)
 
 
-def _named(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | None:
+def _find_disagreement(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))

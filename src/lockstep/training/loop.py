@@ -23,7 +23,7 @@ from lockstep.training.watch import NonFiniteCheck
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class Interval:
     """A rhythm: every so many steps, or at the end of every so many epochs."""
 
     steps: int | None = None
@@ -47,9 +47,9 @@ class Plan:
     weighs: bool = False  # whether a step weighs something else than its samples, whose speed is reported too
     clip_norm: float | None = None
     stop_on_nonfinite: bool = True
-    log: Every = Every(steps=10)
-    evaluate: Every | None = Every(epochs=1)  # None where there is nothing to evaluate on
-    save: Every = Every(epochs=1)
+    log: Interval = Interval(steps=10)
+    evaluate: Interval | None = Interval(epochs=1)  # None where there is nothing to evaluate on
+    save: Interval = Interval(epochs=1)
 
     def reports(self, step: Step) -> bool:
         """Whether a step is reported: the last one always is."""
@@ -76,7 +76,7 @@ class Progress:
         self.samples = step.samples_seen + step.samples
         self.skipped_steps += not applied
 
-    def kept(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return all of it, ready for JSON."""
         return asdict(self)
 
@@ -161,7 +161,8 @@ def turns(
     """
     watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        turn = Turn(step, microbatches, progress, partial(_reported, plan, watch, meter), reported=plan.reports(step))
+        report = partial(_report_step, plan, watch, meter)
+        turn = Turn(step, microbatches, progress, report, reported=plan.reports(step))
         yield turn
         yield from turn.report()
         last = progress.step == plan.steps.total
@@ -181,7 +182,7 @@ def turns(
             return
 
 
-def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
+def _report_step(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
     """Count a step that is done, and return what is reported of it, if its figures are wanted."""
     assert turn.sums is not None
     assert turn.update is not None
@@ -189,7 +190,7 @@ def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Se
     meter.add(turn.step.samples, turn.sums.weight)
     if not turn.reported:
         return ()
-    stepped = _stepped(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
+    stepped = _step_event(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
     return [replace(stepped, figures=_figures(plan, turn.step, turn.sums))]
 
 
@@ -202,7 +203,7 @@ def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
     return {name: figure for name, figure in figures.items() if name != LOSS.name}
 
 
-def _stepped(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
+def _step_event(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
     samples_per_s, weight_per_s = meter.read()
     return Stepped(
         step=progress.step,

@@ -26,7 +26,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
-from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
+from lockstep.core.tolerance import communication_tolerance, tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
@@ -381,7 +381,7 @@ class _Comparison:
         if case.exactness == "bits":
             return None
         sent = case.resolved.strategy.traits.sent
-        more = sent_tolerance(unit_roundoff(sent), case.processes, len(self._job.numbers)) if sent else 0.0
+        more = communication_tolerance(unit_roundoff(sent), case.processes, len(self._job.numbers)) if sent else 0.0
         return self._tolerance() + more
 
     def _tolerance(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.batch import Batch, Inputs, call, mapped
+from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.core.shard import Chunked
 from lockstep.errors import VerificationError
 from lockstep.parallel.tensor.plan import region_names
@@ -101,7 +101,7 @@ def sequence_departure(
         # One scale for all: a gradient that is zero but for rounding, as that of a key's bias, says nothing by itself.
         scale = torch.stack([each.abs().max() for each in gradients.values()]).max()
         for name, gradient in gradients.items():
-            expected = chunked[name].rearranged(gradient) if name in chunked else gradient
+            expected = chunked[name].to_rows(gradient) if name in chunked else gradient
             yield f"the gradient of {name}", _distance(expected, found.get(name, torch.zeros_like(expected)), scale)
 
     return _first_beyond_bound((whole, in_chunks), batch, compare)
@@ -114,7 +114,7 @@ def _first_beyond_bound(
     for dtype, bound in _BOUNDS.items():
         for model in models:
             model.to(dtype)
-        inputs = mapped(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
+        inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
         try:
             # A distance that is not a number is beyond any bound.
             return next(((what, distance) for what, distance in compare(inputs) if not distance <= bound), None)
@@ -140,7 +140,7 @@ def _keep(seen: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs:
         seen.setdefault(name, []).append(tensor)
         return tensor
 
-    mapped(kept, outputs)
+    map_tensors(kept, outputs)
 
 
 def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

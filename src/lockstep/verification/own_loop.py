@@ -214,14 +214,14 @@ class _Loop:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
             raise UsageError("the function made no step: go through run.steps(...) in it")
-        return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parsed, lines)]
+        return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
 
     def reads(self, strategy: str | Mapping[str, Any], count: int, name: str) -> dict[str, str]:
         """Run the function again; return what it reads besides its batches, and in which line."""
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
         for path in sorted((self.folder / name).glob(_READS.format("*"))):
-            reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
+            reads |= plainfile.parse_json(path.read_text(encoding="utf-8"))
         return reads
 
     def _work(

@@ -46,12 +46,12 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 FACTS: Final = "facts.json"
-_NEVER: Final = Every(steps=1 << 62)
+_NEVER: Final = Interval(steps=1 << 62)
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 
@@ -154,9 +154,9 @@ class _TracedRun:
             rate=find_rate(recipe, self._ready.steps),
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=recipe.nonfinite == "stop",
-            log=Every(steps=1),
+            log=Interval(steps=1),
             evaluate=_NEVER,
-            save=Every(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else _NEVER,
+            save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else _NEVER,
         )
         for _ in train(self, self._world, self._batches, plan, Progress(), _not_due, self._save, _Unstopped()):
             pass

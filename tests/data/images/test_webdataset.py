@@ -75,7 +75,7 @@ def test_the_index_is_made_once_and_anew_for_another_archive(root: Path, monkeyp
         made.append(file.name)
         return look(archive, file, label)
 
-    monkeypatch.setattr(tar_index, "_looked_through", counted)
+    monkeypatch.setattr(tar_index, "_scan_archive", counted)
     again = _open(root)
     assert not made
     for one, other in zip(first.train.fetch(np.arange(9), 1), again.train.fetch(np.arange(9), 1), strict=True):

@@ -41,7 +41,7 @@ def test_training_may_go_on_before_anything_is_written(tmp_path: Path, monkeypat
     weight = torch.ones(5)
     assert saver.save(Progress(step=1), snapshot(weight)) == []
     weight.fill_(7.0)  # the next steps
-    assert saver.finished() == []
+    assert saver.poll() == []
     assert store.newest(tmp_path) is None
     may_write.set()
     [event] = saver.wait()
@@ -50,7 +50,7 @@ def test_training_may_go_on_before_anything_is_written(tmp_path: Path, monkeypat
     assert found is not None
     assert torch.equal(found.snapshot.model["w"], torch.ones(5))
     assert event.weights_sha256 == store.weights_sha256(found.snapshot.model)
-    assert saver.wait() == saver.finished() == []
+    assert saver.wait() == saver.poll() == []
     saver.close()
 
 
@@ -59,7 +59,7 @@ def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
     told = [event.step for step in range(1, 5) for event in saver.save(Progress(step=step), snapshot(torch.ones(3)))]
     assert told == [1, 2, 3]
     deadline = time.monotonic() + 20
-    while not (last := saver.finished()):
+    while not (last := saver.poll()):
         assert time.monotonic() < deadline
     assert [event.step for event in last] == [4]
     assert len(list(tmp_path.glob("step-*"))) == 4

@@ -126,7 +126,7 @@ def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarIn
     stream = archive.extractfile(member)
     content = stream.read(_LABEL) if stream is not None else b""
     try:
-        found: Any = plainfile.parsed(content)
+        found: Any = plainfile.parse_json(content)
         value = found[label] if isinstance(found, dict) else found
     except (ValueError, KeyError) as error:
         raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error

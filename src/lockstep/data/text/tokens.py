@@ -128,7 +128,7 @@ def _meta(file: Path) -> Mapping[str, Any]:
         return {}
     try:
         with plainfile.reader(file, links=True) as stream:
-            found = plainfile.parsed(stream.read(_LARGEST))
+            found = plainfile.parse_json(stream.read(_LARGEST))
     except OSError as error:
         raise UsageError(f"data set tokens: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:

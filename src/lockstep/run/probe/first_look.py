@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import die_with_parent
-from lockstep.device.pretended import not_a_rank
+from lockstep.device.fake_rank_env import not_a_rank
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.ranks.signals import stopping
@@ -100,7 +100,7 @@ def _found(receiving: Connection) -> list[Finding]:
     try:
         if not receiving.poll(_PATIENCE_S):
             return [_not_looked(f"it took more than {time.monotonic() - began:.0f} s")]
-        answer = plainfile.parsed(receiving.recv_bytes())
+        answer = plainfile.parse_json(receiving.recv_bytes())
     except EOFError:
         return [_not_looked("the process that did was killed")]
     if "failed" in answer:

@@ -49,7 +49,7 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
         os.fsync(file.fileno())
 
 
-def hashed(path: Path) -> Written:
+def hash_file(path: Path) -> Written:
     """Return what a file holds now."""
     with plainfile.reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")

@@ -16,7 +16,7 @@ from typing import final
 import torch
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, unsharded
+from lockstep.core.shard import MaybeSharded, Shard, whole_tensors
 from lockstep.errors import TrainingError
 from lockstep.training.agreement import Disagreement, disagreement
 from lockstep.training.checkpoint import shards, store
@@ -58,13 +58,13 @@ class Saver:
         began = time.perf_counter()
         at = (progress.step, progress.epoch, progress.samples, progress.best_at == progress.step)
         if self._executor is None:
-            return [self._written(*at, snapshot, began)]
+            return [self._write(*at, snapshot, began)]
         before = self.wait()
-        kept = _copied(snapshot)
-        self._running = self._executor.submit(self._written, *at, kept, began)
+        kept = _copy_snapshot(snapshot)
+        self._running = self._executor.submit(self._write, *at, kept, began)
         return before
 
-    def finished(self) -> list[Saved]:
+    def poll(self) -> list[Saved]:
         """Return the save that has ended since it was last asked for, if one has."""
         return self.wait() if self._running is not None and self._running.done() else []
 
@@ -78,8 +78,8 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _written(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
-        weights = store.weights_sha256(unsharded(snapshot.model))
+    def _write(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
+        weights = store.weights_sha256(whole_tensors(snapshot.model))
         if (found := disagreement(self._world, snapshot.model, weights)) is not None:
             raise TrainingError(_not_saved(step, found, self._buffers))
         if not snapshot.is_whole:
@@ -115,7 +115,7 @@ def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
 
 
 @torch.no_grad()
-def _copied(snapshot: Snapshot) -> Snapshot:
+def _copy_snapshot(snapshot: Snapshot) -> Snapshot:
     files = [
         None if tensors is None else {name: _copy(held) for name, held in tensors.items()}
         for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback)
