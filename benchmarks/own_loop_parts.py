@@ -40,7 +40,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("keys of random numbers", random, "extend_key"),
     ("samples and micro-batches of the step", Loader, "_send"),
     ("which samples, planned in blocks", Loader, "_plan"),
-    ("the loss of the step, looked at each 10 steps", training_loop, "_report_step"),
+    ("the loss of the step, looked at each 10 steps", training_loop, "_report"),
     ("begin the step", DataParallelEngine, "begin"),
     ("end the step: its sums", DataParallelEngine, "end"),
     ("leave the forward: buffers that must not move", OwnStep, "leave"),

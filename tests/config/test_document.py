@@ -138,9 +138,8 @@ def test_a_second_document_is_refused():
 
 
 def test_a_problem_of_an_override_has_no_line():
-    assert (
-        str(KeyProblem(SourcePosition("override"), ("recipe", "topk", 0), "wrong")) == "override  recipe.topk.0: wrong"
-    )
+    problem = KeyProblem(SourcePosition("override"), ("recipe", "topk", 0), "wrong")
+    assert str(problem) == "override  recipe.topk.0: wrong"
 
 
 @given(st.text(max_size=40))

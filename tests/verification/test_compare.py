@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.run.probe.state import digest
 from lockstep.verification import compare, trace
-from lockstep.verification.compare import NOT_THERE, Difference, differences, farthest, largest, values, wanted
+from lockstep.verification.compare import NOT_THERE, Difference, differences, farthest, largest, select_tensors, values
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 
@@ -144,9 +144,9 @@ def test_the_first_tensors_are_looked_at_as_long_as_there_is_room():
         Difference(0, 1, trace.GRADIENT, str(number), (0,), f"a:{size}", f"b:{size}")
         for number, size in enumerate(sizes)
     ]
-    assert [each.name for each in wanted(found)] == ["0"]
-    assert {each.name for each in wanted(found[1:])} == {"1", "2"}
-    assert wanted([Difference(0, 1, trace.LOSS, "", (0,), "x", "y")]) == frozenset()
+    assert [each.name for each in select_tensors(found)] == ["0"]
+    assert {each.name for each in select_tensors(found[1:])} == {"1", "2"}
+    assert select_tensors([Difference(0, 1, trace.LOSS, "", (0,), "x", "y")]) == frozenset()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64])

@@ -65,5 +65,5 @@ def _tell(found: Found) -> None:
 
     after = f", after step {found.event.step}" if found.event.step else ""
     click.echo(f"{printable_line(str(found.path))}{after}")
-    click.echo(wording.evaluated(found.event))
+    click.echo(wording.evaluation_line(found.event))
     click.echo(f"weights sha256 {found.weights_sha256}")

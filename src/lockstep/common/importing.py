@@ -47,8 +47,8 @@ def _import(name: str, label: str) -> ModuleType:
     except BaseException as error:  # a script without a main guard may even exit
         if isinstance(error, ModuleNotFoundError) and _leads_to(name, error.name):
             raise UsageError(_not_found(label, str(error.name))) from None
-        told = describe_error(error, f'see it with: python -c "import {name}"')
-        raise OwnCodeError(f"{label}: module {name} fails on import: {told}") from error
+        message = describe_error(error, f'see it with: python -c "import {name}"')
+        raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error
 
 
 def _search_current_directory() -> None:

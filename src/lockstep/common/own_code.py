@@ -69,9 +69,9 @@ def describe_error(error: BaseException, advice: str = "") -> str:
 def place(error: BaseException) -> str:
     """Return file and line of the innermost frame that is the user's, as `nets.py:12`, "" where there is none."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
-        return format_location(error.filename, error.lineno)
+        return location(error.filename, error.lineno)
     found = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
-    return format_location(*found[-1]) if found else ""
+    return location(*found[-1]) if found else ""
 
 
 def calling() -> str:
@@ -79,7 +79,7 @@ def calling() -> str:
     frame = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return format_location(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+    return location(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
 def between(before: Place, now: Place) -> str:
@@ -93,9 +93,8 @@ def between(before: Place, now: Place) -> str:
         lines = ((number, linecache.getline(now[0], number).strip()) for number in range(before[1] + 1, now[1]))
         code = [number for number, line in lines if line and not line.startswith("#")]
         if len(code) == 1:
-            return format_location(now[0], code[0])
-    here = format_location(*now)
-    return f"since {here}" if before == now else f"between {format_location(*before)} and {here}"
+            return location(now[0], code[0])
+    return f"since {location(*now)}" if before == now else f"between {location(*before)} and {location(*now)}"
 
 
 def refusal(text: str, advice: str, where: str = "") -> OwnCodeError:
@@ -116,7 +115,7 @@ def with_its_line() -> Iterator[None]:
         raise (refusal(text, advice) if advice and (where := calling()) and where not in text else error) from None
 
 
-def format_location(path: str, line: int | None) -> str:
+def location(path: str, line: int | None) -> str:
     """Return file and line as messages show them, below the current directory by their shorter name: `nets.py:12`."""
     return f"{_short(path)}:{line}"
 

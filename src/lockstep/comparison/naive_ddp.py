@@ -152,7 +152,7 @@ class NaiveDDP:
     def events(self) -> Iterator[Event]:
         """Train from the first step to the last, then evaluate every validation sample once."""
         began = time.perf_counter()
-        yield self._started()
+        yield self._start_event()
         while self.step < self._steps:
             yield from self._epoch(self.step // self._per_epoch)
         trained_s = time.perf_counter() - began
@@ -211,7 +211,7 @@ class NaiveDDP:
         fetched = self._ready.data.train.fetch(*request)
         weight = max(1, length(fetched) if task.counts_samples else task.weight(fetched))
         prepared = self._change.prepare(fetched, request)
-        batch = self._change.for_training(self._arrived(prepared), self.step, self._world.rank)
+        batch = self._change.for_training(self._to_device(prepared), self.step, self._world.rank)
         self._ddp.train()
         self._optimizer.zero_grad()
         loss = task.loss(call(self._ddp, task.inputs(batch)), batch) / weight
@@ -234,11 +234,11 @@ class NaiveDDP:
             for number, part in enumerate(batches):
                 fetched = split.fetch(np.array(part), None)
                 weight = length(fetched) if task.counts_samples else task.weight(fetched)
-                batch = self._change.for_evaluation(self._arrived(fetched))
+                batch = self._change.for_evaluation(self._to_device(fetched))
                 added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
         return figures_of(task, added.total(World(ALONE, self._world.device), len(batches)))
 
-    def _arrived(self, batch: Batch) -> Batch:
+    def _to_device(self, batch: Batch) -> Batch:
         return map_tensors(lambda each: each.to(self._world.device), batch)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> DistributedSampler[Any]:
@@ -262,7 +262,7 @@ class NaiveDDP:
     def _at(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": max(self.step - 1, 0) // self._per_epoch, "samples": self._samples}
 
-    def _started(self) -> Started:
+    def _start_event(self) -> Started:
         ready, world = self._ready, self._world
         return Started(
             step=0,

@@ -45,14 +45,14 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
         if new == old and not _elsewhere(before, after, section):
             continue
         foreign = list(_foreign(after, section, kept))
-        said = [
+        dropped = [
             f"{format_key(path[len(section) :])}={flow(value)[:60]} ({after.places[path]})"
             for path, value in foreign
             if value not in (_default(path), {})
         ]
-        if said:
+        if dropped:
             names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} of another source"
-            notes.append(f"{format_key(section)} is {names}; dropped what was set for that: {', '.join(said)}")
+            notes.append(f"{format_key(section)} is {names}; dropped what was set for that: {', '.join(dropped)}")
         for path, _ in foreign:
             _remove(after, path)
     return [*notes, *_other_ways(after)]

@@ -66,5 +66,5 @@ class Placement(Section):
 
 def rendezvous_in(words: Sequence[str]) -> str:
     """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
-    said = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
-    return said[-1] if said else "env://"
+    addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
+    return addresses[-1] if addresses else "env://"

@@ -46,7 +46,7 @@ def likely(roundoff: float, length: int) -> float:
     return math.expm1(exponent) if exponent < 1 else math.inf
 
 
-def communication_tolerance(roundoff: float, ranks: int, steps: int) -> float:
+def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
     """Return how much further a run may be from another where ranks send gradients in another precision.
 
     Each rank rounds what it sends, and `ranks` are added: a step's gradient is off by gamma of their number. What that

@@ -72,7 +72,7 @@ class Loader:
     """The batches of a rank, which is `data_rank` among those that share the data.
 
     `skipped` counts the unreadable samples it met in training, at each time; `unreadable` are their numbers and those
-    of validation. `beside` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
+    of validation. `extra` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loader:
         seed: int,
         data_rank: DataRank = ALONE,
         workers: int = 0,
-        beside: Callable[[Step], int | None] | None = None,
+        extra: Callable[[Step], int | None] | None = None,
         weigh: Weigh | None = None,
     ) -> None:
         self.skipped = 0
@@ -99,7 +99,7 @@ class Loader:
         self._copies = copies_to(device)
         self._data_rank = data_rank
         self._workers = workers
-        self._beside = beside
+        self._extra = extra
         self._skipped = data.skipped if data_rank.primary else None
         self._weigh = weigh
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
@@ -158,8 +158,8 @@ class Loader:
             first = block.stop
 
     def _own(self, step: Step) -> tuple[Step, list[_Cut]]:
-        share, beside = self._share(step.samples), self._beside and self._beside(step)
-        return step, share if beside is None else [self._cut(step.samples, beside, dummy=True), *share]
+        share, extra = self._share(step.samples), self._extra and self._extra(step)
+        return step, share if extra is None else [self._cut(step.samples, extra, dummy=True), *share]
 
     def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
         """Say which samples these cuts of steps of one epoch take: all of them are looked up at once."""

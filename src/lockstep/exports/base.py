@@ -49,6 +49,6 @@ class Format(Protocol):
 
 def check_origin(saved: SavedModel, library: str) -> None:
     """Raise UsageError where a run's model is none of a library."""
-    asked = saved.recipe.model
-    if origin_of(asked.name, asked.source) != library:
-        raise UsageError(f"{saved.path}: model {asked.name} is none of {library}; use --to torch or --to safetensors")
+    config = saved.recipe.model
+    if origin_of(config.name, config.source) != library:
+        raise UsageError(f"{saved.path}: model {config.name} is none of {library}; use --to torch or --to safetensors")

@@ -75,8 +75,8 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
         words = [sys.executable, as_user.__file__, name, str(place.absolute()), folder]
         done = subprocess.run(words, capture_output=True, text=True, env=environment)
         if done.returncode:
-            said = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
-            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{said}")
+            output = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
+            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 

@@ -62,19 +62,19 @@ def export(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
     outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
     has_adapters = merge_adapters(model)
     subject = ExportSource(saved, model, sample.inputs, model_card(saved))
-    aside = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
+    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        aside.touch(exist_ok=False)  # what writes it may raise errors of another kind
-        aside.unlink()
-        sizes = chosen.write(subject, aside)
-        found = check_export(to, aside, model, sample.inputs, outputs, _job(subject), exact)
-        os.rename(aside, place)
+        temporary.touch(exist_ok=False)  # what writes it may raise errors of another kind
+        temporary.unlink()
+        sizes = chosen.write(subject, temporary)
+        found = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
+        os.rename(temporary, place)
     except OSError as error:
         raise TrainingError(f"{place}: cannot be written: {error.strerror or error}; choose another --out") from error
     finally:
-        _remove(aside)
+        _remove(temporary)
     return Exported(place, sizes, f"with {sample.origin}: {found.words}")
 
 

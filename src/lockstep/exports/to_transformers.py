@@ -61,10 +61,10 @@ def _processor(saved: SavedModel) -> Any:
     from PIL.Image import Resampling
     from transformers import ViTImageProcessor
 
-    told = image_processor(saved)
-    assert told is not None
-    square = {"height": told["size"], "width": told["size"]}
-    common = {"image_mean": told["mean"], "image_std": told["std"], "resample": int(Resampling.BILINEAR)}
+    processor = image_processor(saved)
+    assert processor is not None
+    square = {"height": processor["size"], "width": processor["size"]}
+    common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
     if saved.cut is None:
         return ViTImageProcessor(size=square, **common)
     from transformers import CLIPImageProcessor  # which cuts the centre out

@@ -169,8 +169,8 @@ class Unknown:
 
     def sections(self) -> list[Section]:
         """See View."""
-        told = f"Nothing but its figures: what task {self._task} makes of a model's outputs is known to its code alone."
-        return [Words(self._run, [told])]
+        note = f"Nothing but its figures: what task {self._task} makes of a model's outputs is known to its code alone."
+        return [Words(self._run, [note])]
 
 
 def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:

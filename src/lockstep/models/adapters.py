@@ -96,8 +96,8 @@ def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) ->
     adapters = {
         name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters({name: each})
     }
-    beside = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
-    return {f"base_model.model.{name}": each for name, each in {**adapters, **beside}.items()}
+    fully_trained = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
+    return {f"base_model.model.{name}": each for name, each in {**adapters, **fully_trained}.items()}
 
 
 def _peft() -> Any:

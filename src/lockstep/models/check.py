@@ -33,7 +33,7 @@ class Form(NamedTuple):
         wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, wide)
 
-    def as_stored(self, dtype: torch.dtype | None) -> Form:
+    def cast(self, dtype: torch.dtype | None) -> Form:
         """Return the form of a parameter that is trained in `dtype`, where one is given (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
@@ -228,14 +228,14 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
         raise
     except BaseException as error:  # a stranger's model may raise anything, and may even exit
         fitting = "an image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
-        told = describe_error(error, "" if place(error) else f"choose a model and {fitting} that fit each other")
-        if "Expected more than 1 value per channel" in told:
+        message = describe_error(error, "" if place(error) else f"choose a model and {fitting} that fit each other")
+        if "Expected more than 1 value per channel" in message:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "
                 f"choose batch and microbatches so that every micro-batch, the last step's of an epoch too, "
                 f"has at least 2 samples, or set last_batch: drop"
             ) from error
-        raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {told}") from error
+        raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {message}") from error
 
 
 def _forms(inputs: Inputs) -> str:

@@ -214,5 +214,5 @@ def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]
         raise
     except BaseException as error:  # a stranger's function may raise anything, and may even exit
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
-        told = describe_error(error, "correct recipe.model.options or the function")
-        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {told}") from error
+        message = describe_error(error, "correct recipe.model.options or the function")
+        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {message}") from error

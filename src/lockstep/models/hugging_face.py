@@ -142,10 +142,10 @@ def _shorten_errors(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and not is_transformers_folder(name):
             raise  # it is the network's
-        told = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        told = f"there is no {told}" if isinstance(error, KeyError) else told
+        message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        message = f"there is no {message}" if isinstance(error, KeyError) else message
         where = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
-        raise UsageError(f"model {name}: {told}; correct {where}") from error
+        raise UsageError(f"model {name}: {message}; correct {where}") from error
 
 
 def _library(name: str) -> Any:

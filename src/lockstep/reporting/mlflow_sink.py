@@ -55,12 +55,12 @@ def open_remote(folder: Path, options: Mapping[str, Any], recipe: Mapping[str, A
     if number:
         client.update_run(number, status="RUNNING")
     else:
-        number = _created(client, place if "mlflow.db" in uri else None, options, folder.name, recipe)
+        number = _create(client, place if "mlflow.db" in uri else None, options, folder.name, recipe)
         write_id(folder, "mlflow", number)
     return Mlflow(client, number)
 
 
-def _created(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:
+def _create(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:
     from mlflow.entities import Param
 
     title = options.get("experiment", "lockstep")

@@ -116,9 +116,9 @@ class PageServer:
             return self._data
 
 
-def is_own(asked: str, host: str) -> bool:
-    """Say whether `asked`, the header Host, is an address or names this machine, of which `host` is a name."""
-    name = asked.rpartition(":")[0] if asked.rpartition(":")[2].isdecimal() else asked
+def is_own(header: str, host: str) -> bool:
+    """Say whether `header`, the header Host, is an address or names this machine, of which `host` is a name."""
+    name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.removeprefix("[").removesuffix("]").lower()
     try:
         ipaddress.ip_address(name)

@@ -230,10 +230,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         parameters=summary.parameters,
         dims=tuple(dims),
         special=special,
-        tensors={
-            key: each if key in summary.buffers else each.as_stored(stored) for key, each in summary.tensors.items()
-        },
-        trained={key: each.as_stored(stored) for key, each in summary.trained.items()},
+        tensors={key: each if key in summary.buffers else each.cast(stored) for key, each in summary.tensors.items()},
+        trained={key: each.cast(stored) for key, each in summary.trained.items()},
         blank=build,
         uncut=partial(initialise, pretrained, recipe.seed),
         buffers=summary.buffers,

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.comm import exchanges
 from lockstep.comm.world import World
-from lockstep.common.own_code import Place, describe_error, format_location, refusal
+from lockstep.common.own_code import Place, describe_error, location, refusal
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, OwnCodeError
 from lockstep.parallel.numerics import Numerics
@@ -54,8 +54,7 @@ class Gate:
     @property
     def ended(self) -> str:
         """What became of the micro-batch before."""
-        where = f" at {format_location(*self.ended_at)}" if self.ended_at[0] else ""
-        return f"step.backward{where} ended this micro-batch"
+        return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
         """Raise UsageError for an exchange of the user's own within a step."""

@@ -69,9 +69,9 @@ class Language:
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each target, and whether it counts: floats and bool of shape [n, t]; others are 0."""
-        foretold = self._next_token_batch(batch)
-        losses = self._cross_entropy(outputs, foretold, "none")
-        return losses.reshape(foretold.targets.shape), foretold.targets != self.ignore
+        parts = self._next_token_batch(batch)
+        losses = self._cross_entropy(outputs, parts, "none")
+        return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task: the loss and the weight say all."""
@@ -126,8 +126,8 @@ class Language:
         cut = values[0][:, part]
         return NextTokenBatch({_IDS: cut} if names else (cut,), targets, 0)
 
-    def _cross_entropy(self, outputs: Any, foretold: NextTokenBatch, reduction: str) -> Tensor:
-        logits, (_, targets, beyond) = predictions(outputs, self.model_name), foretold
+    def _cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
+        logits, (_, targets, beyond) = predictions(outputs, self.model_name), parts
         if beyond:
             logits = logits[:, :-beyond]
         if logits.dtype in (torch.float16, torch.bfloat16):

@@ -69,12 +69,12 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
     )
     nothing = torch.tensor(torch.nan)
     for key, value in both.items():
-        apart = one.get(key, nothing).double() + other.get(key, nothing).double()
-        if not torch.allclose(value.double(), apart, rtol=1e-3, atol=1e-5, equal_nan=True):
+        separate = one.get(key, nothing).double() + other.get(key, nothing).double()
+        if not torch.allclose(value.double(), separate, rtol=1e-3, atol=1e-5, equal_nan=True):
             path, _, name = key.rpartition("/")
             raise UsageError(
                 f"metric {path}: {name} of two samples is {float(value):.6g}, and one by one they add up to "
-                f"{float(apart):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
+                f"{float(separate):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
             )
 
 

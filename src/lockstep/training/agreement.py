@@ -69,7 +69,7 @@ def _find_disagreement(world: World, model: Mapping[str, MaybeSharded]) -> Disag
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
     differing, odd = [], set[int]()
-    told = True
+    decided = True
     for number, name in enumerate(names):
         start = _HOST_BYTES + 2 * _DIGEST_BYTES * number
         same_rows: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
@@ -80,9 +80,9 @@ def _find_disagreement(world: World, model: Mapping[str, MaybeSharded]) -> Disag
             if (found := odd_ones(opinions)) != []:
                 differing.append(name)
                 odd |= set(found or ())
-                told = told and found is not None
+                decided = decided and found is not None
     hosts = tuple(answer[:_HOST_BYTES].decode(errors="replace").rstrip() for answer in answers)
-    return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if told else None, hosts)
+    return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if decided else None, hosts)
 
 
 def _digest(held: MaybeSharded) -> bytes:

@@ -161,8 +161,7 @@ def turns(
     """
     watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        report = partial(_report_step, plan, watch, meter)
-        turn = Turn(step, microbatches, progress, report, reported=plan.reports(step))
+        turn = Turn(step, microbatches, progress, partial(_report, plan, watch, meter), reported=plan.reports(step))
         yield turn
         yield from turn.report()
         last = progress.step == plan.steps.total
@@ -182,7 +181,7 @@ def turns(
             return
 
 
-def _report_step(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
+def _report(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
     """Count a step that is done, and return what is reported of it, if its figures are wanted."""
     assert turn.sums is not None
     assert turn.update is not None

@@ -126,9 +126,7 @@ def images(folder: str) -> Iterator[str]:
     if not _is_new(folder, seen):
         return
     for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [
-            each for each in sorted(folders) if not is_hidden(each) and _is_new(f"{parent}{os.sep}{each}", seen)
-        ]
+        folders[:] = [sub for sub in sorted(folders) if not is_hidden(sub) and _is_new(f"{parent}{os.sep}{sub}", seen)]
         for file in sorted(files):
             if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not is_hidden(file):
                 yield f"{parent}{os.sep}{file}"

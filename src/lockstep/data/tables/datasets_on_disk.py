@@ -87,8 +87,8 @@ def _parts(root: str, options: Options) -> tuple[Any, Any]:
         plainfile.check_folder(Path(root))
         found = datasets.load_from_disk(root)
     except Exception as error:  # the library raises whatever its readers do
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"data set datasets: {root} cannot be opened: {said}") from error
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"data set datasets: {root} cannot be opened: {message}") from error
     if isinstance(found, datasets.Dataset):
         return found, None
     for part in (options.train, options.held_out):

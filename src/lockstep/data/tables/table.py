@@ -135,14 +135,14 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
 def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
     for name in names:
         column = table[name]
-        said = f"data set table: target: '{name}'"
+        problem = f"data set table: target: '{name}'"
         if column.null_count:
             first = column.is_null().to_pylist().index(True)
-            raise UsageError(f"{said} is missing in row {first:,}; leave such rows out")
+            raise UsageError(f"{problem} is missing in row {first:,}; leave such rows out")
         if kind is None:
             refuse_mixed(name, column, "or set options.kind=classification")
         if kind_of(column) == "other":
-            raise UsageError(f"{said} is of {column.type}, neither numbers nor text; name another column")
+            raise UsageError(f"{problem} is of {column.type}, neither numbers nor text; name another column")
 
 
 def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None) -> torch.Tensor:
@@ -160,8 +160,8 @@ def _floats(name: str, column: Any) -> NDArray[np.float32]:
     try:
         found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
     except Exception as error:  # of pyarrow's many
-        said = f"'{name}' of {column.type} is no number; use kind: classification"
-        raise UsageError(f"data set table: target: {said}") from error
+        problem = f"'{name}' of {column.type} is no number; use kind: classification"
+        raise UsageError(f"data set table: target: {problem}") from error
     if not np.isfinite(found).all():
         row = int((~np.isfinite(found)).argmax())
         raise UsageError(f"data set table: target: '{name}' is not finite in row {row:,}; leave such rows out")

@@ -38,16 +38,16 @@ class Saver:
         world: World,
         folder: Path,
         keep: int,
-        beside: bool,
+        background: bool,
         buffers: frozenset[str] = frozenset(),
         key: bytes | None = None,
     ) -> None:
-        self._world = world.beside() if beside else world
+        self._world = world.beside() if background else world
         self._folder = folder
         self._keep = keep
         self._buffers = buffers
         self._key = key
-        self._executor = ThreadPoolExecutor(1, "saver") if beside else None
+        self._executor = ThreadPoolExecutor(1, "saver") if background else None
         self._running: Future[Saved] | None = None
 
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
