@@ -57,7 +57,7 @@ def _loaded(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> 
     from lockstep.config.load import load
     from lockstep.run.imported import imported
 
-    return load(words[0], words[1:]) if cfg is None else imported(cfg, words, None, world_size).loaded()
+    return load(words[0], words[1:]) if cfg is None else imported(cfg, words, None, world_size).load()
 
 
 def _tell(found: Found) -> None:

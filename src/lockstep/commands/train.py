@@ -71,7 +71,7 @@ def _loaded(words: tuple[str, ...]) -> Loaded:
 def _imported(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
     from lockstep.run.imported import imported
 
-    return imported(file, words, gpus, world_size).loaded()
+    return imported(file, words, gpus, world_size).load()
 
 
 def _continued(loaded: Loaded, say: bool = True) -> Loaded:

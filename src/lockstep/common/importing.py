@@ -14,7 +14,7 @@ from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 
 def import_object(path: str, what: str) -> Any:
-    """Import `package.module:function`; `what` says in errors what it is to be: a model, a data set, a loss.
+    """Import `package.module:function`; `what` says in errors what it is to be: a model, a dataset, a loss.
 
     The current directory is searched first, as `python -m` does, because a console script starts without it.
     Raises UsageError that says what failed: the form of the path, the module, its code, or the name in it.
@@ -58,7 +58,7 @@ def _search_current_directory() -> None:
 
 
 def _leads_to(name: str, missing: str | None) -> bool:
-    """Say whether the module that is missing is the one asked for or a package on the way to it."""
+    """Return whether the missing module is the requested one or a package above it."""
     return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 

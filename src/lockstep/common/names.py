@@ -28,7 +28,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return the suggestion for a mistyped name, if any, and all that are valid, unless there are many beside it."""
+    """Return the suggestion for a mistyped name, if any, and all that are valid, unless there are many."""
     valid = list(names)
     near = suggestion(name, valid)
     return f"{near}{list_names(valid)}" if near else f"; valid: {', '.join(valid)}"

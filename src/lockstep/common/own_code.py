@@ -31,7 +31,7 @@ class OwnCode:
     """A context in which the user's code runs: whatever it raises, SystemExit too, leaves it as OwnCodeError.
 
     `label` says what the code is, such as `model my.nets:net`. Errors of Lockstep's and KeyboardInterrupt pass. Where
-    the block is `shared`, Lockstep's own hooks run in it too: what they raise, or an exchange in them, passes.
+    the block is `shared`, Lockstep's own hooks run in it too: what they raise, or a collective in them, passes.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:
@@ -53,14 +53,14 @@ class OwnCode:
 
 
 def own_error(error: BaseException) -> OwnCodeError | None:
-    """Return what to tell of an error that came from the user's code without passing an `OwnCode`, else None."""
+    """Return what to report of an error that came from the user's code without passing an `OwnCode`, else None."""
     if isinstance(error, LockstepError | KeyboardInterrupt) or _origin(error.__traceback__) != "own":
         return None
     return OwnCodeError(describe_error(error))
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
-    """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or other advice."""
+    """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or `advice`."""
     where = place(error)
     advice = advice or ("mend it there" if where else "")
     return _words(error) + (f" ({where})" if where else "") + (f"; {advice}" if advice else "")
@@ -123,8 +123,8 @@ def location(path: str, line: int | None) -> str:
 def is_own(path: str) -> bool:
     """Say whether a file of Python code is the user's: not Python's, not installed, not Lockstep's.
 
-    A package that is installed as editable lies where its user works on it, and is the user's. The program that starts
-    a command, such as lockstep or torchrun, lies beside the interpreter, and is not.
+    A package that is installed as editable is where its user works on it, and is the user's. The program that starts
+    a command, such as lockstep or torchrun, is next to the interpreter, and is not.
     """
     if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
         return False
@@ -138,7 +138,7 @@ def _package() -> str:
 
 
 def is_installed(path: str) -> bool:
-    """Say whether a file lies where packages are installed."""
+    """Return whether a file is where packages are installed."""
     return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
@@ -165,7 +165,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 def _words(error: BaseException) -> str:
-    """Return an error's type and message, which may be of any length, hold anything, or raise when asked for."""
+    """Return an error's type and message, which may be of any length, hold anything, or raise when formatted."""
     try:
         plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else it has the place twice
         name, message = type(error).__name__, str.__str__(str(plain))

@@ -23,7 +23,7 @@ Found = Mapping[str, Any]
 
 
 def check(schema: object, place: object) -> None:
-    """Raise UsageError where what lies at `place` is of a newer schema than this version knows."""
+    """Raise UsageError where the file at `place` is of a newer schema than this version knows."""
     if isinstance(schema, int) and schema > SCHEMA:
         newer = f"schema {schema}, and this version of Lockstep reads {SCHEMA} and older"
         raise UsageError(f"{place}: written by a newer version: {newer}; use the one that wrote it")

@@ -39,7 +39,7 @@ def compare(
     """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
 
     `placements` are strategies, by name or as mappings of `name` and options. Each of `also` is an override by which
-    all are trained once more, `usual` asks for the usual script beside them. The runs are in `dir`, left out a fresh
+    all are trained once more, `usual` adds a naive DDP script. The runs are in `dir`, left out a fresh
     folder in runs/; what is finished there is only read. A run that fails is a row that says why; what cannot run
     raises UsageError before anything does.
     """
@@ -56,7 +56,7 @@ def compare(
 
 
 def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
-    """Train each placement to its end, in processes aside, and return what came of them; a finished run is only read.
+    """Train each placement to its end, in subprocesses, and return the results; a finished run is only read.
 
     `show` is called with all of it whenever something happened. A run that fails becomes a row that says so.
     """

@@ -1,9 +1,9 @@
-"""What the usual script makes of a recipe: DistributedDataParallel as tutorials show it, so that `compare` can say.
+"""A recipe under naive DDP: DistributedDataParallel as tutorials show it, for `compare`.
 
 Model, first weights, data, augmentation, task, optimizer and schedule over epochs are the recipe's. What is wrong here
 is meant:
 
-- The batch is that of a process and the rate stays, so that more processes make fewer and larger steps.
+- The batch is that of a process and the learning rate stays, so that more processes make fewer and larger steps.
 - A sampler pads what does not divide: some samples count twice, in training and in validation.
 - A step is the mean of the processes' means, and so are the validation figures.
 - BatchNorm sees the batch of a process, and each process keeps running statistics of its own.
@@ -68,7 +68,7 @@ def as_seen(recipe: Recipe) -> Recipe:
 
 
 def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
-    """Raise UsageError where a recipe asks for what the usual script does not do."""
+    """Raise UsageError where a recipe needs what a naive DDP script does not do."""
     if recipe.precision not in ("fp32", "tf32"):
         raise UsageError(f"{NAIVE}: it trains in fp32, and recipe.precision is {recipe.precision}; leave it out")
     if recipe.batchnorm == "sync":
@@ -84,9 +84,9 @@ def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
 
 
 def train_naive(loaded: Loaded, also: Sink) -> int:
-    """Train a recipe as the usual script does, from its beginning, and return the exit code.
+    """Train a recipe under naive DDP, from its beginning, and return the exit code.
 
-    Its events are written into the run folder, and told to `also` on rank 0.
+    Its events are written into the run folder, and passed to `also` on rank 0.
     """
     torch.set_num_threads(1)  # see run/start.py
     resolved, ready = _ready(loaded)

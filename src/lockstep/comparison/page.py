@@ -26,7 +26,7 @@ _MEMORY: Final = "Of a GPU what was allocated there, else what was resident, lib
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return what a page on the comparison shows: the table, what is drawn over processes, and the curves."""
+    """Return what a page on the comparison shows: the table, plots over processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     headings, rows = cells(comparison)
     below = "Speed-up, efficiency and bits are beside one process of the same recipe."
@@ -42,7 +42,7 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def _naive(comparison: Comparison) -> Iterator[Section]:
-    """Yield what the usual script makes of the recipe, where it ran."""
+    """Yield the results of the naive DDP script, where it ran."""
     headings, rows = naive_cells(comparison)
     if not rows:
         return
@@ -54,7 +54,7 @@ def _naive(comparison: Comparison) -> Iterator[Section]:
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
-    """Yield what people draw over the number of processes, where there are several."""
+    """Yield scaling plots over the number of processes, where there are several."""
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return

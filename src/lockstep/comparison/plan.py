@@ -42,7 +42,7 @@ class ComparisonRequest:
     """What is to be compared: a recipe with overrides, strategies, numbers of processes, and other recipes.
 
     Each of `variants` is an override by which the recipe is compared too, such as `recipe.batchnorm=sync`. With `usual`
-    it is also trained as the usual script does.
+    it is also trained by a naive DDP script.
     """
 
     source: str
@@ -146,7 +146,7 @@ def _plan(
 def _naive_plan(
     request: ComparisonRequest, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup
 ) -> PlannedRun:
-    """Return the plan of the usual script, which promises nothing, or raise UsageError where it cannot run."""
+    """Return the plan of the naive DDP script, which promises nothing, or raise UsageError where it cannot run."""
     folder, loaded = _in_folder(request, recipe, variant, NAIVE, strategy, count)
     check_naive(loaded.config.recipe, ready, resolve(loaded).processes)
     return PlannedRun(loaded, ResultRow(NAIVE, count, variant, str(folder), "none"), train_naive)

@@ -170,7 +170,7 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return what the usual script made of the recipe, as headings and the words of each row, where it ran."""
+    """Return the results of the naive DDP script, as headings and the words of each row, where it ran."""
     figure = comparison.figure
     headings = ["usual script", "batch of a step", "updates", "training loss that it prints", "of all ranks"]
     headings += [f"{figure} that it prints", f"{figure} of each sample once", f"{figure} of the recipe"]

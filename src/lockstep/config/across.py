@@ -1,4 +1,4 @@
-"""Problems between keys, found before their types are known to be right: all problems are told at once."""
+"""Problems between keys, found before their types are validated; all are reported together."""
 
 from __future__ import annotations
 

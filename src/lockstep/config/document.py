@@ -22,7 +22,7 @@ Path = tuple[str | int, ...]
 
 
 class Mark(Enum):
-    """What stands for a value whose problem has been told: an enum, because a copy of it is itself."""
+    """Placeholder of a value whose problem is already reported: an enum, because a copy of it is itself."""
 
     UNREADABLE = "unreadable"
 

@@ -1,4 +1,4 @@
-"""A configuration from a YAML file or a shipped recipe and overrides; every problem of it is told at once."""
+"""A configuration from a YAML file or a shipped recipe and overrides; all its problems are reported together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loaded:
     """A valid configuration, the name of its recipe, and for each dotted key where its value came from.
 
     An origin is `file:line:column`, `override` or `default`. Keys that are not set have none. `notes` say what an
-    override took away beside what it set.
+    override removed in addition to what it set.
     """
 
     config: Config
@@ -120,7 +120,7 @@ def differences(run: Recipe, now: Recipe) -> list[str]:
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without those that say where data and first weights lie, which may move."""
+    """Return a recipe's values without the locations of data and first weights, which may move."""
     data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
     model = dict(recipe["model"])
     if "weights" in model:

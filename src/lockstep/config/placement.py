@@ -27,7 +27,7 @@ def _resolve_alias(name: str) -> str:
 
 
 class StrategyConfig(Section):
-    """A strategy by name; its own options stand beside the name."""
+    """A strategy by name; its own options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -65,6 +65,6 @@ class Placement(Section):
 
 
 def rendezvous_in(words: Sequence[str]) -> str:
-    """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
+    """Return the rendezvous that a command's words set; its other settings may not even be readable."""
     addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
     return addresses[-1] if addresses else "env://"

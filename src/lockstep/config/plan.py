@@ -29,14 +29,14 @@ def base_rate(recipe: Recipe) -> float:
 
 
 def rule(recipe: Recipe) -> str:
-    """Say how the base rate follows from the recipe: `0.2 = 0.1 x 256 / 128`."""
+    """Say how the base learning rate follows from the recipe: `0.2 = 0.1 x 256 / 128`."""
     lr = recipe.optimizer.lr
     base = f"{base_rate(recipe):g}"
     return base if lr.per_samples is None else f"{base} = {lr.value:g} x {recipe.batch} / {lr.per_samples}"
 
 
 def warm_up_steps(recipe: Recipe, run: Steps) -> int:
-    """Return how many steps go before the first one at the full rate."""
+    """Return how many steps come before the first one at the full learning rate."""
     if recipe.schedule.warmup_steps is not None:
         return recipe.schedule.warmup_steps
     warmup = recipe.schedule.warmup_epochs

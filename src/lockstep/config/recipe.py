@@ -43,7 +43,7 @@ def _path(value: Any) -> Any:
 class WeightsConfig(Section):
     """First weights from a file, a folder as transformers saves it, or a run of ours, instead of the seed.
 
-    What they are decides the numbers; where they lie does not, and is left out where recipes are compared.
+    Their values decide the numbers; their path does not, and is left out where recipes are compared.
     """
 
     path: Location | None = None
@@ -107,7 +107,7 @@ class AugmentConfig(Section):
 
 
 class DataConfig(Section):
-    """A data set by name, or `package.module:function`."""
+    """A dataset by name, or `package.module:function`."""
 
     name: Name
     root: Location = "data"
@@ -128,7 +128,7 @@ def _rate(value: Any) -> Any:
 
 
 class LearningRateConfig(Section):
-    """A rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
+    """A learning rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
 
     value: PositiveFloat
     per_samples: PositiveInt | None = None
@@ -180,7 +180,7 @@ def _schedule(name: str) -> str:
 
 
 class ScheduleConfig(Section):
-    """How the rate goes on from its base (core/rate.py), or `package.module:function`: a factor of it."""
+    """The learning rate schedule (core/rate.py), or `package.module:function`: a factor of the base rate."""
 
     name: Annotated[
         Curve | Name,
@@ -217,7 +217,7 @@ class ScheduleConfig(Section):
 class TaskConfig(Section):
     """What is learned: `auto` follows from the data, else a shipped task, or `package.module:Class`.
 
-    Its own options stand beside the name.
+    Its own options are keys of the same mapping.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)

@@ -13,7 +13,7 @@ SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line 
 
 
 class IntervalConfig(Section):
-    """A rhythm: every so many steps or every so many epochs."""
+    """An interval: every so many steps or every so many epochs."""
 
     steps: PositiveInt | None = None
     epochs: PositiveInt | None = None
@@ -43,7 +43,7 @@ def _check_sink_name(name: str) -> str:
 
 
 class SinkConfig(Section):
-    """Where events go beside the run folder's own files; its options stand beside the name."""
+    """Where events go in addition to the run folder's files; its options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 

@@ -22,7 +22,7 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` made to each of its tensors; what is no tensor stays."""
+    """Return the batch with `change` applied to each of its tensors; what is no tensor stays."""
     return pytree.tree_map_only(Tensor, change, batch)
 
 
@@ -39,7 +39,7 @@ def with_paths(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` made to each of its leaves, of which it is told the place; see `with_paths`."""
+    """Return the batch with `change`, which receives the path, applied to each of its leaves; see `with_paths`."""
     return pytree.tree_map_with_path(lambda path, leaf: change(pytree.keystr(path), leaf), batch)
 
 

@@ -38,7 +38,7 @@ class Rate:
     each: Literal["step", "epoch"] = "step"
 
     def at(self, samples_seen: int) -> float:
-        """Return the rate for the update that follows `samples_seen` samples."""
+        """Return the learning rate for the update that follows `samples_seen` samples."""
         epoch = samples_seen / self.samples_per_epoch
         if self.each == "epoch":
             epoch = math.floor(epoch)
@@ -69,5 +69,5 @@ class Rate:
 
 
 def scale_rate(value: float, per_samples: int | None, batch: int) -> float:
-    """Return the base rate: `value`, or by the linear scaling rule `value` for each `per_samples` of the batch."""
+    """Return the base learning rate: `value`, or by linear scaling `value` for each `per_samples` of the batch."""
     return value if per_samples is None else value * batch / per_samples

@@ -1,11 +1,11 @@
-"""The canonical sum: one binary tree over micro-batch numbers, whoever holds them.
+"""The canonical sum: one binary tree over micro-batch numbers, wherever they are held.
 
 Floating-point addition is not associative, so the sum of M gradients depends on where the brackets stand.
 Here they stand by micro-batch number alone: leaf m is micro-batch m, and a node is an aligned block
 [k * 2^j, (k + 1) * 2^j) of leaves, cut off at M. A block whose right half is beyond M is its left half.
 
 A process that holds any contiguous range of leaves can add those that fill whole blocks; the few blocks that
-remain (at most two for each level) are the *pieces* it must exchange with the others. Sibling blocks are
+remain (at most two for each level) are the *pieces* it must communicate to the others. Sibling blocks are
 only ever added to each other, so every distribution of the leaves gives the same brackets, hence the same bits.
 """
 

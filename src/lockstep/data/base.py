@@ -1,4 +1,4 @@
-"""What a data set is to Lockstep: two splits, each of which fetches a batch by sample numbers."""
+"""What a dataset is to Lockstep: two splits, each of which fetches a batch by sample numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.core.batch import Batch
 
 
 class Split(Protocol):
-    """The training or the validation part of a data set.
+    """The training or the validation part of a dataset.
 
     `in_memory`: fetching costs no decoding, so that no loader process is worth its start.
     """

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
     """Return samples of one structure as a batch of it, each leaf stacked along a new dim 0.
 
-    A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the data set
+    A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the dataset
     `label`. Raises UsageError that says which sample has what.
     """
     trees = [_tensors(f"{label} sample {number}", each) for number, each in zip(numbers, samples, strict=True)]

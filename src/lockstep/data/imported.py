@@ -1,4 +1,4 @@
-"""Data sets from a function of the user's own: any map-style data sets, or a whole DataSet."""
+"""Datasets from a function of the user's own: any map-style datasets, or a whole DataSet."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def collate_of(path: str | None) -> Collate | None:
 def wrap_map_style(
     label: str, train: Any, validation: Any | None, given: Any = None, collate: Collate | None = None
 ) -> DataSet:
-    """Return map-style data sets as a DataSet, its facts those of a sample and of the training set.
+    """Return map-style datasets as a DataSet, its facts those of a sample and of the training set.
 
     `given` are the names that tasks/facts.py would else find.
     """

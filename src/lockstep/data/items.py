@@ -1,4 +1,4 @@
-"""Data sets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
+"""Datasets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Collate = Callable[[list[Any]], Batch]
 class Items:
     """The samples of `dataset`, whose items may be anything that `collate` makes a batch of, with samples along dim 0.
 
-    What draws at random in an item follows from the epoch's key and the sample's number, whoever fetches it. Tensors
+    Randomness within an item follows from the epoch's key and the sample's number, whichever rank fetches it. Tensors
     in memory, as a TensorDataset has them, are cut without a collate.
     """
 
@@ -60,7 +60,7 @@ class Items:
 
 @final
 class ImportedSplit:
-    """The samples of a user's data set as batches: by `collate`, else stacked. What is wrong raises UsageError."""
+    """The samples of a user's dataset as batches: by `collate`, else stacked. What is wrong raises UsageError."""
 
     in_memory: bool = False
 
@@ -129,7 +129,7 @@ def seed_python_and_numpy(key: int) -> None:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Say whether a data set has a length and items by number."""
+    """Say whether a dataset has a length and items by number."""
     indexed = all(callable(getattr(type(dataset), name, None)) for name in ("__getitem__", "__len__"))
     return indexed and not isinstance(dataset, IterableDataset | dict)
 

@@ -37,7 +37,7 @@ _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
 
 
 class _Planned(NamedTuple):
-    """What an update takes; loader processes are asked for it some updates ahead of its use."""
+    """What an update takes; loader processes fetch it some updates ahead of its use."""
 
     step: Step
     requests: list[tuple[_Cut, Request]]
@@ -71,7 +71,7 @@ class _Sent(NamedTuple):
 class Loader:
     """The batches of a rank, which is `data_rank` among those that share the data.
 
-    `skipped` counts the unreadable samples it met in training, at each time; `unreadable` are their numbers and those
+    `skipped` counts the unreadable samples found in training, at each time; `unreadable` are their numbers and those
     of validation. `extra` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
     """
 
@@ -217,7 +217,7 @@ class Loader:
 
 
 def damages(split: Split, workers: int) -> Iterator[str]:
-    """Fetch each sample by itself, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
+    """Fetch each sample separately, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
 
     def requests() -> Iterator[Request]:
         return (Request(np.array([number]), None) for number in range(len(split)))
@@ -236,7 +236,7 @@ def damages(split: Split, workers: int) -> Iterator[str]:
 def _fetching(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
-    """Give what answers the requests, which must be asked in their order; leaving ends the loader processes."""
+    """Give what answers the requests, which must come in their order; leaving ends the loader processes."""
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
@@ -264,7 +264,7 @@ def _fetching(
 
 @final
 class _Fetches(Dataset[Any]):
-    """A data set whose index is a request. Errors meant for the user come as values: torch would bury their text."""
+    """A dataset whose index is a request. Errors meant for the user come as values: torch would bury their text."""
 
     def __init__(self, split: Split) -> None:
         self._split = split

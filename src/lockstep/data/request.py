@@ -1,4 +1,4 @@
-"""What a recipe asks of a data set, as its source gets it, and which data sets have a use for what."""
+"""What a recipe requests from a dataset, in the form its source receives, and which datasets support what."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A data set's name and location, and what is to be done to its samples, in the words of the configuration."""
+    """A dataset's name and location, and what is to be done to its samples, in the words of the configuration."""
 
     name: str
     root: str = "data"
@@ -45,7 +45,7 @@ def request_of(data: Mapping[str, Any]) -> DataRequest:
 
 
 def misfits(request: DataRequest) -> Iterator[str]:
-    """Yield what this data set could only ignore, and what cannot be true together."""
+    """Yield what this dataset could only ignore, and what cannot be true together."""
     if request.cuts:
         yield from _contradictions(request)
         return

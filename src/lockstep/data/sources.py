@@ -1,4 +1,4 @@
-"""Data sets by name, or by the import path of the user's own function; a source is imported only when it is named."""
+"""Datasets by name, or by the import path of the user's own function; a source is imported only when it is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """The module of a data set, below lockstep.data, and its training samples where they are always as many."""
+    """The module of a dataset, below lockstep.data, and its training samples where they are always as many."""
 
     module: str
     training_samples: int | None = None
@@ -48,7 +48,7 @@ class Source(Protocol):
     Options: type
 
     def open_data(self, request: DataRequest, options: Any) -> DataSet:
-        """Return the data set; every rank may call this at once. UsageError where it is not there, or is damaged."""
+        """Return the dataset; every rank may call this at once. UsageError where it is not there, or is damaged."""
         ...
 
 

@@ -65,7 +65,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A device as torch numbers it; `reads` are those whose memory it may read by itself."""
+    """A device as torch numbers it; `reads` are those whose memory it may read directly."""
 
     name: str
     uuid: str

@@ -24,7 +24,7 @@ def limit_error(what: str, error: OSError) -> PreflightError:
 def too_many_files(error: BaseException) -> PreflightError | None:
     """Return the error of a run that failed because a process may open no more files, None where it did of another.
 
-    What C++ could not open comes as text alone, and from inside exchanges too.
+    What C++ could not open comes as text alone, and from inside communication too.
     """
     text = os.strerror(errno.EMFILE)
     each: BaseException | None = error

@@ -17,9 +17,9 @@ from lockstep.models.find import origin_of
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A saved run and its model: on the CPU, in evaluation, its adapters merged into the weights they are beside.
+    """A saved run and its model: on the CPU, in evaluation, its adapters merged into the weights.
 
-    `inputs` are those that the export is checked with. `model_card` is what whoever uses it needs to know beside the
+    `inputs` are those that the export is checked with. `model_card` is what users need to know besides the
     weights, ready for JSON.
     """
 

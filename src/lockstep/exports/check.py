@@ -43,7 +43,7 @@ def check_export(
 ) -> Deviation:
     """Let the format `name` compute `inputs` from what is at `place`, and compare with `outputs`.
 
-    `job` is what the other process is told beside. TrainingError where it cannot load it, or the outputs are further
+    `job` is what else the other process receives. TrainingError where it cannot load it, or the outputs are further
     from each other than they may be: not at all (`exact`), or by the roundings of two forward passes in fp32.
     """
     found = _run_export(name, place, inputs, job)

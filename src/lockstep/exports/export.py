@@ -79,7 +79,7 @@ def export(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
 
 
 def model_card(saved: SavedModel) -> dict[str, Any]:
-    """Return what whoever uses the weights needs to know of them, ready for JSON."""
+    """Return what users of the weights need to know of them, ready for JSON."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
     found: Mapping[str, Any] = {
         "model": saved.recipe.model.name,
@@ -114,7 +114,7 @@ def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tenso
 
 
 def _job(subject: ExportSource) -> dict[str, Any]:
-    """Return what the process that checks is told."""
+    """Return what the checking process receives."""
     saved, facts = subject.saved, subject.saved.facts
     job: dict[str, Any] = {
         "threads": saved.recipe.threads,

@@ -39,7 +39,7 @@ _BY_POSITION: Final = "The mean loss of the validation tokens that have so many 
 
 @dataclass(frozen=True)
 class InspectionOptions:
-    """Which checkpoint of each run is looked at, and at most how many of its validation samples; see also Asked."""
+    """Which checkpoint of each run is looked at, and at most how many of its validation samples."""
 
     samples: int = 10_000
     prefer: Literal["newest", "best"] = "newest"
@@ -75,7 +75,7 @@ class _One(NamedTuple):
 
 
 def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Callable[[str], None]) -> Inspection:
-    """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets lines on each.
+    """Evaluate a checkpoint of each run, and return what to show; `tell` gets lines on each.
 
     Code that a run folder names runs only where the options say so (run/evaluation.py), and nothing is downloaded.
     UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.

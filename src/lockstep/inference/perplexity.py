@@ -1,4 +1,4 @@
-"""How well a language model foretells validation text: its loss by the position in the context, and samples of text."""
+"""How well a language model predicts validation text: loss by position in the context, and samples of text."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Kind = Literal["pictures", "masks", "values", "table", "text"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may say beside the inputs; None is left out, and its default stands in the command's help."""
+    """What a user may set besides the inputs; None is left out, and its default is in the command's help."""
 
     top: int | None = None
     out: Path | None = None
@@ -72,7 +72,7 @@ def kind_of(saved: SavedModel) -> Kind:
 def predict(saved: SavedModel, inputs: Sequence[str], options: Options | None = None) -> Iterator[Row]:
     """Yield what a saved run predicts, a mapping ready for JSON for each picture, row or prompt, in their order.
 
-    All that can be wrong with what is asked raises UsageError before the first one; a picture that cannot be read does
+    All that can be wrong with the request raises UsageError before the first one; a picture that cannot be read does
     in its turn, or is `skipped` where it would have been in training.
     """
     options = options or Options()
@@ -96,7 +96,7 @@ def predict(saved: SavedModel, inputs: Sequence[str], options: Options | None = 
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predictions as a table: a line for each of an input's classes, the input beside the first."""
+    """Return predictions as a table: a line for each of an input's classes, the input in the first."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _lines(row)]
     for name in lines[0]:
@@ -108,7 +108,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
-    """Raise UsageError where what is asked does not fit the run."""
+    """Raise UsageError where the request does not fit the run."""
     wanted = f"{saved.path}: this run takes {_NAMES[kind]}"
     foreign = [each.name for each in fields(Options) if getattr(options, each.name) is not None]
     foreign = [name for name in foreign if name not in _TAKEN[kind]]

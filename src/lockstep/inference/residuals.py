@@ -1,4 +1,4 @@
-"""What a regression gives beside what is true, for each of its numbers, and the samples it is furthest off for."""
+"""What a regression predicts against what is true, for each of its numbers, and the samples it is furthest off for."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _SHOWN: Final = 3  # wrong facts
 
 
 class Facts(BaseModel):
-    """What a checkpoint says of its run's data, as far as it is read here; whoever wrote the folder wrote it."""
+    """What a checkpoint says of its run's data, as far as it is read here; the folder may come from anybody."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -180,7 +180,7 @@ def open_saved(asked: Asked, weights: Weights | None = None) -> SavedModel:
     """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
 
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
-    none and they are asked for.
+    none and they are required.
     """
     found, loaded = opened(asked)
     state = saved_state.parse_state(found.path, found.snapshot.state)

@@ -23,7 +23,7 @@ _WRITTEN: Final = (".csv", ".parquet")
 def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
     """Yield for each row of a .csv or .parquet file what is predicted for it: a class, or the numbers of the targets.
 
-    With `out` the whole table is written there too, with these as columns beside its own. Columns that the run did not
+    With `out` the whole table is written there too, with these as additional columns. Columns that the run did not
     learn from may be missing.
     """
     table = read(file)

@@ -15,7 +15,7 @@ _KEY: Final = "recipe.model.freeze"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let no gradient be asked for what fits a pattern; UsageError where a pattern fits nothing, or all is frozen.
+    """Freeze parameters that match a pattern; UsageError where a pattern fits nothing, or all is frozen.
 
     A BatchNorm layer all of whose parameters are frozen, or that has none and whose running statistics fit a pattern,
     stays in evaluation: it normalises with its running statistics, and these do not move. Dropout stays active.

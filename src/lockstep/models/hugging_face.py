@@ -80,7 +80,7 @@ def transformers_model(
 def check_weights(name: str) -> None:
     """Raise UsageError where `name` leads to no weights, or to a folder in which they are damaged.
 
-    Those of a name on the hub are fetched, and looked at, when they are asked for.
+    Those of a name on the hub are fetched, and inspected, on demand.
     """
     if _is_type(_library(name), name):
         raise UsageError(
@@ -105,7 +105,7 @@ def check_weights(name: str) -> None:
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
-    """Return what a model must do: with classes it tells them, of images or of tokens, without it continues text."""
+    """Return what a model must do: with classes, classify images or tokens; without, generate text."""
     if "classes" not in facts:
         return "CausalLM"
     return "SequenceClassification" if "vocabulary" in facts else "ImageClassification"
@@ -117,9 +117,9 @@ def is_transformers_folder(name: str) -> bool:
 
 
 def without_special_tokens(model: nn.Module) -> None:
-    """Take back a type's usual ids of special tokens: in a vocabulary that has none they are any tokens.
+    """Remove a type's default ids of special tokens: in a vocabulary that has none they are ordinary tokens.
 
-    Whoever generates text would end it at one of them.
+    Text generation would end at one of them.
     """
     for settings in (model.config, getattr(model, "generation_config", None)):
         for name in _SPECIAL:

@@ -50,7 +50,7 @@ class Refusal:
 
 
 def find_refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
-    """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in the order it is met.
+    """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in order of occurrence.
 
     `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
     left alone. What fails here returns nothing: the first step of the run fails in the same way, with the reason.

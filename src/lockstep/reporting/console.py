@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes to `stream`; `terminal` says whether it is one, left out it is asked.
+    """Writes to `stream`; `terminal` says whether it is one; by default the stream decides.
 
     `rate_rule` is the line that says where the learning rate comes from. What is printed stays; on a terminal
     the steps are drawn over one another instead, and `close` clears that drawing, after an error too.

@@ -26,7 +26,7 @@ _BEFORE: Final = 5  # notices of a run that were there when the watch began, in 
 
 @final
 class LiveView:
-    """Shows runs on `stream`; `terminal` says whether it is one, left out it is asked.
+    """Shows runs on `stream`; `terminal` says whether it is one; by default the stream decides.
 
     `show` draws the view, in a terminal in the place of the one before, and in a pipe writes lines on what is new;
     `close` clears the drawing.

@@ -1,4 +1,4 @@
-"""What a person who watches a run is told beside its figures: starts, evaluations, checkpoints, warnings, the end."""
+"""What a person who watches a run sees besides its figures: starts, evaluations, checkpoints, warnings, the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Notice:
 
 
 def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
-    """Return what there is to tell of an event, None for a report of a step; `fractions` are shares of one."""
+    """Return what there is to report of an event, None for a report of a step; `fractions` are shares of one."""
     found = _words(event, fractions)
     if found is None:
         return None

@@ -25,7 +25,7 @@ _WIDEST: Final = 24  # of such a column
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
-    """Write a table of the runs, in their order; `now` is in seconds since 1970. `terminal` left out, it is asked.
+    """Write a table of the runs, in their order; `now` is in seconds since 1970. Without `terminal` the stream decides.
 
     Columns in which nothing stands are left out; so are some, and it is said, where a terminal is too narrow.
     """

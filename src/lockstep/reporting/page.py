@@ -49,7 +49,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles beside each other, with a heading."""
+    """Tiles in a row, with a heading."""
 
     title: str
     tiles: Sequence[Tile]
@@ -58,7 +58,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text that stands for itself, line by line; what it was `given` is set apart from what `follows`."""
+    """A text that stands for itself, line by line; what was `given` is distinguished from what `follows`."""
 
     name: str
     given: str
@@ -95,7 +95,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def live_page(title: str, every_ms: int) -> str:
-    """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` beside it."""
+    """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` in the same folder."""
     below = f'<p class=note id="note" role="status"></p>\n{_SWITCH}<div id="sections" data-every="{every_ms}"></div>'
     no_icon = '<link rel="icon" href="data:,">\n'  # which a browser asks a server for
     return _document(title, below, _part("page.js") + _part("page_live.js"), "; connect-src 'self'", no_icon)
@@ -138,7 +138,7 @@ def _document(title: str, body: str, script: str, policy: str = "", icon: str = 
 
 @cache
 def _part(name: str) -> str:
-    """Return the text of a file beside this one."""
+    """Return the text of a file in this folder."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 

@@ -94,7 +94,7 @@ class PageServer:
                 self._runs, self._over, self._data = runs, over, None
 
     def answer(self, path: str, host: str, tag: str) -> Answer:
-        """Return the answer to GET: `host` is the name that was asked, `tag` the answer that is known there."""
+        """Return the answer to GET: `host` is the name in the request, `tag` the answer that is known there."""
         if not is_own(host, self._host):
             return Answer(HTTPStatus.FORBIDDEN, body=b"this name is not one of this machine")
         match path.partition("?")[0]:

@@ -67,7 +67,7 @@ def state(status: RunStatus, held: bool, submitted: float | None = None, job: st
     """Return the state of a run whose log could be read.
 
     `held` says whether a process holds the lock of its folder, `submitted` when it was last given to Slurm, and `job`
-    Slurm's state of that job: empty where Slurm does not know it any more, None where nobody could be asked.
+    Slurm's state of that job: empty where Slurm does not know it any more, None where Slurm is not available.
     """
     if status.last == "done":
         return "done"
@@ -159,12 +159,12 @@ def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
 
 
 def clock(seconds: float | None) -> str:
-    """Return the time of day, as the clock of whoever looks has it; empty for None."""
+    """Return the time of day, in the viewer's time zone; empty for None."""
     return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def join(*words: str) -> str:
-    """Give those words that are not empty, apart."""
+    """Join those words that are not empty."""
     return "  ".join(word for word in words if word)
 
 

@@ -24,8 +24,8 @@ class Mismatch:
     """The first thing on which a placement and the reference disagree, with the likely cause in words.
 
     `step` is the number of the step in the run, from 1 on; None after the last one. `ranks` are those that saw `found`;
-    empty where it cannot be told. `reference` and `found` are the two values as text, for a tensor the pair that lies
-    farthest apart, at `index`.
+    empty where it is unknown. `reference` and `found` are the two values as text, for a tensor the pair with
+    the largest difference, at `index`.
     """
 
     step: int | None
@@ -113,7 +113,7 @@ def draw(verification: Verification, console: Console) -> None:
 
 
 def against(verification: Verification) -> str:
-    """Return what speaks against the placements, as `draw` prints it: the faults, who disagrees, and the end."""
+    """Return what counts against the placements, as `draw` prints it: the faults, who disagrees, and the end."""
     lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
     lines += [line for row in verification.rows if not row.good for line in explain_row(row, verification.findings)]
     return "\n".join([*lines, conclusion(verification)])

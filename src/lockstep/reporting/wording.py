@@ -170,7 +170,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def _of_a_sample(event: Started) -> str:
-    """Say what a sample costs, and what share of the devices' peak cannot be told of."""
+    """Say what a sample costs, and what share of the devices' peak is unknown."""
     if event.flops_per_sample is None:
         return "FLOP of a sample not counted: the model does not run without values, on torch's meta device"
     cost = f"{_flops(event.flops_per_sample)} for each sample, forward and backward"

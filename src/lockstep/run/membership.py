@@ -104,8 +104,8 @@ class Member:
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             rank = Rank(rendezvous, world, where, machine.numerics(device), source)
-            if apart := hashing.apart(world.all_tell(hashing.probe())):
-                rank.warn(apart)
+            if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
+                rank.warn(warning)
             strategy, observe = (ambient.strategy, ambient.observe) if ambient is not None else (None, None)
             guarded = ambient is None or ambient.guarded
             if not world.rank and observe is None:  # who compares placements reads nothing

@@ -186,7 +186,7 @@ def find_loss(name: str) -> Loss | None:
 
 
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
-    """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
+    """Raise UsageError unless `loss` gives a sum or one value for each sample, tested with two equal samples.
 
     The first of `targets` that counts is the target of both.
     """

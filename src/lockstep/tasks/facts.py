@@ -1,6 +1,6 @@
 """What data states of what is to be learned from it: the names of its classes, and of what kind its targets are.
 
-They are among a data set's `facts`, which tasks and models read, and which a checkpoint keeps.
+They are among a dataset's `facts`, which tasks and models read, and which a checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def of_targets(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
     """Raise UsageError where a pair's targets are none of the classes; those of pixels the task looks at.
 
-    `numbers` are those of the samples in the data set `label`.
+    `numbers` are those of the samples in the dataset `label`.
     """
     targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):

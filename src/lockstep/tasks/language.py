@@ -1,4 +1,4 @@
-"""Language: how well each token is foretold by those before it, counted in tokens and not in sequences."""
+"""Language modelling: how well each token is predicted from those before it, counted in tokens, not sequences."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Language:
     - int64 of shape [n, t + 1]: the model sees the first t tokens of each sequence, and is to give the last t;
     - (inputs, targets), both of shape [n, t]: target i is what follows input i;
     - a mapping as transformers have it, with `input_ids` [n, t] and perhaps `attention_mask`, `position_ids` and
-      `labels`, which are beside the tokens and are shifted here. Without labels every token is to be given, but
+      `labels`, which are aligned with the tokens and are shifted here. Without labels every token is to be given, but
       padding and the first one of each packed sequence, whose position is 0;
-    - a Foretold, which `chunk` makes.
+    - a NextTokenBatch, which `chunk` makes.
 
     A target that is `ignore` counts as nothing: what a batch weighs is the number of the others.
     """

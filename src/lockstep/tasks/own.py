@@ -30,7 +30,7 @@ class OwnTask:
 
     Without `inputs` the model is given all of a batch but its targets (tasks/batches.py), without `weight` a batch
     weighs its samples, without `sums` and `figures` there is the loss alone, which `monitor` watches. Sums and figures
-    of `metrics` are beside the task's.
+    of `metrics` come on top of the task's.
     """
 
     def __init__(self, name: str, task: Any, metrics: Metrics | None = None) -> None:

@@ -52,7 +52,7 @@ def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
 
 
 def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
+    """Raise UsageError unless `loss` gives a sum or one value for each sample, tested with two equal samples.
 
     With a mean the size of a micro-batch would decide the weight of its samples. `output` and `target` have one sample.
     """

@@ -1,7 +1,7 @@
 """Whether the ranks hold the same weights and buffers, and which rank is the odd one where they do not.
 
 What all have whole must be the same on all; of what is cut, what the ranks that hold the same rows have. Two digests of
-each rank tell whether it is. Only where it is not are tensors compared one by one.
+each rank see whether it is. Only where it is not are tensors compared one by one.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def _validation(batch: int) -> int:
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
-    """Return one process, as a case of its own, and the placement that was asked for."""
+    """Return one process, as a case of its own, and the requested placement."""
     requested = _case(loaded, loaded.config.placement.strategy, count, {})
     single = _case(loaded, _SINGLE, 1, {})
     return [requested] if (requested.strategy, count) == ("single", 1) else [single, requested]

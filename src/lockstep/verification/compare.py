@@ -47,7 +47,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Values:
-    """The pair of values that lies farthest apart.
+    """The pair of values with the largest difference.
 
     `distance` is their distance, infinite for NaN against a number; None for what has no distance, such as data, or a
     tensor that is not there.

@@ -177,7 +177,7 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
 
 
 class _Enough(BaseException):
-    """Ends the function after the steps that are asked for."""
+    """Ends the function after the requested steps."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class _Loop:
 def _record_reads(ambient: Ambient, reads: dict[str, str]) -> Iterator[None]:
     """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
 
-    A run is seeded before, and a data set before each sample; but what a micro-batch draws from is torch's to seed.
+    A run is seeded before, and a dataset before each sample; but what a micro-batch draws from is torch's to seed.
     """
     with witnessed(lambda: any(run.computing for run in ambient.joined)) as found:
         try:

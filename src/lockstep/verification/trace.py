@@ -1,4 +1,4 @@
-"""What a rank saw of a verification: figures and digests, as JSON, and the tensors that somebody asked for."""
+"""What a rank saw of a verification: figures and digests, as JSON, and the requested tensors."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[
 
 
 def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
-    """Cut into groups of about _GATHERED_BYTES: one exchange for each tensor would take most of the time."""
+    """Cut into groups of about _GATHERED_BYTES: one collective for each tensor would take most of the time."""
     group: dict[str, Shard] = {}
     size = 0
     for name, shard in shards.items():

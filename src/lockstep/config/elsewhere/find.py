@@ -48,7 +48,7 @@ class ImportedConfig:
         missing = f" A recipe needs {', '.join(self.missing)}, too." if self.missing else ""
         return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.{missing}")
 
-    def loaded(self) -> Loaded:
+    def load(self) -> Loaded:
         """Return the configuration; ConfigError as for any recipe."""
         name = FilePath(self.file).stem
         loaded = load_text(self.to_yaml(), f"{self.file}, as imported", name)

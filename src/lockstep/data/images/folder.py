@@ -29,7 +29,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as is asked."""
+    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as requested."""
     found = scan(request.root, options.validation)
     validation = Files(found.validation) if found.validation else None
     return pictures(Files(found.train), validation, found.classes, request)

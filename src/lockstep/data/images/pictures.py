@@ -1,4 +1,4 @@
-"""A split of pictures that are read, cut and resized when they are asked for, wherever their bytes are."""
+"""A split of pictures that are read, cut and resized on demand, wherever their bytes are."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CropSettings:
 
 
 def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], request: DataRequest) -> DataSet:
-    """Return a data set of pictures, cut as is asked. Validation always sees the centre."""
+    """Return a dataset of pictures, cut as requested. Validation always sees the centre."""
     cut = crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
     splits = [PictureSplit(train, replace(cut, scale=scale))]

@@ -1,4 +1,4 @@
-"""The offsets of the pictures in a tar archive, and the class of each; found once and kept beside the archive."""
+"""The offsets of the pictures in a tar archive, and the class of each; found once and cached next to the archive."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pictures in tar archives as WebDataset writes them: NAME.jpg and NAME.cls, or NAME.json, beside each other.
+"""Pictures in tar archives as WebDataset writes them: NAME.jpg next to NAME.cls or NAME.json.
 
-Each archive is looked through once. The offsets of its members are kept beside it, so that any sample is read at once.
+Each archive is scanned once. The offsets of its members are cached next to it, so that any sample is read at once.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def refuse_mixed(name: str, column: Any, advice: str) -> None:
 
 
 def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
-    """Return how a column of training is encoded: text and truth values are categories, and what is asked to be one."""
+    """Return how a column of training is encoded: text, truth values and what the options name are categories."""
     kind = kind_of(column)
     if kind == "number" and not is_category:
         return _number(name, column, means)

@@ -1,4 +1,4 @@
-"""Data sets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
+"""Datasets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the data set at `root`; its rows are read as they are asked for."""
+    """Return the dataset at `root`; its rows are read on demand."""
     train, held_out = _parts(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
@@ -55,7 +55,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class Columns:
-    """Some rows of a data set, and of each the columns that make a sample."""
+    """Some rows of a dataset, and of each the columns that make a sample."""
 
     def __init__(self, rows: Any, numbers: NDArray[np.int64], inputs: str | Sequence[str], target: str | None) -> None:
         self._rows = rows

@@ -37,7 +37,7 @@ class Options:
     `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression, and of whole
     numbers that are many it has to be said. Whole numbers in `categories` are names and no amounts, as all text is;
     `ignore` is left out. `missing` numbers are an error, or the mean of training. `codes` false gives categories as
-    zeros and a one beside the numbers; true as whole numbers, a second input. `validation` is the share of the rows,
+    zeros and a one next to the numbers; true as whole numbers, a second input. `validation` is the share of the rows,
     where there is no file for it.
     """
 

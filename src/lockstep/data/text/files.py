@@ -36,7 +36,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of the text at `root`.
 
     A folder is read in the order of its files' names, one text after the other; with folders `train` and `val` in it,
-    or files train.txt and val.txt, these are the parts, whatever share is asked for validation.
+    or files train.txt and val.txt, these are the parts, whatever share is set for validation.
     """
     return text_data(request.name, *_parts(Path(request.root), options.validation), options)
 

@@ -27,7 +27,7 @@ _LOOKED_AT: Final = 64  # and tokens at each
 class Options:
     """For `context` and `stride` see `text`.
 
-    `vocabulary`, the number of different tokens, and `dtype` are those of meta.json beside the files where they are
+    `vocabulary`, the number of different tokens, and `dtype` are those of meta.json next to the files where they are
     left out; without it, `dtype` is uint16.
     """
 
@@ -64,7 +64,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class TokenFile:
-    """The tokens of a file, little endian and nothing else; windows are read from it as they are asked for.
+    """The tokens of a file, little endian and nothing else; windows are read from it on demand.
 
     It is read and not mapped into memory: a mapped file ends the process with SIGBUS where it is cut off meanwhile,
     and its pages count as the process's memory.

@@ -70,7 +70,7 @@ class TrainingWindows:
 
 @final
 class ValidationWindows:
-    """Windows beside each other, so that each token but the first is a target once.
+    """Adjacent windows, so that each token but the first is a target once.
 
     The last one may be short: it ends in token 0, and in targets that are IGNORED.
     """

@@ -1,7 +1,7 @@
-"""Saves a run's state: before training continues, or beside it.
+"""Saves a run's state: before training continues, or in the background.
 
-Beside it, training waits only until what a checkpoint needs is copied: the rest, hashing, writing and agreeing with the
-other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next one
+In the background, training waits only until a checkpoint's data is copied: the rest, hashing, writing, agreeing with
+the other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next
 waits for the one before.
 """
 
@@ -53,7 +53,7 @@ class Saver:
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
         """Save, or begin to; return what is saved by now. A failure to write raises TrainingError, at the latest then.
 
-        Beside training it is the save before this one whose end is reported and whose failure raises.
+        In the background it is the save before this one whose end is reported and whose failure raises.
         """
         began = time.perf_counter()
         at = (progress.step, progress.epoch, progress.samples, progress.best_at == progress.step)
@@ -65,7 +65,7 @@ class Saver:
         return before
 
     def poll(self) -> list[Saved]:
-        """Return the save that has ended since it was last asked for, if one has."""
+        """Return the save that has ended since the last call, if one has."""
         return self.wait() if self._running is not None and self._running.done() else []
 
     def wait(self) -> list[Saved]:

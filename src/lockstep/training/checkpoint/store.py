@@ -217,7 +217,7 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
 def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | None = None) -> FoundCheckpoint:
     """Load what a user points to: a checkpoint, a link such as `latest`, a run folder or its checkpoints.
 
-    In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint asked
+    In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint given
     for by name is never replaced by another: damage raises TrainingError.
     """
     if path.is_symlink():
