@@ -123,7 +123,7 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
     with pytest.raises(TrainingError, match="cannot be loaded back, so nothing was written"):
         export(saved, "safetensors")
     monkeypatch.setattr(to_torch, "write", lambda subject, place: place.write_text("yes"))
-    monkeypatch.setattr("lockstep.exports.export.compared", lambda *_: None)
+    monkeypatch.setattr("lockstep.exports.export.check_export", lambda *_: None)
     for place in ("a" * 300, "/proc/net.pt2", "run/config.yaml/net"):
         with pytest.raises(TrainingError, match=r"cannot be written: .*; choose another --out"):
             export(saved, "torch", Path(place))

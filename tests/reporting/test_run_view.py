@@ -8,6 +8,7 @@ from lockstep.reporting.run_log import RunStatus, history
 from lockstep.reporting.run_view import (
     State,
     ending,
+    eta,
     exit_code,
     figures,
     headline,
@@ -16,7 +17,6 @@ from lockstep.reporting.run_view import (
     line,
     place,
     state,
-    time_left,
 )
 
 
@@ -24,16 +24,16 @@ def test_a_run_that_goes_on_in_words() -> None:
     run = viewed(*GOING)
     assert headline(run) == "runs/a  running  single on 1, cpu"
     assert place(run) == "epoch 3/30  step 69/690"
-    assert time_left(run).endswith(" left")
+    assert eta(run).endswith(" left")
     assert figures(run).startswith(
         "88 samples/s  loss/train 0.4321  loss/validation 0.1023  top1 98.61 %  top5 100.00 %"
     )
-    assert line(run) == f"runs/a  {place(run)}  {figures(run)}  {time_left(run)}"
+    assert line(run) == f"runs/a  {place(run)}  {figures(run)}  {eta(run)}"
 
 
 def test_before_its_log_there_is_a_name() -> None:
     run = viewed(name="runs/\x1b[2Jx")
-    assert (headline(run), place(run), time_left(run), figures(run)) == (r"runs/\x1b[2Jx  running", "", "", "")
+    assert (headline(run), place(run), eta(run), figures(run)) == (r"runs/\x1b[2Jx  running", "", "", "")
 
 
 @pytest.mark.parametrize(
